@@ -1,0 +1,164 @@
+"""What a user can choose: one frozen dataclass whose field docstrings are the flags' help texts."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Algorithm(StrEnum):
+    """How attention is spread over the context-parallel ranks."""
+
+    BURST = "burst"
+    RING = "ring"
+    ALLGATHER = "allgather"
+    ULYSSES = "ulysses"
+
+
+class Backward(StrEnum):
+    """What travels in the backward ring."""
+
+    AUTO = "auto"
+    QUERY = "query"
+    KV = "kv"
+
+
+class Topology(StrEnum):
+    """One ring over all ranks, or a ring in each node and one between the nodes."""
+
+    AUTO = "auto"
+    FLAT = "flat"
+    DOUBLE = "double"
+
+
+class LayoutName(StrEnum):
+    """Which tokens a rank holds."""
+
+    ZIGZAG = "zigzag"
+    SEGMENTED_ZIGZAG = "segmented-zigzag"
+
+
+class GradDtype(StrEnum):
+    """Precision of a gradient while it travels."""
+
+    FLOAT32 = "float32"
+    MODEL = "model"
+
+
+# Values of the design that this version refuses; everything else in the enums works.
+_NOT_BUILT: dict[str, tuple[str, ...]] = {
+    "algorithm": (Algorithm.ALLGATHER, Algorithm.ULYSSES),
+    "backward": (Backward.QUERY,),
+    "topology": (Topology.DOUBLE,),
+    "layout": (LayoutName.SEGMENTED_ZIGZAG,),
+    "grad_dtype": (GradDtype.MODEL,),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BurstConfig:
+    """Settings of BurstAttention; the same names, without prefix, as the command-line flags.
+
+    Raises:
+        ValueError: a value is unknown, or not built in this version; the message lists what is.
+    """
+
+    algorithm: Algorithm = field(
+        default=Algorithm.BURST, metadata={"flag": "--context-parallel-algo"}
+    )
+    """Which context parallelism runs attention. burst: ours, with the cheapest ring chosen for you;
+    ring: K and V travel in both directions on one flat ring, the common baseline. It alone selects
+    our core attention, at a context-parallel size of 1 too."""
+
+    backward: Backward = Backward.AUTO
+    """What the backward ring sends. kv: K, V and their gradients. auto: the cheaper of those built,
+    which in this version is kv."""
+
+    topology: Topology = Topology.AUTO
+    """The shape of the ring. flat: one ring over all ranks. auto: the best of those built, which in
+    this version is flat."""
+
+    layout: LayoutName = LayoutName.ZIGZAG
+    """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P."""
+
+    kernel: str = "auto"
+    """The attention kernel of one tile. auto: the first of cudnn, aten_flash and cpu that can serve
+    the tensors. A name takes that kernel or fails with its reasons; reference is dense float64."""
+
+    grad_dtype: GradDtype = GradDtype.FLOAT32
+    """The dtype of gradients while they travel. float32: no rounding on the way."""
+
+    timeout_seconds: float = field(default=600.0, metadata={"flag": None})
+    """How long a hop may take on gloo before the rank gives up with an error that names the step,
+    the peer and the tensor. Under Megatron: --distributed-timeout-minutes. On NCCL the process
+    group's own time limit holds."""
+
+    def __post_init__(self) -> None:
+        """Check every value; strings become members of their enum."""
+        for spec in dataclasses.fields(self):
+            if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
+                built = _built_values(spec)
+                value = str(getattr(self, spec.name))
+                if value not in built:
+                    known = value in list(spec.type)
+                    raise ValueError(
+                        f"{_flag_name(spec)} {value} is "
+                        f"{'not built yet' if known else 'unknown'}; "
+                        f"this version has: {', '.join(built)}"
+                    )
+                object.__setattr__(self, spec.name, spec.type(value))
+        if self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One command-line flag, derived from a field of `BurstConfig`."""
+
+    field: str
+    name: str
+    values: tuple[str, ...]  # what it may be; empty where any string is accepted
+    default: Any
+    help: str
+
+
+def flags() -> tuple[Flag, ...]:
+    """Return every command-line flag that `BurstConfig` describes, in the order of its fields."""
+    docs = _field_docstrings()
+    return tuple(
+        Flag(
+            field=spec.name,
+            name=_flag_name(spec),
+            values=_built_values(spec),
+            default=spec.default,
+            help=docs[spec.name],
+        )
+        for spec in dataclasses.fields(BurstConfig)
+        if _flag_name(spec) is not None
+    )
+
+
+def _flag_name(spec: dataclasses.Field[Any]) -> Any:
+    return spec.metadata.get("flag", f"--burst-{spec.name.replace('_', '-')}")
+
+
+def _built_values(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
+    if not (isinstance(spec.type, type) and issubclass(spec.type, StrEnum)):
+        return ()
+    return tuple(v.value for v in spec.type if v not in _NOT_BUILT.get(spec.name, ()))
+
+
+@functools.cache
+def _field_docstrings() -> dict[str, str]:
+    """Python drops the string after a field, so read it from the source."""
+    (cls,) = ast.parse(inspect.getsource(BurstConfig)).body
+    assert isinstance(cls, ast.ClassDef)
+    docs = {}
+    for node, following in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(node.target, ast.Name)
+            docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs

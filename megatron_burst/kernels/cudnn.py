@@ -1,0 +1,72 @@
+"""cuDNN's fused attention as torch ships it, for NVIDIA GPUs."""
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels.protocol import Request
+from megatron_burst.mask import Relation
+
+
+class CudnnKernel:
+    """cuDNN's flash attention through ATen; needs no package beside torch."""
+
+    name = "cudnn"
+
+    def reasons_against(self, request: Request) -> list[str]:
+        """Return why cuDNN cannot serve the request."""
+        reasons = []
+        if request.device.type != "cuda":
+            reasons.append(f"the tensors are on {request.device.type}")
+        elif torch.version.cuda is None or not torch.backends.cudnn.is_available():
+            reasons.append("this torch has no cuDNN")
+        elif torch.cuda.get_device_capability(request.device) < (8, 0):
+            reasons.append("the GPU is older than compute capability 8.0")
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            reasons.append(f"the dtype is {request.dtype}, not bfloat16 or float16")
+        for size in {request.head_dim, request.value_head_dim}:
+            if size % 8 or size > 128:
+                reasons.append(f"head size {size} is not a multiple of 8 up to 128")
+        return reasons
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse); see `Kernel`."""
+        out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *_to_BHSD(q, k, v), None, True, 0.0, relation is Relation.CAUSAL, scale=scale
+        )
+        return out_BHSD.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        relation: Relation,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv); see `Kernel`."""
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is 0
+        grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *_to_BHSD(dout, q, k, v, out),
+            lse.contiguous()[..., None],
+            seed,
+            seed,
+            None,  # attention bias
+            None,  # cumulative lengths of packed queries and keys
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            relation is Relation.CAUSAL,
+            scale=scale,
+        )
+        dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
+        return dq, dk, dv
+
+
+def _to_BHSD(*tensors: Tensor) -> list[Tensor]:
+    return [t.transpose(1, 2) for t in tensors]

@@ -1,0 +1,67 @@
+"""What a kernel is: attention of one tile, forward and backward."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_burst.mask import Relation
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a kernel is asked to serve, as far as it does not change from tile to tile."""
+
+    device: torch.device
+    dtype: torch.dtype
+    query_heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Request":
+        """Describe these tensors, [batch, tokens, heads, head size]."""
+        return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+
+class Kernel(Protocol):
+    """Attention of one tile; every backend equals the slow code below.
+
+    q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
+    dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
+    the tokens. With scores = scale · q kᵀ, masked by the relation (`FULL`, or `CAUSAL` on a square
+    tile), forward returns out = softmax(scores) v in q's dtype and lse = logsumexp(scores),
+    [batch, query heads, queries], natural logarithm, float32 or better.
+
+    Backward is that of the whole sequence, restricted to the tile: `lse` and `out` are those of the
+    finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`
+    are those of the finished output (delta = rowsum(dout ∘ out)).
+    """
+
+    name: str
+
+    def reasons_against(self, request: Request) -> list[str]:
+        """Return why this kernel cannot serve the request; empty if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the tile."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        relation: Relation,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tile's (dq, dk, dv), newly made tensors of the shapes of q, k and v."""
+        ...

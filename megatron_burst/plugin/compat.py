@@ -1,0 +1,227 @@
+"""What Megatron lacks without Apex, TransformerEngine or a source checkout, made good.
+
+Nothing here imports Megatron until it is called: `cpu_platform.activate` has to come first.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_MEGATRON = (0, 19)
+
+
+class SequenceParallelNorm:
+    """torch's LayerNorm or RMSNorm with the constructor of Megatron's `WrappedTorchNorm`.
+
+    Calling the class returns the torch module itself. Its parameters carry `sequence_parallel =
+    config.sequence_parallel`: under sequence parallelism every TP rank normalises its own tokens,
+    and Megatron sums the gradients of parameters marked so over the TP ranks.
+    """
+
+    def __new__(  # type: ignore[misc]  # a builder, like the class it stands in for
+        cls,
+        config: "TransformerConfig",
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> torch.nn.Module:
+        """Build the norm `config.normalization` names; ValueError for what torch cannot do.
+
+        The last three arguments are there for Megatron's callers and unused, as in Megatron.
+        """
+        _check_norm_config(config)
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in kinds:
+            raise ValueError(
+                f"--normalization {config.normalization}: torch's norms are {', '.join(kinds)}"
+            )
+        norm = kinds[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def _check_norm_config(config: "TransformerConfig") -> None:
+    refused = {
+        "layernorm_zero_centered_gamma": "drop --apply-layernorm-1p",
+        "persist_layer_norm": "pass --no-persist-layer-norm",
+        "memory_efficient_layer_norm": "drop --use-memory-efficient-layer-norm",
+    }
+    for field, remedy in refused.items():
+        if getattr(config, field):
+            raise ValueError(f"torch's norms cannot do {field}: {remedy}, or use TransformerEngine")
+
+
+def with_sequence_parallel_norm(spec: Any) -> Any:
+    """Copy of a layer or block spec in which `SequenceParallelNorm` replaces `WrappedTorchNorm`.
+
+    Goes through dataclasses (ModuleSpec, ...Submodules), lists, tuples, dicts and
+    `functools.partial`, however nested; every other value is kept as it is. `spec` is not changed.
+    The norm behind the last layer is part of a block spec, not of a layer spec: see `block_spec`.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    walk = with_sequence_parallel_norm
+    if spec is WrappedTorchNorm:
+        return SequenceParallelNorm
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        return dataclasses.replace(
+            spec, **{f.name: walk(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+        )
+    if isinstance(spec, functools.partial):
+        return functools.partial(walk(spec.func), *walk(spec.args), **walk(spec.keywords))
+    if type(spec) in (list, tuple):
+        return type(spec)(walk(item) for item in spec)
+    if type(spec) is dict:
+        return {key: walk(value) for key, value in spec.items()}
+    return spec
+
+
+def block_spec(
+    spec: Any, config: "TransformerConfig", vp_stage: int | None = None
+) -> "TransformerBlockSubmodules":
+    """The block spec of this pipeline stage for a layer spec, norms replaced.
+
+    A layer spec leaves the norm behind the last layer to Megatron, which takes its own
+    `WrappedTorchNorm` where neither Apex nor TransformerEngine is there, and that one refuses
+    sequence parallelism. A block spec is returned with its norms replaced. Call it after model
+    parallelism is initialised.
+    """
+    from megatron.core.transformer import transformer_block
+
+    if not isinstance(spec, transformer_block.TransformerBlockSubmodules):
+        spec = transformer_block.TransformerBlockSubmodules(
+            layer_specs=[spec] * transformer_block.get_num_layers_to_build(config, vp_stage),
+            layer_norm=transformer_block.LayerNormImpl,
+        )
+    return with_sequence_parallel_norm(spec)
+
+
+def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_megatron_optimizer` whose distributed optimizers save and load torch's Adam rightly.
+
+    Without Apex and TransformerEngine Megatron falls back to torch's Adam, whose `step` is a tensor
+    in the state of every parameter. The checkpoint code of the distributed optimizer stumbles:
+    - it asserts that all parameters share one `step` before it reads a checkpoint, when Adam has no
+      state yet. Megatron's `init_state_fn` makes the moments alone and is not called there;
+    - it takes `step` for a shard of the parameter like the moments: `dp_reshardable` reads back
+      a wrong number, `fully_reshardable` ends with a KeyError;
+    - it loads one `step` tensor for all parameters, to which Adam then adds once a parameter;
+    - it writes into float32 shards, views of parameters, in place, which autograd refuses.
+
+    Only the step in the param_groups is right. No hook of Megatron lies between building the
+    optimizer and reading the checkpoint, so the call is wrapped and the built objects are mended.
+    """
+
+    @functools.wraps(build_optimizer)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        optimizer = build_optimizer(*args, **kwargs)
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            distributed = hasattr(part, "load_parameter_state_from_dp_reshardable")
+            if distributed and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+                _mend_distributed_optimizer(part)
+        return optimizer
+
+    return build
+
+
+def _mend_distributed_optimizer(distributed: Any) -> None:
+    """Carry out what `with_torch_adam` says on one of Megatron's distributed optimizers."""
+    initialise_adam_state(distributed.optimizer)
+    distributed.optimizer.register_load_state_dict_post_hook(give_each_parameter_its_step)
+
+    read_shards = distributed._get_main_param_and_optimizer_states
+    write_shards = distributed._set_main_param_and_optimizer_states
+
+    def read_without_step(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        return {name: shard for name, shard in read_shards(parameter).items() if name != "step"}
+
+    def write_without_step(parameter: torch.nn.Parameter, shards: dict[str, Any]) -> None:
+        write_shards(parameter, {**shards, "step": None})  # None: keep the one that is there
+
+    distributed._get_main_param_and_optimizer_states = read_without_step
+    distributed._set_main_param_and_optimizer_states = write_without_step
+    distributed.load_state_dict = torch.no_grad()(distributed.load_state_dict)
+
+
+def initialise_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter without state what torch's Adam makes in its first step, at step 0.
+
+    Training afterwards equals training without this call; the memory is taken a step earlier.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def give_each_parameter_its_step(optimizer: torch.optim.Optimizer) -> None:
+    """Copy every parameter's `step`, so that no two parameters share one tensor."""
+    for state in optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+def unless_prebuilt(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """Megatron's `compile_helpers`, skipped where the compiled helpers can be imported already.
+
+    The wheel ships `helpers_cpp` but no Makefile, so the original ends the process.
+    """
+
+    @functools.wraps(compile_helpers)
+    def compile_or_skip() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return compile_or_skip
+
+
+def check_megatron_version() -> str:
+    """The version of the Megatron-Core that `import megatron.core` takes, without importing it.
+
+    Raises ValueError where there is none, where it is outside the supported range, or where
+    `megatron.core` and `megatron.training` come from different places (a checkout and a wheel).
+    """
+    core, training = (_first_on_path(name) for name in ("core", "training"))
+    if core is None or training is None:
+        raise ValueError("megatron-core is not installed: pip install 'megatron-core==0.19.*'")
+    info = core / "package_info.py"
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE))
+    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
+    supported = ".".join(map(str, SUPPORTED_MEGATRON))
+    if tuple(int(numbers[part]) for part in ("MAJOR", "MINOR")) != SUPPORTED_MEGATRON:
+        raise ValueError(
+            f"megatron-core {version} ({info}) is outside the supported range {supported}.*"
+        )
+    if core.parent != training.parent:
+        raise ValueError(
+            f"megatron.core comes from {core} and megatron.training from {training}: "
+            "remove one of the two from PYTHONPATH or uninstall the wheel"
+        )
+    return version
+
+
+def _first_on_path(subpackage: str) -> Path | None:
+    megatron = importlib.util.find_spec("megatron")
+    places = megatron.submodule_search_locations if megatron else None
+    found = (Path(place) / subpackage for place in places or [])
+    return next((folder for folder in found if (folder / "__init__.py").is_file()), None)

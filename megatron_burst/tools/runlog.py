@@ -1,0 +1,32 @@
+"""Reads the scalars of one training run from the TensorBoard directory Megatron wrote."""
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+LOSS = "lm loss"
+ITERATION_SECONDS = "iteration-time"
+BYTES_SENT = "burst/bytes-sent-per-rank"
+
+Series = list[tuple[int, float]]
+
+
+class RunLogError(ValueError):
+    """The directory holds no run that can be reported; the message says what is missing."""
+
+
+def read_scalars(path: Path) -> dict[str, Series]:
+    """All scalars under their tags, each as (step, value) by rising step.
+
+    A step written twice, as after a restart, has the value written last. Raises RunLogError for a
+    directory without TensorBoard events.
+    """
+    if not any(path.glob("*tfevents*")):
+        raise RunLogError(f"{path}: no TensorBoard events here (--tensorboard-dir of the training)")
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    scalars = {}
+    for tag in events.Tags()["scalars"]:
+        written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
+        scalars[tag] = sorted({event.step: event.value for event in written}.items())
+    return scalars

@@ -1,0 +1,169 @@
+"""The shell scripts: they parse, explain themselves, and find a Python that serves. (fast tier)"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+TOOLS = ("bash", "cat", "cut", "dirname", "grep", "id", "readlink", "sed", "tail")
+GOOD = f'exec "{sys.executable}" "$@"'
+SHIM = 'echo "pyenv: $0: command not found" >&2; exit 127'
+
+
+def as_version(*version: int) -> str:
+    code = f"import sys; sys.version_info = {version}; exec(sys.stdin.read())"
+    return f'shift; exec "{sys.executable}" -c "{code}" "$@"'
+
+
+def executable(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A machine with the ordinary tools on PATH and no Python: HOME/ and bin/."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "HOME").mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        if found:
+            (tmp_path / "bin" / name).symlink_to(found)
+    account = f"user:x:1000:1000::{tmp_path / 'account'}:/bin/sh"
+    executable(tmp_path / "bin" / "getent", f'echo "{account}"')
+    return tmp_path
+
+
+def shell(machine: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": str(machine / "bin"), "HOME": str(machine / "HOME"), **variables}
+    return subprocess.run(
+        [str(machine / "bin" / "bash"), "-c", f'source "{ROOT}/scripts/setup.sh"; {command}'],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def found(machine: Path, **variables: str) -> tuple[str, str]:
+    result = shell(machine, 'find_python; echo "$found_python|$found_where"', **variables)
+    assert result.returncode == 0, result.stderr
+    path, where = result.stdout.strip().split("|")
+    return path, where
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_parses_and_is_executable(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_names_the_script_and_does_nothing(script: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
+    result = subprocess.run(
+        [str(script), "--help"], env=env, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("Usage: scripts/")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_quickstart_refuses_a_step_count_that_is_none(tmp_path: Path) -> None:
+    env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
+    command = [str(ROOT / "scripts" / "quickstart.sh"), "--steps", "many"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--steps many is not a positive number" in result.stderr
+
+
+def test_a_python_on_path_is_found(machine: Path) -> None:
+    python = executable(machine / "bin" / "python3.12", GOOD)
+    assert found(machine) == (str(python), "PATH")
+
+
+def test_a_shim_that_fails_and_an_old_python_are_passed_over(machine: Path) -> None:
+    executable(machine / "bin" / "python3.12", SHIM)
+    executable(machine / "bin" / "python3.13", as_version(3, 14, 0))
+    executable(machine / "bin" / "python3", as_version(3, 11, 2))
+    python = executable(machine / "HOME/.pyenv/versions/3.12.1/bin/python3.12", GOOD)
+    path, where = found(machine)
+    assert path == str(python)
+    assert where == f"pyenv in {machine}/HOME/.pyenv"
+
+
+def test_pyenv_is_found_by_its_variable_and_by_its_command(machine: Path) -> None:
+    root = machine / "elsewhere"
+    python = executable(root / "versions/3.13.0/bin/python3.13", GOOD)
+    assert found(machine, PYENV_ROOT=str(root))[0] == str(python)
+    command = executable(root / "bin" / "pyenv", "exit 1")
+    (machine / "bin" / "pyenv").symlink_to(command)
+    assert found(machine)[0] == str(python)
+
+
+def test_an_empty_home_is_looked_up(machine: Path) -> None:
+    python = executable(machine / "account/.pyenv/versions/3.12.9/bin/python3.12", GOOD)
+    assert found(machine, HOME="")[0] == str(python)
+
+
+def test_uv_is_asked_last(machine: Path) -> None:
+    python = executable(machine / "uv" / "python", GOOD)
+    executable(machine / "bin" / "uv", f'echo "{python}"')
+    assert found(machine) == (str(python), "uv")
+
+
+def test_the_python_asked_for_is_the_only_one_tried(machine: Path) -> None:
+    executable(machine / "bin" / "python3.12", GOOD)
+    python = executable(machine / "mine", GOOD)
+    assert found(machine, PYTHON=str(python)) == (str(python), "$PYTHON")
+    old = executable(machine / "old", as_version(3, 10, 1))
+    result = shell(machine, "find_python || no_python", PYTHON=str(old))
+    assert f"{old} (from $PYTHON) is Python 3.10.1, older than 3.12" in result.stderr
+
+
+def test_without_a_python_setup_says_what_was_tried_and_what_to_install(machine: Path) -> None:
+    executable(machine / "bin" / "python3.12", SHIM)
+    executable(machine / "bin" / "python3", as_version(3, 9, 1))
+    result = shell(machine, "burst_setup", BURST_VENV=str(machine / "venv"))
+    assert result.returncode != 0
+    assert "python3.12 (from PATH) does not run" in result.stderr
+    assert "python3 (from PATH) is Python 3.9.1, older than 3.12" in result.stderr
+    assert "apt-get install python3.12 python3.12-venv" in result.stderr
+    assert not (machine / "venv").exists()
+
+
+def test_a_directory_that_is_no_environment_is_left_alone(machine: Path) -> None:
+    place = machine / "venv"
+    place.mkdir()
+    (place / "precious").touch()
+    result = shell(machine, "burst_setup", BURST_VENV=str(place))
+    assert result.returncode != 0
+    assert "is no virtual environment" in result.stderr
+    assert (place / "precious").exists()
+
+
+def test_a_finished_environment_is_updated_in_place_and_a_half_made_one_is_not(
+    machine: Path,
+) -> None:
+    place = machine / "venv"
+    python = executable(place / "bin" / "python", GOOD)
+    command = f'is_ready_for "{python}" && echo update || echo remake'
+    assert shell(machine, command, BURST_VENV=str(place)).stdout == "remake\n"
+    (place / ".megatron-burst-ready").write_text("an older key")
+    assert shell(machine, command, BURST_VENV=str(place)).stdout == "update\n"
+
+
+def test_progress_passes_the_exit_status_on_and_shows_what_runs(machine: Path) -> None:
+    (machine / "bin" / "sleep").symlink_to(shutil.which("sleep") or "sleep")
+    command = f"cd {machine}; "
+    command += 'status_of() { tail -n 1 "$1"; }; with_progress log status_of bash -c'
+    fine = shell(machine, f"{command} 'echo halfway'")
+    assert fine.returncode == 0
+    assert "s] halfway" in fine.stderr
+    assert shell(machine, f"{command} 'exit 7'").returncode == 7
