@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.groups import RingGroups
 from megatron_burst.plan import Item, Kind, Step, Transfer
 
 type Block = tuple[Tensor, ...]
@@ -27,11 +26,11 @@ class CommunicationError(RuntimeError):
 class Communicator:
     """The transport of one context-parallel group; counts the payload bytes that it sends."""
 
-    def __init__(self, groups: RingGroups | None, timeout_seconds: float) -> None:
-        """Use these groups; None for a process that has no peer and so nothing to send."""
-        self._groups = groups
+    def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
+        """Use this group; None for a process that has no peer and so nothing to send."""
+        self._group = group
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
-        on_gloo = groups is not None and dist.get_backend(groups.read) == dist.Backend.GLOO
+        on_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self._timeout = datetime.timedelta(seconds=timeout_seconds) if on_gloo else None
         self.bytes_sent = 0
 
@@ -47,7 +46,7 @@ class Communicator:
                 before the returned handle has been waited for.
             like: for each kind that arrives, tensors of the shape and dtype to receive.
         """
-        if self._groups is None:
+        if self._group is None:
             assert not step.receives and not step.sends
             return PendingTransfers([], {}, where, None)
         arriving = {
@@ -55,16 +54,11 @@ class Communicator:
             for transfer in step.receives
         }
         messages = [
-            *_messages(dist.irecv, step.receives, arriving, self._groups),
-            *_messages(dist.isend, step.sends, outgoing, self._groups),
+            *_messages(dist.irecv, step.receives, arriving, self._group),
+            *_messages(dist.isend, step.sends, outgoing, self._group),
         ]
         self.bytes_sent += sum(m.tensor.nbytes for m in messages if m.operation is dist.isend)
-        works = [
-            pair
-            for group in (self._groups.read, self._groups.gradient)
-            for pair in _start([m for m in messages if m.group is group], where)
-        ]
-        return PendingTransfers(works, arriving, where, self._timeout)
+        return PendingTransfers(_start(messages, where), arriving, where, self._timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +80,17 @@ def _messages(
     operation: _Operation,
     transfers: Sequence[Transfer],
     blocks: Mapping[Item, Block],
-    groups: RingGroups,
+    group: dist.ProcessGroup,
 ) -> list[_Message]:
     messages = []
     for item, peer in transfers:
-        group = groups.gradient if item.kind.is_gradient else groups.read
         global_peer = dist.get_global_rank(group, peer)
         messages += [_Message(operation, item, t, global_peer, group) for t in blocks[item]]
     return messages
 
 
 def _start(messages: Sequence[_Message], where: str) -> list[tuple[str, dist.Work]]:
-    """Post the messages of one communicator; return what to wait for, each with its name."""
+    """Post the messages of a step; return what to wait for, each with its name."""
     if not messages:
         return []
     names = [str(message) for message in messages]

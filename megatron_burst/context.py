@@ -11,7 +11,6 @@ from megatron_burst.comm import Communicator
 from megatron_burst.config import BurstConfig
 from megatron_burst.cost import bytes_sent, imbalance, kv_ring_bytes
 from megatron_burst.dtypes import accumulation_dtype
-from megatron_burst.groups import ring_groups
 from megatron_burst.kernels import Kernel, Request, check_kernel_name, select_kernel
 from megatron_burst.layout import Layout, zigzag
 from megatron_burst.mask import Mask
@@ -70,7 +69,7 @@ class BurstContext:
         if group is None or group.size() == 1:
             return cls(config, None, Communicator(None, config.timeout_seconds))
         _check_agreement(group, "the configuration", str(config))
-        return cls(config, group, Communicator(ring_groups(group), config.timeout_seconds))
+        return cls(config, group, Communicator(group, config.timeout_seconds))
 
     @property
     def bytes_sent(self) -> int:

@@ -15,7 +15,7 @@ from megatron_burst.plan import (
 )
 
 type _Sum = Counter[Tile]
-type _Channel = tuple[int, int, bool]  # from, to, is it the gradient ring
+type _Channel = tuple[int, int]  # from, to
 
 
 class PlanError(Exception):
@@ -89,9 +89,7 @@ class _Machine:
         if not rank.posted:
             self._post(rank)
             return True
-        wanted = Counter(
-            (t.peer, rank.plan.rank, t.item.kind.is_gradient) for t in rank.current.receives
-        )
+        wanted = Counter((t.peer, rank.plan.rank) for t in rank.current.receives)
         if any(len(self.wires[channel]) < count for channel, count in wanted.items()):
             return False
         self._finish(rank)
@@ -102,14 +100,14 @@ class _Machine:
             gradient = item.kind.is_gradient
             rank.need(item in (rank.sums if gradient else rank.blocks), f"sends no {item}")
             payload = rank.sums.pop(item) if gradient else Counter[Tile]()
-            self.wires[rank.plan.rank, peer, gradient].append((item, payload))
+            self.wires[rank.plan.rank, peer].append((item, payload))
         rank.compute()
         rank.posted = True
 
     def _finish(self, rank: _Rank) -> None:
         for item, peer in rank.current.receives:
             gradient = item.kind.is_gradient
-            arrived, payload = self.wires[peer, rank.plan.rank, gradient].popleft()
+            arrived, payload = self.wires[peer, rank.plan.rank].popleft()
             rank.need(arrived == item, f"expects {item} from {peer}, gets {arrived}")
             if gradient:
                 rank.sums[item].update(payload)
@@ -120,7 +118,7 @@ class _Machine:
         rank.step, rank.posted = rank.step + 1, False
 
     def check_nothing_left(self) -> None:
-        for (source, peer, _), wire in self.wires.items():
+        for (source, peer), wire in self.wires.items():
             if wire:
                 raise PlanError(f"rank {source} sends {wire[0][0]} that rank {peer} never takes")
 

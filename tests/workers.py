@@ -1,6 +1,7 @@
 """Processes with gloo groups of any size up to eight, started once and used by many tests."""
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class WorkerPool:
             self._start()
         chosen = self._workers[MAX_RANKS - ranks :]
         for _, connection in chosen:
-            connection.send((ranks, function, args))
+            _send(connection, (ranks, function, args))
         replies = [_reply(connection, timeout) for _, connection in chosen]
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -61,11 +62,16 @@ class WorkerPool:
             self._workers.append((process, here))
 
 
+def _send(connection: Connection, message: Any) -> None:
+    # Plain pickle copies tensors; multiprocessing's own would share them by file descriptors.
+    connection.send_bytes(pickle.dumps(message))
+
+
 def _reply(connection: Connection, timeout: float) -> tuple[bool, Any]:
     if not connection.poll(timeout):
         return False, f"no answer within {timeout} s"
     try:
-        return connection.recv()
+        return pickle.loads(connection.recv_bytes())
     except EOFError:
         return False, "the process died"
 
@@ -82,10 +88,10 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
     groups = {p: dist.new_group(range(MAX_RANKS - p, MAX_RANKS)) for p in range(1, MAX_RANKS + 1)}
     while True:
         try:
-            ranks, function, args = connection.recv()
+            ranks, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
-            connection.send((True, function(groups[ranks], *args)))
+            _send(connection, (True, function(groups[ranks], *args)))
         except Exception:
-            connection.send((False, traceback.format_exc()))
+            _send(connection, (False, traceback.format_exc()))

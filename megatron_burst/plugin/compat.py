@@ -31,7 +31,7 @@ class SequenceParallelNorm:
     and Megatron sums the gradients of parameters marked so over the TP ranks.
     """
 
-    def __new__(  # type: ignore[misc]  # a builder, like the class it stands in for
+    def __new__(  # type: ignore[misc]
         cls,
         config: "TransformerConfig",
         hidden_size: int,
@@ -52,7 +52,7 @@ class SequenceParallelNorm:
             )
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 
@@ -81,7 +81,8 @@ def with_sequence_parallel_norm(spec: Any) -> Any:
         return SequenceParallelNorm
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         return dataclasses.replace(
-            spec, **{f.name: walk(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+            spec,
+            **{f.name: walk(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init},
         )
     if isinstance(spec, functools.partial):
         return functools.partial(walk(spec.func), *walk(spec.args), **walk(spec.keywords))

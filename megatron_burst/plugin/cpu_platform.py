@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,21 +59,21 @@ def resolve(target: str) -> tuple[Any, str]:
 
     AttributeError, naming the target, where it does not exist.
     """
-    path, _, name = target.rpartition(".")
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            holder: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError as error:
-            if error.name is None or not path.startswith(error.name):
-                raise
-            continue
-        for part in parts[length:]:
-            holder = getattr(holder, part)
-        if not hasattr(holder, name):
-            raise AttributeError(f"{target} does not exist: the table needs this version's name")
-        return holder, name
-    raise AttributeError(f"{target} does not exist: no module of its path can be imported")
+    *path, name = target.split(".")
+    holder: Any = importlib.import_module(path[0])
+    for depth, part in enumerate(path[1:], start=2):
+        if not hasattr(holder, part):
+            module = ".".join(path[:depth])
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != module:
+                    raise
+                raise AttributeError(f"{target} does not exist: {module} is no module") from error
+        holder = getattr(holder, part)
+    if not hasattr(holder, name):
+        raise AttributeError(f"{target} does not exist in this version")
+    return holder, name
 
 
 def _install(stand_in: StandIn) -> None:
@@ -107,9 +108,11 @@ def _silence_warnings_of_the_platform() -> None:
     for message in _WARNINGS_OF_THE_PLATFORM:
         warnings.filterwarnings("ignore", message=message)
     for name, line in _LOG_LINES_OF_THE_PLATFORM.items():
-        logging.getLogger(name).addFilter(
-            lambda record, line=line: not record.getMessage().startswith(line)
-        )
+        logging.getLogger(name).addFilter(partial(_is_another_line, line))
+
+
+def _is_another_line(line: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(line)
 
 
 CPU_DEFAULTS: dict[str, Any] = {

@@ -1,0 +1,208 @@
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_burst.plugin import compat
+
+gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+
+
+def config(**changes: object) -> SimpleNamespace:
+    values = {
+        "normalization": "LayerNorm",
+        "sequence_parallel": True,
+        "layernorm_zero_centered_gamma": False,
+        "persist_layer_norm": False,
+        "memory_efficient_layer_norm": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)],
+)
+def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -> None:
+    ours = compat.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
+    torchs = expected(12, eps=1e-3)
+    x = torch.randn(5, 2, 12).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    weight = torch.randn(5, 2, 12)
+    (ours(x) * weight).sum().backward()
+    (torchs(y) * weight).sum().backward()
+    assert torch.equal(ours(x), torchs(y)) and torch.equal(x.grad, y.grad)
+    for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
+    norm = compat.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
+    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"persist_layer_norm": True}, "--no-persist-layer-norm"),
+        ({"memory_efficient_layer_norm": True}, "--use-memory-efficient-layer-norm"),
+        ({"normalization": "L2Norm"}, "--normalization L2Norm"),
+    ],
+)
+def test_norm_refuses_what_torch_cannot_do(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compat.SequenceParallelNorm(config(**changes), 4)
+
+
+def leaves(spec: object) -> list[object]:
+    """Everything a spec holds, through dataclasses, containers and partials."""
+    if isinstance(spec, functools.partial):
+        return leaves([spec.func, *spec.args, *spec.keywords.values()])
+    if isinstance(spec, list | tuple):
+        return [leaf for item in spec for leaf in leaves(item)]
+    if isinstance(spec, dict):
+        return leaves(list(spec.values()))
+    if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):
+        return leaves([getattr(spec, name) for name in spec.__dataclass_fields__])
+    return [spec]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normalization": "RMSNorm", "qk_layernorm": True},
+        {"num_experts": 4, "qk_layernorm": True},
+        {"multi_latent_attention": True, "qk_layernorm": True},
+    ],
+)
+def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, object]) -> None:
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(**options)
+    block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)
+    before = copy.deepcopy(leaves(block))
+    after = leaves(compat.with_sequence_parallel_norm(block))
+    assert before.count(WrappedTorchNorm) >= 5
+    expected = [
+        compat.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
+    ]
+    assert after == expected
+    assert leaves(block) == before
+
+
+def test_norms_inside_partials_lists_and_dicts_are_replaced() -> None:
+    spec = {"a": [functools.partial(int, WrappedTorchNorm, base=(WrappedTorchNorm, 1))]}
+    built = compat.with_sequence_parallel_norm(spec)["a"][0]
+    assert built.args == (compat.SequenceParallelNorm,)
+    assert built.keywords == {"base": (compat.SequenceParallelNorm, 1)}
+
+
+def test_a_block_spec_keeps_its_layers_and_gets_our_last_norm() -> None:
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    block = TransformerBlockSubmodules(layer_specs=[layer] * 3, layer_norm=WrappedTorchNorm)
+    ours = compat.block_spec(block, config())
+    assert len(ours.layer_specs) == 3
+    assert ours.layer_norm is compat.SequenceParallelNorm
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_with_initialised_state_trains_the_same(optimizer_class: type) -> None:
+    results = []
+    for initialised in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2))]
+        optimizer = optimizer_class(parameters, lr=0.1, weight_decay=0.1)
+        if initialised:
+            compat.initialise_adam_state(optimizer)
+        for _ in range(3):
+            sum((p**3).sum() for p in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.cat([p.detach() for p in parameters]))
+    assert torch.equal(*results)
+
+
+def test_initialising_keeps_state_that_is_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    compat.initialise_adam_state(optimizer)
+    assert optimizer.state[parameter]["step"] == 1
+
+
+def test_steps_are_no_longer_shared_after_loading() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    compat.initialise_adam_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(compat.give_each_parameter_its_step)
+    state = optimizer.state_dict()
+    step = torch.tensor(5.0)
+    for entry in state["state"].values():
+        entry["step"] = step
+    optimizer.load_state_dict(state)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert [float(entry["step"]) for entry in optimizer.state.values()] == [6.0, 6.0]
+
+
+def test_only_distributed_optimizers_with_torchs_adam_are_mended() -> None:
+    plain = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+    built = compat.with_torch_adam(lambda: SimpleNamespace(chained_optimizers=[plain]))()
+    assert built.chained_optimizers[0] is plain
+    assert not plain.optimizer.state
+
+
+def test_prebuilt_helpers_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    compile_or_skip = compat.unless_prebuilt(lambda: calls.append(1))
+    compile_or_skip()
+    assert calls == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    compile_or_skip()
+    assert calls == [1]
+
+
+def fake_megatron(folder, minor: int, parts=("core", "training")) -> str:
+    for part in parts:
+        (folder / "megatron" / part).mkdir(parents=True)
+        (folder / "megatron" / part / "__init__.py").touch()
+    if "core" in parts:
+        text = f"MAJOR = 0\nMINOR = {minor}\nPATCH = 3\n"
+        (folder / "megatron" / "core" / "package_info.py").write_text(text)
+    return str(folder / "megatron")
+
+
+def use_megatron(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
+    spec = SimpleNamespace(submodule_search_locations=list(places)) if places else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert compat.check_megatron_version().startswith("0.19.")
+
+
+def test_another_version_is_refused_with_its_file(tmp_path, monkeypatch) -> None:
+    use_megatron(monkeypatch, fake_megatron(tmp_path, minor=18))
+    with pytest.raises(ValueError, match=r"0\.18\.3 \(.*package_info.py\).*supported range 0\.19"):
+        compat.check_megatron_version()
+
+
+def test_a_mix_of_two_installations_is_refused(tmp_path, monkeypatch) -> None:
+    first = fake_megatron(tmp_path / "checkout", 19, parts=("training",))
+    second = fake_megatron(tmp_path / "wheel", 19)
+    use_megatron(monkeypatch, first, second)
+    with pytest.raises(ValueError, match="remove one of the two"):
+        compat.check_megatron_version()
+
+
+def test_no_megatron_is_said(monkeypatch) -> None:
+    use_megatron(monkeypatch)
+    with pytest.raises(ValueError, match="not installed"):
+        compat.check_megatron_version()

@@ -1,0 +1,219 @@
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.cpu_platform_table import MEGATRON_STAND_INS, TORCH_STAND_INS
+
+TABLE = (*TORCH_STAND_INS, *MEGATRON_STAND_INS)
+ROOT = Path(__file__).parents[2]
+TINY_FLAGS = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 255
+--max-position-embeddings 32 --position-embedding-type rope --micro-batch-size 2
+--global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --attention-dropout 0
+--hidden-dropout 0 --no-create-attention-mask-in-dataloader --lr 1e-3
+--lr-decay-style constant --train-iters 4 --calculate-per-token-loss --eval-iters 1
+--eval-interval 2 --log-interval 1
+"""
+
+
+def python(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def train(folder: Path, ranks: int, *flags: str) -> dict[str, dict[int, float]]:
+    """Loss and gradient norm by step, as Megatron writes them to tensorboard."""
+    run = python(
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+        *["-m", "tests.plugin.tiny_gpt", *TINY_FLAGS.split()],
+        *["--tensorboard-dir", str(folder), *flags],
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    assert "Falling back to" not in run.stderr
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in ("lm loss", "grad-norm")
+    }
+
+
+def test_every_entry_has_its_own_target_and_a_reason() -> None:
+    targets = [stand_in.target for stand_in in TABLE]
+    assert len(set(targets)) == len(targets)
+    assert all(stand_in.reason.endswith(".") for stand_in in TABLE)
+
+
+@pytest.mark.parametrize("target", [stand_in.target for stand_in in TABLE])
+def test_every_target_exists(target: str) -> None:
+    holder, name = cpu_platform.resolve(target)
+    assert hasattr(holder, name)
+
+
+@pytest.mark.parametrize("target", ["torch.cuda.no_such_name", "megatron.core.nowhere.name"])
+def test_a_target_that_does_not_exist_is_named(target: str) -> None:
+    with pytest.raises(AttributeError, match=target):
+        cpu_platform.resolve(target)
+
+
+def test_wanted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv(cpu_platform.REQUEST, raising=False)
+    assert not cpu_platform.cpu_platform_wanted()
+    monkeypatch.setenv(cpu_platform.REQUEST, "1")
+    assert cpu_platform.cpu_platform_wanted()
+
+
+ACTIVATED = """
+import logging, torch
+logging.basicConfig(level=logging.INFO)
+from megatron_burst.plugin import cpu_platform as platform
+assert not platform.cpu_platform_active()
+platform.activate()
+platform.activate()
+assert platform.cpu_platform_active()
+
+made = (torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 0)),
+        torch.empty(2, device="cuda:0", pin_memory=True), torch.ones(1, device="cuda"),
+        torch.empty_like(torch.ones(2), device="cuda"))
+assert all(tensor.device.type == "cpu" for tensor in made)
+assert torch.zeros(1, device="meta").device.type == "meta"
+assert made[0].cuda(non_blocking=True).pin_memory() is made[0]
+assert made[0].type() == "torch.cuda.FloatTensor"
+assert made[0].bfloat16().type() == "torch.cuda.BFloat16Tensor"
+assert made[0].type(torch.int64).dtype == torch.int64
+assert torch.nn.Linear(2, 2).cuda(torch.cuda.current_device()).weight.device.type == "cpu"
+assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
+with torch.cuda.stream(torch.cuda.Stream()):
+    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    torch.cuda.Event(enable_timing=True).record()
+
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
+tracker = CudaRNGStatesTracker()
+tracker.add("one", 7)
+outside = torch.get_rng_state()
+with tracker.fork("one"):
+    first = torch.rand(3)
+with tracker.fork("one"):
+    second = torch.rand(3)
+assert torch.equal(outside, torch.get_rng_state()) and not torch.equal(first, second)
+torch.manual_seed(7)
+assert torch.equal(first, torch.rand(3))
+from megatron.core.jit import jit_fuser
+assert jit_fuser(abs) is abs
+"""
+
+
+def test_activated_platform_behaves_like_cuda_on_the_cpu() -> None:
+    run = python("-c", ACTIVATED)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("running on the CPU platform") == 1
+    assert "CPU RNG state changed" not in run.stderr
+
+
+def test_activation_after_megatron_is_refused() -> None:
+    run = python(
+        "-c",
+        "import megatron.core; from megatron_burst.plugin.cpu_platform import activate; activate()",
+    )
+    assert run.returncode != 0
+    assert "before megatron.core is imported" in run.stderr
+
+
+def test_importing_the_platform_replaces_nothing() -> None:
+    run = python(
+        "-c",
+        "import sys, torch; before = torch.zeros, torch.cuda.Stream\n"
+        "import megatron_burst.plugin.cpu_platform\n"
+        "assert before == (torch.zeros, torch.cuda.Stream) and 'megatron' not in sys.modules",
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture(scope="module")
+def megatron_parser() -> argparse.ArgumentParser:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture
+def cpu_arguments(megatron_parser: argparse.ArgumentParser) -> argparse.Namespace:
+    cpu_platform.set_cpu_defaults(megatron_parser)
+    return megatron_parser.parse_args([])
+
+
+def test_defaults_pass_the_check(cpu_arguments: argparse.Namespace) -> None:
+    assert cpu_arguments.distributed_backend == "gloo"
+    cpu_platform.check_cpu_arguments(cpu_arguments)
+
+
+def test_flags_of_the_user_win_over_the_defaults(megatron_parser: argparse.ArgumentParser) -> None:
+    cpu_platform.set_cpu_defaults(megatron_parser)
+    args = megatron_parser.parse_args(["--num-workers", "3", "--transformer-impl", "local"])
+    assert args.num_workers == 3
+
+
+def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="transformer_impl"):
+        cpu_platform.set_cpu_defaults(argparse.ArgumentParser())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--transformer-impl transformer_engine", "--transformer-impl local"),
+        ("--distributed-backend nccl", "--distributed-backend gloo"),
+        ("--fp8-format e4m3", "drop --fp8-format"),
+        ("--use-megatron-fsdp", "--use-distributed-optimizer instead"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers = 1"),
+        ("--moe-token-dispatcher-type flex", "use alltoall"),
+        ("--profile", "--use-pytorch-profiler"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    megatron_parser: argparse.ArgumentParser, flags: str, message: str
+) -> None:
+    cpu_platform.set_cpu_defaults(megatron_parser)
+    with pytest.raises(ValueError, match=message):
+        cpu_platform.check_cpu_arguments(megatron_parser.parse_args(flags.split()))
+
+
+def test_every_limit_names_an_argument_of_megatron(cpu_arguments: argparse.Namespace) -> None:
+    names = [name for name, _, _ in cpu_platform._CPU_LIMITS]
+    assert [name for name in names if not hasattr(cpu_arguments, name)] == []
+
+
+def test_tensor_and_sequence_parallel_training_equals_one_process(tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", 1)
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    parallel = train(tmp_path / "parallel", 2, *flags)
+    assert parallel["lm loss"] == pytest.approx(alone["lm loss"], rel=2e-6)
+    assert parallel["grad-norm"] == pytest.approx(alone["grad-norm"], rel=1e-4)
+    assert len(alone["lm loss"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [[], ["--dist-ckpt-optim-fully-reshardable"]])
+def test_distributed_optimizer_resumes_at_another_size(tmp_path: Path, sharding: list[str]) -> None:
+    flags = ["--use-distributed-optimizer", *sharding]
+    saved = tmp_path / "checkpoints"
+    whole = train(tmp_path / "whole", 2, *flags, "--save", str(saved), "--save-interval", "2")
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(saved / "iter_0000004")
+    resumed = train(tmp_path / "resumed", 1, *flags, "--load", str(saved))
+    assert set(resumed["lm loss"]) == {3, 4}
+    for name, values in resumed.items():
+        assert values == pytest.approx({step: whole[name][step] for step in values}, rel=1e-5)
