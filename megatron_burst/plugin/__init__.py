@@ -1,0 +1,1 @@
+"""What attaches the library to Megatron-Core; nothing else in the package imports Megatron."""

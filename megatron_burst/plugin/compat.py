@@ -3,10 +3,8 @@
 Nothing here imports Megatron until it is called: `cpu_platform.activate` has to come first.
 """
 
-import dataclasses
 import functools
 import importlib.util
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_burst.plugin.spec_walk import rewrite_spec
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-logger = logging.getLogger(__name__)
 
 SUPPORTED_MEGATRON = (0, 19)
 
@@ -70,27 +68,14 @@ def _check_norm_config(config: "TransformerConfig") -> None:
 def with_sequence_parallel_norm(spec: Any) -> Any:
     """Copy of a layer or block spec in which `SequenceParallelNorm` replaces `WrappedTorchNorm`.
 
-    Goes through dataclasses (ModuleSpec, ...Submodules), lists, tuples, dicts and
-    `functools.partial`, however nested; every other value is kept as it is. `spec` is not changed.
     The norm behind the last layer is part of a block spec, not of a layer spec: see `block_spec`.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    walk = with_sequence_parallel_norm
-    if spec is WrappedTorchNorm:
-        return SequenceParallelNorm
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        return dataclasses.replace(
-            spec,
-            **{f.name: walk(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init},
-        )
-    if isinstance(spec, functools.partial):
-        return functools.partial(walk(spec.func), *walk(spec.args), **walk(spec.keywords))
-    if type(spec) in (list, tuple):
-        return type(spec)(walk(item) for item in spec)
-    if type(spec) is dict:
-        return {key: walk(value) for key, value in spec.items()}
-    return spec
+    def rewrite(name: str, value: Any) -> Any:
+        return SequenceParallelNorm if value is WrappedTorchNorm else value
+
+    return rewrite_spec(spec, rewrite)
 
 
 def block_spec(

@@ -87,8 +87,6 @@ def _set_environment() -> None:
     # Megatron wraps its small fused functions in torch.compile. Here that would need a C++
     # compiler on the machine and several seconds in every rank; not compiled they are the same.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Argument validation wants it for TP or CP; it orders kernels of a GPU.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 _WARNINGS_OF_THE_PLATFORM = (
@@ -171,6 +169,7 @@ _CPU_LIMITS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_router_fusion", (False,), "it is TransformerEngine's: drop --moe-router-fusion"),
     ("moe_token_dispatcher_type", ("allgather", "alltoall"), "use alltoall"),
     ("batch_invariant_mode", (False,), "its kernels are Triton's: drop --batch-invariant-mode"),
+    ("nvtx_ranges", (False,), "it marks ranges for CUDA's profiler: drop --nvtx-ranges"),
     ("record_memory_history", (False,), "it records CUDA's allocator: drop it"),
 )
 

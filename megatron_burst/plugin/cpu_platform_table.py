@@ -5,7 +5,6 @@ import os
 import resource
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from megatron_burst.plugin import compat
 
 CPU = torch.device("cpu")
-# Ampere's number or newer passes Megatron's lower bounds, and from 10 on Megatron no longer asks
-# for CUDA_DEVICE_MAX_CONNECTIONS, which orders kernels of a GPU and means nothing here.
+# 10 or more is above all of Megatron's lower bounds, and it then does not ask for
+# CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
 COMPUTE_CAPABILITY = (10, 0)
 
 
@@ -90,7 +89,7 @@ def replaced_by(substitute: Any) -> Callable[[Any], Any]:
 
 
 def allocated_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with a CUDA `device` read as the CPU and `pin_memory` (CUDA's, too) dropped."""
+    """`factory` with a CUDA `device` read as the CPU and without `pin_memory`: it needs CUDA."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -187,7 +186,7 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
     *_same(
         "torch.cuda.get_device_capability",
         returns(COMPUTE_CAPABILITY),
-        "Argument validation asks for it before check_cpu_arguments can say what is wrong.",
+        "Argument validation asks for it with --moe-grouped-gemm, which local layers do not need.",
     ),
     *_same(
         "torch.cuda.Stream torch.cuda.stream",
@@ -195,11 +194,10 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
         "Gradient buffers and DDP make side streams and enter them.",
     ),
     *_same(
-        "torch.cuda.current_stream torch.cuda.default_stream",
+        "torch.cuda.current_stream",
         lambda original: NoStream,
         "Gradient buffers order their communication with the current stream.",
     ),
-    *_same("torch.cuda.set_stream", returns(None), "There is one order of work to choose from."),
     *_same(
         "torch.cuda.Event",
         replaced_by(NoEvent),
@@ -214,16 +212,6 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
         "torch.cuda.device_memory_used",
         replaced_by(peak_resident_bytes),
         "--log-device-memory-used asks the GPU's driver; the host's answer is resident memory.",
-    ),
-    *_same(
-        "torch.cuda.nvtx.range_push torch.cuda.nvtx.range_pop",
-        returns(None),
-        "A torch built without CUDA raises where --profile or --nvtx-ranges marks a range.",
-    ),
-    *_same(
-        "torch.cuda.nvtx.range",
-        lambda original: lambda *args, **kwargs: nullcontext(),
-        "A torch built without CUDA raises where Megatron marks a range.",
     ),
     *_same(
         "torch.cuda.get_rng_state",

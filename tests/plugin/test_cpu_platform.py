@@ -98,7 +98,7 @@ assert made[0].type(torch.int64).dtype == torch.int64
 assert torch.nn.Linear(2, 2).cuda(torch.cuda.current_device()).weight.device.type == "cpu"
 assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
 with torch.cuda.stream(torch.cuda.Stream()):
-    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     torch.cuda.Event(enable_timing=True).record()
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint

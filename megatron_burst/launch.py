@@ -1,0 +1,35 @@
+"""What every launcher does before Megatron is imported: choose the platform, check, attach."""
+
+import logging
+import os
+
+from megatron_burst.plugin import compat, cpu_platform
+
+
+def prepare() -> None:
+    """Make this process ready to run a training script of Megatron with the plug-in.
+
+    Activates the CPU platform where there is no GPU, refuses Megatron versions that are not
+    supported, and attaches our flags and layer spec.
+
+    Raises:
+        ValueError: Megatron is missing, too old or new, or mixed from two places.
+    """
+    _show_our_log()
+    compat.check_megatron_version()
+    if cpu_platform.cpu_platform_wanted():
+        cpu_platform.activate()
+    from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
+
+    attach()
+
+
+def _show_our_log() -> None:
+    """Print our log lines on the first rank; Megatron shows warnings alone."""
+    logger = logging.getLogger("megatron_burst")
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[megatron_burst] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

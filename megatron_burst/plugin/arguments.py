@@ -1,0 +1,104 @@
+"""Our flags in Megatron's parser, and what they ask of Megatron's own."""
+
+import argparse
+import importlib.util
+
+from megatron_burst.config import Algorithm, BurstConfig, flags
+from megatron_burst.kernels import check_kernel_name
+from megatron_burst.layout import zigzag
+from megatron_burst.plugin.limits import refusals
+
+MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
+
+
+def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "burst", one flag for each field of `BurstConfig`, and return the parser."""
+    group = parser.add_argument_group("burst", "context-parallel attention of megatron_burst")
+    for flag in flags():
+        values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
+        default = values[0] if flag.field == "algorithm" else str(flag.default)
+        group.add_argument(
+            flag.name,
+            default=default,
+            metavar="{" + ",".join(values) + "}" if values else flag.field.upper(),
+            help=f"{flag.help} (default: {default})".replace("%", "%%"),
+        )
+    # Megatron's default is p2p; None tells whether the user has chosen.
+    parser.set_defaults(cp_comm_type=None)
+    return parser
+
+
+def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
+    """Return the configuration that the flags describe; None for Megatron's own attention.
+
+    Raises:
+        ValueError: a value is unknown or not built yet, or a flag would have no effect.
+    """
+    values = {flag.field: getattr(args, _destination(flag.name)) for flag in flags()}
+    if values["algorithm"] == MEGATRON:
+        idle = [
+            f"{flag.name} {values[flag.field]}"
+            for flag in flags()
+            if flag.field != "algorithm" and values[flag.field] != str(flag.default)
+        ]
+        if idle:
+            raise ValueError(
+                f"{', '.join(idle)} has no effect under --context-parallel-algo {MEGATRON}; "
+                f"add --context-parallel-algo {Algorithm.BURST}"
+            )
+        return None
+    return BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
+
+
+def configure(args: argparse.Namespace) -> None:
+    """Check the parsed arguments and set what our flags imply, before Megatron validates them.
+
+    Sets `cp_comm_type`, by which Megatron tells each layer's core attention what to do, and
+    switches off the data loader's dense attention mask.
+
+    Raises:
+        ValueError: something cannot work, with the numbers and the flag to change.
+    """
+    config = burst_config_from_args(args)
+    if config is None:
+        _check_megatron_algorithm(args)
+        args.cp_comm_type = args.cp_comm_type or ["p2p"]
+        return
+    check_kernel_name(config.kernel)
+    if args.seq_length is not None:
+        zigzag(args.seq_length, args.context_parallel_size)
+    chosen = args.cp_comm_type
+    if chosen is not None and set(chosen) != {config.algorithm.value}:
+        raise ValueError(
+            f"--cp-comm-type {' '.join(chosen)} contradicts --context-parallel-algo "
+            f"{config.algorithm}; drop one of them"
+        )
+    if reasons := refusals(args):
+        raise ValueError(
+            f"--context-parallel-algo {config.algorithm} cannot run this:\n  "
+            + "\n  ".join(reasons)
+        )
+    args.cp_comm_type = [config.algorithm.value]
+    args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+
+
+def _check_megatron_algorithm(args: argparse.Namespace) -> None:
+    ours = {a.value for a in Algorithm} & set(args.cp_comm_type or ())
+    if ours and args.spec is None:
+        raise ValueError(
+            f"--cp-comm-type {' '.join(args.cp_comm_type)} needs --context-parallel-algo "
+            f"{Algorithm.BURST}"
+        )
+    if args.context_parallel_size == 1 or ours:
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"--context-parallel-algo {MEGATRON} with --context-parallel-size "
+            f"{args.context_parallel_size} needs TransformerEngine, which is not installed: "
+            "install transformer-engine[pytorch]==2.17.1 (it needs an NVIDIA GPU), or take "
+            f"--context-parallel-algo {Algorithm.BURST}"
+        )
+
+
+def _destination(flag_name: str) -> str:
+    return flag_name.removeprefix("--").replace("-", "_")

@@ -1,0 +1,73 @@
+"""The two seams at which a training script of Megatron meets the plug-in."""
+
+import argparse
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.argument_utils as argument_utils
+import megatron.training.arguments as arguments
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.arguments import (
+    add_burst_arguments,
+    burst_config_from_args,
+    configure,
+)
+from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.layer_spec import LayerSpecProvider
+
+logger = logging.getLogger(__name__)
+
+
+def attach() -> None:
+    """Wrap Megatron's `parse_args` and `gpt_config_from_args`, once, when a launcher asks for it.
+
+    Megatron offers a hook for more flags, but none between parsing and validation, and none for
+    a script that passes no hook. It must come before the script imports these names.
+    """
+    if getattr(arguments.parse_args, "_burst", False):
+        return
+    arguments.parse_args = _with_burst_flags(arguments.parse_args)
+    argument_utils.gpt_config_from_args = _with_burst_spec(argument_utils.gpt_config_from_args)
+
+
+def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse_args)
+    def parse(
+        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider else parser
+            if cpu_platform.cpu_platform_active():
+                cpu_platform.set_cpu_defaults(parser)
+            return add_burst_arguments(parser)
+
+        args = parse_args(add_arguments, ignore_unknown_args)
+        if cpu_platform.cpu_platform_active():
+            cpu_platform.check_cpu_arguments(args)
+        configure(args)
+        return args
+
+    parse._burst = True  # type: ignore[attr-defined]
+    return parse
+
+
+def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gpt_config_from_args)
+    def build(args: argparse.Namespace, *more: Any, **options: Any) -> GPTModelConfig:
+        model_config = gpt_config_from_args(args, *more, **options)
+        spec = model_config.transformer_layer_spec
+        if args.spec is not None and spec is None:
+            # Megatron would go on with its default spec.
+            raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
+        config = burst_config_from_args(args)
+        if config is not None and args.rank == 0:
+            logger.info("%s", config)
+        pool = None if config is None else ContextPool(config)
+        model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
+        return model_config
+
+    return build

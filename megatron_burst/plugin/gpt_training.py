@@ -1,0 +1,183 @@
+"""GPT pretraining on Megatron's building blocks: batches, loss and data sets."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+_NEEDS_UPSTREAM_SCRIPT = {
+    "sft": False,
+    "fim_data": False,
+    "logits_load_dir": None,
+    "hybrid_context_parallel": False,
+    "dataloader_inter_document_masking": False,
+    "mtp_num_layers": None,
+}
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def check_supported(args: Namespace) -> None:
+    """Raise a ValueError for what only Megatron-LM's own pretrain_gpt.py can feed to the model."""
+    asked = [
+        f"--{name.replace('_', '-')}"
+        for name, off in _NEEDS_UPSTREAM_SCRIPT.items()
+        if getattr(args, name) != off
+    ]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} needs Megatron-LM's own script: "
+            "python -m megatron_burst.run PATH/pretrain_gpt.py"
+        )
+
+
+def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor, Any]:
+    """Run the model on the next micro-batch; return its output and the function for its loss."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(_masked_loss, batch["loss_mask"])
+
+
+def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Tensor | None]:
+    """This rank's tokens: read on TP rank 0, sent to the other TP ranks, cut over the CP ranks."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    args = get_args()
+    whole: dict[str, Tensor | None] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        sample = next(data_iterator)
+        whole = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+        whole |= {
+            key: sample[key].cuda(non_blocking=True) if sample.get(key) is not None else None
+            for key in _BATCH_KEYS
+        }
+    whole = get_batch_on_this_tp_rank(
+        whole,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        whole,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=None,
+        use_per_sequence_balancing=False,
+    )
+
+
+def _masked_loss(loss_mask: Tensor, per_token: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return this rank's sum of losses, its number of tokens, and both for Megatron's report.
+
+    Sums, not means: under `--calculate-per-token-loss` Megatron divides once, by the tokens of all
+    ranks, so that ranks with fewer unmasked tokens weigh less.
+    """
+    assert loss_mask is not None  # only the last pipeline stage computes a loss
+    mask = loss_mask.view(-1).float()
+    loss = (per_token.view(-1).float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    _check_finite(loss)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def _check_finite(loss: Tensor) -> None:
+    if not get_args().check_for_nan_in_loss_and_grad:
+        return
+    for name, found in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=found,
+            message=f"{name} in this rank's loss",
+            tolerance=0.0,
+            fatal=True,
+        )
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build the training, validation and test sets of the given numbers of samples."""
+    args = get_args()
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        samples,
+        partial(_reads_data, vp_stage),
+        _dataset_config(args),
+    )
+    return builder.build()
+
+
+# Megatron's loop asks this of the provider: every rank builds the data sets it needs.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    on_edge: bool = is_first_or_last_pipeline_stage(vp_stage)
+    return on_edge and mpu.get_tensor_model_parallel_rank() == 0
+
+
+def _dataset_config(args: Namespace) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=sequences,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )

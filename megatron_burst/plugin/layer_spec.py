@@ -1,0 +1,74 @@
+"""Turns a Megatron layer spec into one with our core attention."""
+
+import inspect
+from typing import Any
+
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.plugin import compat
+from megatron_burst.plugin.core_attention import ContextPool, CoreAttentionByCommType
+from megatron_burst.plugin.spec_walk import rewrite_spec
+
+
+def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
+    """Copy a layer or block spec, our core attention in the place of every core attention.
+
+    What stood there serves the layers whose `cp_comm_type` is one of Megatron's own. For frameworks
+    that bypass Megatron's parser; the parser's path calls it, too.
+
+    Args:
+        spec: a ModuleSpec of a layer, or TransformerBlockSubmodules; dense or MoE layers, local or
+            TransformerEngine.
+        config: the settings, or the pool of contexts of a model that is built in several parts.
+
+    Raises:
+        ValueError: the spec has no core attention.
+    """
+    pool = config if isinstance(config, ContextPool) else ContextPool(config)
+    replaced = []
+
+    def rewrite(name: str, value: Any) -> Any:
+        if name != "core_attention" or value in (None, IdentityOp):
+            return value
+        replaced.append(value)
+        return ModuleSpec(module=CoreAttentionByCommType, params={"pool": pool, "fallback": value})
+
+    result = rewrite_spec(spec, rewrite)
+    if not replaced and getattr(spec, "layer_specs", True):  # a stage may have no layers
+        raise ValueError(f"this layer spec has no core_attention to replace: {spec}")
+    return result
+
+
+class LayerSpecProvider:
+    """What Megatron's GPT builder calls for the layer spec of one pipeline stage.
+
+    Args:
+        spec: the spec that `--spec` named, or a function that makes it; None for Megatron's own.
+        pool: the contexts of our attention; None leaves core attention as it is.
+    """
+
+    def __init__(self, spec: Any, pool: ContextPool | None) -> None:
+        self._spec = spec
+        self.pool = pool
+
+    def __call__(self, model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+        """Return the stage's layer spec or block spec."""
+        spec = self._original(model_config, vp_stage)
+        if self.pool is not None:
+            spec = burst_layer_spec(spec, self.pool)
+        if transformer_block.LayerNormImpl is WrappedTorchNorm:
+            spec = compat.block_spec(spec, model_config.transformer, vp_stage)
+        return spec
+
+    def _original(self, model_config: GPTModelConfig, vp_stage: int | None) -> Any:
+        if self._spec is None:
+            return default_layer_spec(model_config, vp_stage)
+        if isinstance(self._spec, ModuleSpec) or not callable(self._spec):
+            return self._spec
+        takes_stage = "vp_stage" in inspect.signature(self._spec).parameters
+        return self._spec(model_config, **({"vp_stage": vp_stage} if takes_stage else {}))

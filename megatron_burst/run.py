@@ -1,0 +1,44 @@
+"""Run an unmodified training script of Megatron-LM with the plug-in's flags.
+
+    torchrun --nproc-per-node 4 -m megatron_burst.run PATH/pretrain_gpt.py \
+        --context-parallel-size 4 --context-parallel-algo burst ...
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_burst import launch
+
+
+def main() -> None:
+    """Run the script named first on the command line as if Python had been started with it."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
+    script = Path(sys.argv[1]).resolve()
+    if not script.is_file():
+        sys.exit(f"megatron_burst: there is no script {script}")
+    sys.argv = sys.argv[1:]
+    # As Python does for a script: what lies beside it comes first, a checkout before the wheel.
+    sys.path.insert(0, str(script.parent))
+    try:
+        launch.prepare()
+        _say_which_files()
+        runpy.run_path(str(script), run_name="__main__")
+    except ValueError as error:
+        sys.exit(f"megatron_burst: {error}")
+
+
+def _say_which_files() -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    import megatron.core
+    import megatron.training
+
+    for module in (megatron.core, megatron.training):
+        print(f"[megatron_burst] {module.__name__}: {module.__file__}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
