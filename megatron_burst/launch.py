@@ -21,6 +21,7 @@ def prepare() -> None:
         cpu_platform.activate()
     from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
 
+    compat.mend_wheel()
     attach()
 
 

@@ -9,7 +9,7 @@ Usage: scripts/quickstart.sh [--steps N] [--output DIR] [--help] [Megatron flags
 Sets up the environment, makes a corpus from Python's own standard library, and trains the same
 small GPT on the same tokens with burst attention on four context-parallel ranks and on one. The
 report compares the two losses step by step and is left in DIR with both logs.
-  --steps N      training steps (default 200)
+  --steps N      training steps (default 120)
   --output DIR   where everything goes (default: runs/quickstart in the repository)
 Every other flag is passed to both trainings and wins over the script's own.
 
@@ -65,7 +65,7 @@ train() {
     return 1
 }
 
-steps=200
+steps=120
 output=""
 flags=()
 while (($#)); do

@@ -98,6 +98,18 @@ def block_spec(
     return with_sequence_parallel_norm(spec)
 
 
+def mend_wheel() -> None:
+    """Put `with_torch_adam` and `unless_prebuilt` around the Megatron functions they describe.
+
+    Called by the launchers on any platform, before Megatron's training loop starts.
+    """
+    from megatron.core.datasets import utils
+    from megatron.training import training
+
+    utils.compile_helpers = unless_prebuilt(utils.compile_helpers)
+    training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
+
+
 def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """`get_megatron_optimizer` whose distributed optimizers save and load torch's Adam rightly.
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_burst.plugin import compat
-
 CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
 # CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
@@ -259,11 +257,6 @@ MEGATRON_STAND_INS: tuple[StandIn, ...] = (
         "the batch and on TP, so that equal seeds gave unequal models.",
     ),
     *_same(
-        "megatron.core.datasets.utils.compile_helpers",
-        compat.unless_prebuilt,
-        "The wheel ships the compiled dataset helpers but no Makefile to compile them again.",
-    ),
-    *_same(
         "megatron.core.tensor_parallel.random._get_cuda_rng_state",
         replaced_by(generator_state),
         "Recompute and the tensor-parallel generators fork CUDA's generator.",
@@ -278,10 +271,5 @@ MEGATRON_STAND_INS: tuple[StandIn, ...] = (
         as_numpy_where_asked,
         "It converts tensors on their way from the GPU alone, and the all-to-all between expert "
         "ranks takes no tensor for its sizes.",
-    ),
-    *_same(
-        "megatron.training.training.get_megatron_optimizer",
-        compat.with_torch_adam,
-        "The distributed optimizer cannot load a checkpoint with torch's Adam, the only one here.",
     ),
 )

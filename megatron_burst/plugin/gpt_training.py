@@ -101,12 +101,16 @@ def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str,
     )
 
 
-def _masked_loss(loss_mask: Tensor, per_token: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+type _Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def _masked_loss(loss_mask: Tensor | None, per_token: Tensor) -> _Loss:
     """Return this rank's sum of losses, its number of tokens, and both for Megatron's report.
 
     Sums, not means: under `--calculate-per-token-loss` Megatron divides once, by the tokens of all
     ranks, so that ranks with fewer unmasked tokens weigh less.
     """
+    assert loss_mask is not None  # only the last pipeline stage computes a loss
     assert loss_mask is not None  # only the last pipeline stage computes a loss
     mask = loss_mask.view(-1).float()
     loss = (per_token.view(-1).float() * mask).sum()

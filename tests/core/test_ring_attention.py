@@ -148,7 +148,9 @@ def test_any_shape_equals_the_dense_oracle(
     for name in oracle.Result._fields:
         got, want = getattr(found, name), getattr(expected, name)
         # Tiny cases cancel: dq of a single visible key is exactly 0, so allow an absolute floor.
-        assert (got.double() - want).norm() < FLOAT32_TOLERANCE * (want.norm() + want.numel() ** 0.5)
+        assert (got.double() - want).norm() < FLOAT32_TOLERANCE * (
+            want.norm() + want.numel() ** 0.5
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

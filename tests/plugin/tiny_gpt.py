@@ -9,6 +9,7 @@ from megatron_burst.plugin import compat, cpu_platform
 
 def main() -> None:
     cpu_platform.activate()
+    compat.mend_wheel()
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain

@@ -1,0 +1,170 @@
+"""What an import loads and changes, and who may import whom. (fast tier)"""
+
+import ast
+import graphlib
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megatron_burst
+
+ROOT = Path(megatron_burst.__file__).parent
+NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
+# A module may import from its own layer and from the ones before it.
+LAYERS = (
+    ("config", "layout", "dtypes"),
+    ("mask",),
+    ("plan",),
+    ("comm", "kernels", "cost", "simulator"),
+    ("context",),
+    ("ring_attention",),
+    ("",),  # megatron_burst/__init__.py
+    ("plugin", "tools"),
+    ("launch",),
+    ("run", "pretrain_gpt"),
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("megatron_burst", *parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def imports(module: str, *, only_when_loaded: bool) -> set[str]:
+    """The modules that `module` names in its imports, all or those that run when it is loaded."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree(module)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module} has a relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES)
+            # `from package import module` needs the module and its package.
+            found |= submodules | {node.module}
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        if not (only_when_loaded and later):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def within_the_package(names: set[str]) -> set[str]:
+    return {name for name in names if name in MODULES}
+
+
+def part(module: str) -> str:
+    """The first name below the package: a file, a folder, or "" for the package itself."""
+    return f"{module}.".split(".")[1]
+
+
+def layer(module: str) -> int:
+    (found,) = [i for i, parts in enumerate(LAYERS) if part(module) in parts]
+    return found
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert {"megatron_burst.plan", "megatron_burst.kernels.cpu", "megatron_burst"} <= set(MODULES)
+    assert "megatron_burst.layout" in imports("megatron_burst.mask", only_when_loaded=True)
+
+
+def test_every_part_has_its_place_in_the_layers() -> None:
+    placed = [name for parts in LAYERS for name in parts]
+    assert sorted(placed) == sorted({part(module) for module in MODULES})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_to_earlier_layers(module: str) -> None:
+    # A module inside a folder loads the folder's __init__, too; that is no edge of its own.
+    named = within_the_package(imports(module, only_when_loaded=False))
+    wrong = {name for name in named if layer(name) > layer(module)}
+    assert not wrong, f"{module} imports {wrong}"
+
+
+def test_there_is_no_cycle() -> None:
+    graph = {
+        module: within_the_package(imports(module, only_when_loaded=True)) - {module}
+        for module in MODULES
+    }
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_plug_in_and_what_starts_it_import_megatron(module: str) -> None:
+    if part(module) not in NEED_MEGATRON:
+        named = imports(module, only_when_loaded=False)
+        assert not {name for name in named if name.split(".")[0] == "megatron"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_changes_a_global_name(module: str) -> None:
+    assert not [node for node in ast.walk(tree(module)) if isinstance(node, ast.Global)]
+
+
+def test_the_public_names() -> None:
+    assert megatron_burst.__all__ == ["BurstConfig", "BurstContext", "Mask", "ring_attention"]
+    assert all(hasattr(megatron_burst, name) for name in megatron_burst.__all__)
+
+
+def run(code: str) -> dict[str, list[str]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+LOADED_BY_THE_PACKAGE = """
+import json, sys
+import torch, torch.distributed
+before = set(sys.modules)
+import megatron_burst
+print(json.dumps({"new": sorted({name.split(".")[0] for name in set(sys.modules) - before})}))
+"""
+
+
+def test_importing_the_package_loads_torch_alone() -> None:
+    new = set(run(LOADED_BY_THE_PACKAGE)["new"])
+    assert "megatron_burst" in new
+    assert new - {"megatron_burst"} <= set(sys.stdlib_module_names)
+
+
+CHANGED_BY_ANY_MODULE = """
+import importlib, json, sys
+import torch, torch._dynamo, torch.distributed  # torch's own later parts wrap torch.manual_seed
+holders = {"torch": torch, "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random,
+           "torch.Tensor": torch.Tensor, "torch.cuda.Stream": torch.cuda.Stream,
+           "torch.distributed": torch.distributed}
+before = {holder: dict(vars(value)) for holder, value in holders.items()}
+missing = []
+for name in MODULES:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # an optional package
+        assert not error.name.startswith("megatron_burst"), error
+        missing.append(name)
+changed = [f"{holder}.{name}" for holder, value in holders.items()
+           for name, old in before[holder].items() if vars(value).get(name, None) is not old]
+print(json.dumps({"changed": changed, "missing": missing}))
+"""
+
+
+def test_importing_any_module_replaces_nothing_in_torch() -> None:
+    found = run(f"MODULES = {list(MODULES)!r}\n{CHANGED_BY_ANY_MODULE}")
+    assert found["changed"] == []

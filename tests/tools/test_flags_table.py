@@ -1,0 +1,52 @@
+"""The table of flags in the README is that of the code. (fast tier)"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.config import flags
+from megatron_burst.tools import flags_table
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_readme_is_up_to_date() -> None:
+    text = README.read_text()
+    remedy = "python -m megatron_burst.tools.flags_table --write README.md"
+    assert flags_table.replaced(text) == text, f"run {remedy}"
+
+
+def test_every_flag_has_a_row_that_begins_with_its_default() -> None:
+    rows = flags_table.table().splitlines()[2:]
+    assert len(rows) == len(flags())
+    for flag, row in zip(flags(), rows, strict=True):
+        default = "megatron" if flag.field == "algorithm" else str(flag.default)
+        assert row.startswith(f"| `{flag.name}` | `{default}`")
+
+
+def test_write_changes_what_is_between_the_markers_alone(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(f"above\n{flags_table.BEGIN}\nold\n{flags_table.END}\nbelow\n")
+    flags_table.main(["--write", str(file)])
+    text = file.read_text()
+    assert text.startswith(f"above\n{flags_table.BEGIN}\n| flag ") and "old" not in text
+    assert text.endswith(f"|\n{flags_table.END}\nbelow\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no markers",
+        f"{flags_table.END}\n{flags_table.BEGIN}",
+        f"{flags_table.BEGIN}\n{flags_table.BEGIN}\n{flags_table.END}",
+    ],
+)
+def test_a_page_without_both_markers_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        flags_table.main(["--write", str(file)])
+    assert ended.value.code == 1 and "expected these two lines" in capsys.readouterr().err
+    assert file.read_text() == text

@@ -1,0 +1,70 @@
+"""Starts real training jobs, `torchrun -m megatron_burst.pretrain_gpt`, and reads what they log."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_burst.tools.runlog import read_scalars
+
+# A GPT small enough for many runs on two cores. The vocabulary is padded alike at every TP size.
+MODEL = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128
+    --max-position-embeddings 128 --position-embedding-type rope --attention-dropout 0
+    --hidden-dropout 0 --make-vocab-size-divisible-by 256
+    --tokenizer-type NullTokenizer --vocab-size 257 --null-tokenizer-eod-id 256
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 --lr-decay-style constant
+    --split 100,0,0 --eval-iters 0 --eval-interval 1000 --save-interval 1000
+    --log-interval 1 --tensorboard-log-interval 1
+""".split()
+BURST = ("--context-parallel-algo", "burst")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """What a run wrote for every step, and all it printed."""
+
+    losses: dict[int, float]
+    grad_norms: dict[int, float]
+    text: str
+
+
+def command(ranks: int, *flags: str) -> list[str]:
+    """The command line of a job on `ranks` processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = ["--nproc-per-node", str(ranks), "-m", "megatron_burst.pretrain_gpt"]
+    return [*torchrun, *script, *MODEL, *flags]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_BURST_CPU": "1"}
+
+
+def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log:
+    """Run a job to its end and return its log; AssertionError with what it printed if it fails."""
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / "log.txt"
+    with log.open("w") as file:
+        status = subprocess.run(
+            command(ranks, "--tensorboard-dir", str(directory / "tensorboard"), *flags),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment(),
+            timeout=timeout,
+        ).returncode
+    text = log.read_text(errors="replace")
+    assert status == 0, f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
+    scalars = read_scalars(directory / "tensorboard")
+    return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+
+
+def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float:
+    """The largest relative difference of loss or gradient norm over these steps."""
+    return max(
+        abs(a[step] - b[step]) / abs(b[step])
+        for a, b in ((found.losses, expected.losses), (found.grad_norms, expected.grad_norms))
+        for step in steps
+    )

@@ -1,0 +1,93 @@
+"""20 steps of Megatron's loop on real text equal the same run at CP = 1, step by step. (fast tier)
+
+Always with --calculate-per-token-loss; the last test shows why.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.launcher import BURST, Log, largest_difference, train
+
+STEPS = range(1, 21)
+FLOAT32_TOLERANCE = 1e-4
+PER_TOKEN = "--calculate-per-token-loss"
+CP2 = "--context-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+
+CASES = {
+    "CP 2": (2, CP2),
+    "CP 4": (4, "--context-parallel-size 4"),
+    "TP 2 x CP 2, sequence parallel": (4, f"{CP2} {TP2} --sequence-parallel"),
+    "PP 2 x CP 2": (4, f"{CP2} {PP2}"),
+    "interleaved PP 2 x CP 2": (4, f"{CP2} {PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "DP 2 x CP 2, distributed optimizer, overlap": (
+        4,
+        f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "CP 2, full recompute": (
+        2,
+        f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradient_norms_equal_those_of_one_rank(
+    runs: Callable[..., Log], case: str
+) -> None:
+    ranks, flags = CASES[case]
+    found = runs(ranks, PER_TOKEN, *flags.split())
+    assert largest_difference(found, runs(1, PER_TOKEN), STEPS) < FLOAT32_TOLERANCE
+
+
+# A small learning rate keeps the experts' routing from tipping at a rounding.
+MODELS = {
+    "GQA": "--group-query-attention --num-query-groups 2",
+    "MoE": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--disable-bias-linear --lr 1e-4",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_equal_one_rank(tmp_path: Path, data: tuple[str, ...], model: str) -> None:
+    flags = (*data, *BURST, PER_TOKEN, *MODELS[model].split())
+    expected = train(tmp_path / "cp1", 1, *flags)
+    found = train(tmp_path / "cp2", 2, *flags, *CP2.split())
+    assert largest_difference(found, expected, STEPS) < FLOAT32_TOLERANCE
+
+
+def test_one_rank_equals_megatrons_own_attention(
+    tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
+) -> None:
+    stock = train(tmp_path, 1, *start, PER_TOKEN)
+    assert largest_difference(runs(1, PER_TOKEN), stock, STEPS) < FLOAT32_TOLERANCE
+
+
+def test_bfloat16_equals_one_rank_within_bfloat16(runs: Callable[..., Log]) -> None:
+    expected = runs(1, PER_TOKEN, "--bf16")
+    found = runs(2, PER_TOKEN, "--bf16", *CP2.split())
+    for step in STEPS:
+        assert found.losses[step] == pytest.approx(expected.losses[step], rel=2**-8)
+
+
+def test_the_same_seed_gives_the_same_bits(
+    tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
+) -> None:
+    first = runs(2, PER_TOKEN, *CP2.split())
+    second = train(tmp_path, 2, *start, *BURST, PER_TOKEN, *CP2.split())
+    assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
+
+
+def test_unequal_loss_masks_need_per_token_loss(
+    tmp_path: Path, short_documents: tuple[str, ...]
+) -> None:
+    """Without the flag Megatron averages the ranks' means, whatever the number of their tokens."""
+    flags = (*short_documents, *BURST, "--eod-mask-loss", "--train-iters", "1")
+    expected = train(tmp_path / "cp1", 1, *flags, PER_TOKEN)
+    right = train(tmp_path / "right", 2, *flags, *CP2.split(), PER_TOKEN)
+    wrong = train(tmp_path / "wrong", 2, *flags, *CP2.split())
+    assert largest_difference(right, expected, [1]) < FLOAT32_TOLERANCE
+    assert largest_difference(wrong, expected, [1]) > 10 * FLOAT32_TOLERANCE
