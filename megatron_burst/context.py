@@ -11,7 +11,7 @@ from megatron_burst.comm import Communicator
 from megatron_burst.config import BurstConfig
 from megatron_burst.cost import bytes_sent, imbalance, kv_ring_bytes
 from megatron_burst.dtypes import accumulation_dtype
-from megatron_burst.kernels import Kernel, Request, check_kernel_name, select_kernel
+from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
 from megatron_burst.layout import Layout, zigzag
 from megatron_burst.mask import Mask
 from megatron_burst.plan import Plan, flat_kv_backward, flat_ring_forward
@@ -135,6 +135,9 @@ class BurstContext:
         )
         layout = self.layout(tokens)
         balance = imbalance([flat_ring_forward(layout, mask, rank) for rank in range(self.ranks)])
+        reasons = ""
+        if self.config.kernel == "auto":
+            reasons = passed_over(kernel, Request.of(q, k, v))
         logger.info(
             "burst attention: %d tokens over %d ranks (%s), %s mask, flat kv ring, kernel %s; a "
             "layer sends %.2f MiB a rank forward and %.2f MiB backward; FLOPs max/mean %.3f",
@@ -142,7 +145,7 @@ class BurstContext:
             self.ranks,
             self.config.layout,
             "causal" if mask.is_causal else "full",
-            kernel.name,
+            f"{kernel.name} ({reasons})" if reasons else kernel.name,
             bytes_sent(plans.forward, sizes) / 2**20,
             bytes_sent(plans.backward, sizes) / 2**20,
             balance,

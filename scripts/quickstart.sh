@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-Usage: scripts/quickstart.sh [--steps N] [--output DIR] [--help] [Megatron flags]
+Usage: scripts/quickstart.sh [--steps N] [--output DIR] [--input PATH]... [--help] [Megatron flags]
 
 Sets up the environment, makes a corpus from Python's own standard library, and trains the same
 small GPT on the same tokens with burst attention on four context-parallel ranks and on one. The
 report compares the two losses step by step and is left in DIR with both logs.
   --steps N      training steps (default 120)
   --output DIR   where everything goes (default: runs/quickstart in the repository)
+  --input PATH   train on this text, JSONL or .bin/.idx prefix instead; may be given again
 Every other flag is passed to both trainings and wins over the script's own.
 
 Without CUDA devices this runs in float32 on the CPU. With CUDA devices it uses up to four of them
@@ -67,11 +68,13 @@ train() {
 
 steps=120
 output=""
+inputs=()
 flags=()
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --steps) steps=${2:?--steps needs a number}; shift ;;
+        --input) inputs+=("${2:?--input needs a path}"); shift ;;
         --output) output=${2:?--output needs a directory}; shift ;;
         *) flags+=("$1") ;;
     esac
@@ -93,7 +96,8 @@ export LC_ALL=C OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning}
 
 printf -- '-- corpus\n'
-"$burst_python" -m megatron_burst.tools.corpus --output "$output/corpus"
+"$burst_python" -m megatron_burst.tools.corpus --output "$output/corpus" \
+    ${inputs[@]+--input "${inputs[@]}"}
 corpus=()
 while IFS= read -r argument; do corpus+=("$argument"); done < <("$burst_python" -c '
 import json, sys

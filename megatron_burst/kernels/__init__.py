@@ -1,6 +1,7 @@
 """The attention kernels, one file each, in one table; the first that has no objection runs."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from megatron_burst.kernels.aten_flash import AtenFlashKernel
 from megatron_burst.kernels.cpu import CpuKernel
@@ -8,7 +9,7 @@ from megatron_burst.kernels.cudnn import CudnnKernel
 from megatron_burst.kernels.protocol import Kernel, Request
 from megatron_burst.kernels.reference import ReferenceKernel
 
-__all__ = ["KERNELS", "Kernel", "Request", "select_kernel"]
+__all__ = ["KERNELS", "Kernel", "Request", "passed_over", "select_kernel"]
 
 # In the order in which `auto` asks them.
 KERNELS: Mapping[str, Kernel] = {
@@ -35,6 +36,12 @@ def select_kernel(name: str, request: Request) -> Kernel:
             return KERNELS[kernel_name]
     listed = "\n".join(f"  {n}: {'; '.join(against)}" for n, against in reasons.items())
     raise ValueError(f"--burst-kernel {name}: no kernel can serve {request}\n{listed}")
+
+
+def passed_over(chosen: Kernel, request: Request) -> str:
+    """Say which kernels `auto` asked before it took `chosen`, and what stood against each."""
+    earlier = takewhile(lambda kernel: kernel is not chosen, KERNELS.values())
+    return "; ".join(f"not {k.name}: {', '.join(k.reasons_against(request))}" for k in earlier)
 
 
 def check_kernel_name(name: str) -> None:

@@ -10,7 +10,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin import compat, cpu_platform
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
@@ -43,6 +43,8 @@ def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
             parser = extra_args_provider(parser) if extra_args_provider else parser
             if cpu_platform.cpu_platform_active():
                 cpu_platform.set_cpu_defaults(parser)
+            else:
+                compat.set_defaults_without_transformer_engine(parser)
             return add_burst_arguments(parser)
 
         args = parse_args(add_arguments, ignore_unknown_args)

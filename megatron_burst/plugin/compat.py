@@ -3,10 +3,12 @@
 Nothing here imports Megatron until it is called: `cpu_platform.activate` has to come first.
 """
 
+import argparse
 import functools
 import importlib.util
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,18 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+logger = logging.getLogger(__name__)
+
 SUPPORTED_MEGATRON = (0, 19)
+
+# Megatron's defaults ask for CUDA extensions of TransformerEngine and Apex and stop without them.
+DEFAULTS_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+}
 
 
 class SequenceParallelNorm:
@@ -96,6 +109,16 @@ def block_spec(
             layer_norm=transformer_block.LayerNormImpl,
         )
     return with_sequence_parallel_norm(spec)
+
+
+def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> None:
+    """Make Megatron's local layers the default where TransformerEngine is not installed.
+
+    Flags that the user gives still win.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        logger.info("TransformerEngine is not installed: Megatron's local layers are the default")
+        parser.set_defaults(**DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)
 
 
 def mend_wheel() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_burst.plugin import cpu_platform_table
+from megatron_burst.plugin import compat, cpu_platform_table
 from megatron_burst.plugin.cpu_platform_table import MEGATRON_STAND_INS, TORCH_STAND_INS, StandIn
 
 logger = logging.getLogger(__name__)
@@ -115,13 +115,8 @@ def _is_another_line(line: str, record: logging.LogRecord) -> bool:
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
-    "transformer_impl": "local",
+    **compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE,
     "use_cpu_initialization": True,
-    # CUDA extensions of Apex and TransformerEngine.
-    "no_persist_layer_norm": True,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
     # Written to be compiled; without a compiler torch's own operators are faster.
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,

@@ -111,7 +111,6 @@ def _masked_loss(loss_mask: Tensor | None, per_token: Tensor) -> _Loss:
     ranks, so that ranks with fewer unmasked tokens weigh less.
     """
     assert loss_mask is not None  # only the last pipeline stage computes a loss
-    assert loss_mask is not None  # only the last pipeline stage computes a loss
     mask = loss_mask.view(-1).float()
     loss = (per_token.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)

@@ -26,10 +26,10 @@ def test_every_flag_has_a_row_that_begins_with_its_default() -> None:
 
 def test_write_changes_what_is_between_the_markers_alone(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
-    file.write_text(f"above\n{flags_table.BEGIN}\nold\n{flags_table.END}\nbelow\n")
+    file.write_text(f"above\n{flags_table.BEGIN}\nformerly\n{flags_table.END}\nbelow\n")
     flags_table.main(["--write", str(file)])
     text = file.read_text()
-    assert text.startswith(f"above\n{flags_table.BEGIN}\n| flag ") and "old" not in text
+    assert text.startswith(f"above\n{flags_table.BEGIN}\n| flag ") and "formerly" not in text
     assert text.endswith(f"|\n{flags_table.END}\nbelow\n")
 
 

@@ -68,3 +68,9 @@ def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float
         for a, b in ((found.losses, expected.losses), (found.grad_norms, expected.grad_norms))
         for step in steps
     )
+
+
+def report(case: str, difference: float, tolerance: float) -> None:
+    """Print a difference (seen with pytest -rP) and check it."""
+    print(f"{case}: largest relative difference {difference:.1e} (allowed {tolerance:.0e})")
+    assert difference < tolerance, case

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.training.launcher import BURST, largest_difference, train
+from tests.training.launcher import BURST, largest_difference, report, train
 
 
 def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
@@ -20,4 +20,16 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
             *("--context-parallel-size", str(ranks), "--load", checkpoint, "--ckpt-step", "10"),
         )
         assert sorted(resumed.losses) == list(range(11, 21))
-        assert largest_difference(resumed, uninterrupted, range(11, 21)) < 1e-4
+        difference = largest_difference(resumed, uninterrupted, range(11, 21))
+        report(f"burst CP 4 -> CP {ranks}", difference, 1e-4)
+
+
+def test_a_checkpoint_of_megatrons_own_attention_resumes_under_burst(
+    tmp_path: Path, data: tuple[str, ...]
+) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    flags = (*data, "--calculate-per-token-loss")
+    stock = train(tmp_path / "stock", 1, *flags, "--save", checkpoint, "--save-interval", "10")
+    resume = ("--context-parallel-size", "2", "--load", checkpoint, "--ckpt-step", "10")
+    burst = train(tmp_path / "burst", 2, *flags, *BURST, *resume)
+    report("stock CP 1 -> burst CP 2", largest_difference(burst, stock, range(11, 21)), 1e-4)

@@ -1,0 +1,271 @@
+"""Our core attention in Megatron's layer specs, built and called as Megatron does. (fast tier)"""
+
+import copy
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig
+from tests import oracle
+
+gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_burst.plugin.core_attention import (  # noqa: E402
+    BurstCoreAttention,
+    ContextPool,
+    CoreAttentionByCommType,
+)
+from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec  # noqa: E402
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {"num_experts": 4},
+    "mla": {"multi_latent_attention": True},
+    "qk_layernorm": {"qk_layernorm": True},
+}
+
+
+def layer(**options: Any) -> ModuleSpec:
+    return gpt_layer_specs.get_gpt_layer_local_spec(**options)
+
+
+def leaves(spec: Any, path: str = "") -> dict[str, Any]:
+    """Everything that a spec holds, by where it is; our own ModuleSpec counts as one value."""
+    if isinstance(spec, ModuleSpec) and spec.module is CoreAttentionByCommType:
+        return {path: spec}
+    if isinstance(spec, functools.partial):
+        spec = {"func": spec.func, "args": spec.args, "keywords": spec.keywords}
+    if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):
+        spec = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+    if isinstance(spec, list | tuple):
+        spec = dict(enumerate(spec))
+    if not isinstance(spec, dict):
+        return {path: spec}
+    return {k: v for key, value in spec.items() for k, v in leaves(value, f"{path}.{key}").items()}
+
+
+def check_replaced(spec: Any, expected_places: int) -> None:
+    before = copy.copy(leaves(spec))
+    after = leaves(burst_layer_spec(spec, BurstConfig()))
+    assert leaves(spec) == before, "the original has changed"
+    assert list(after) == list(before)
+    changed = [path for path in before if after[path] != before[path]]
+    assert len(changed) == expected_places
+    for path in changed:
+        assert path.endswith(".core_attention") and before[path] is DotProductAttention
+        assert after[path].module is CoreAttentionByCommType
+        assert after[path].params["fallback"] is DotProductAttention
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_core_attention_of_a_layer_is_replaced_and_nothing_else(options: dict[str, Any]) -> None:
+    check_replaced(layer(**options), expected_places=1)
+
+
+def test_every_layer_of_a_block_is_replaced() -> None:
+    layers = [layer(), layer(num_experts=4), layer()]
+    check_replaced(TransformerBlockSubmodules(layer_specs=layers), expected_places=3)
+
+
+def test_the_layers_of_a_block_share_their_contexts() -> None:
+    block = burst_layer_spec(TransformerBlockSubmodules(layer_specs=[layer()] * 2), BurstConfig())
+    first, second = (
+        each.submodules.self_attention.submodules.core_attention for each in block.layer_specs
+    )
+    assert isinstance(first.params["pool"], ContextPool)
+    assert first.params["pool"] is second.params["pool"]
+    pool = ContextPool(BurstConfig())
+    spec = burst_layer_spec(layer(), pool)
+    assert spec.submodules.self_attention.submodules.core_attention.params["pool"] is pool
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ModuleSpec(module=torch.nn.Linear),
+        ModuleSpec(module=torch.nn.Linear, params={"core_attention": IdentityOp}),
+        ModuleSpec(module=torch.nn.Linear, params={"core_attention": None}),
+        TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=torch.nn.Linear)]),
+    ],
+)
+def test_a_spec_without_core_attention_is_refused(spec: Any) -> None:
+    with pytest.raises(ValueError, match="no core_attention to replace: .*Linear"):
+        burst_layer_spec(spec, BurstConfig())
+
+
+def test_a_pipeline_stage_without_layers_is_not() -> None:
+    block = TransformerBlockSubmodules(layer_specs=[], layer_norm=WrappedTorchNorm)
+    assert burst_layer_spec(block, BurstConfig()) == block
+
+
+def test_the_provider_takes_specs_and_functions_with_or_without_a_stage() -> None:
+    block = TransformerBlockSubmodules(layer_specs=[layer()])
+    stages: list[int | None] = []
+
+    def with_stage(model_config: Any, vp_stage: int | None) -> Any:
+        stages.append(vp_stage)
+        return block
+
+    model_config = SimpleNamespace(transformer=None)
+    for spec in (block, lambda model_config: block, with_stage):
+        ours = LayerSpecProvider(spec, ContextPool(BurstConfig()))(model_config, vp_stage=1)
+        core = ours.layer_specs[0].submodules.self_attention.submodules.core_attention
+        assert core.module is CoreAttentionByCommType
+        kept = LayerSpecProvider(spec, None)(model_config, vp_stage=1)
+        core = kept.layer_specs[0].submodules.self_attention.submodules.core_attention
+        assert core is DotProductAttention
+    assert stages == [1, 1]
+
+
+# What is built from the spec.
+
+
+class Fallback(torch.nn.Module):
+    """Megatron's own core attention, as far as we are concerned."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+
+def build(algorithm: str = "burst", **changes: Any) -> Any:
+    settings = {"attention_dropout": 0.0, **changes.pop("config", {})}
+    options = {
+        "config": TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            **settings,
+        ),
+        "layer_number": 2,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+        "softmax_scale": None,
+        "pg_collection": SimpleNamespace(cp=None),  # this process alone
+        **changes,
+    }
+    params = {"pool": ContextPool(BurstConfig(algorithm=algorithm)), "fallback": Fallback}
+    return build_module(ModuleSpec(module=CoreAttentionByCommType, params=params), **options)
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "ring"])
+def test_our_name_or_none_builds_our_core_attention_without_parameters(algorithm: str) -> None:
+    for options in ({}, {"cp_comm_type": None}, {"cp_comm_type": algorithm}):
+        module = build(algorithm, **options)
+        assert isinstance(module, BurstCoreAttention)
+        assert not list(module.parameters()) and not module.state_dict()
+
+
+@pytest.mark.parametrize("cp_comm_type", ["p2p", "a2a", "all_gather"])
+def test_another_name_builds_what_stood_there_with_the_same_arguments(cp_comm_type: str) -> None:
+    module = build(cp_comm_type=cp_comm_type)
+    assert isinstance(module, Fallback)
+    assert set(module.options) == {
+        *("config", "layer_number", "attn_mask_type", "attention_type", "cp_comm_type"),
+        *("softmax_scale", "pg_collection"),
+    }
+    assert module.options["cp_comm_type"] == cp_comm_type
+    assert module.options["layer_number"] == 2
+
+
+def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match="--cp-comm-type ring does not agree with .*-algo burst"):
+        build("burst", cp_comm_type="ring")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: only 0 is possible"),
+        (
+            {"config": {"attention_dropout": 0.2}},
+            "attention_dropout = 0.2: .*--attention-dropout 0",
+        ),
+        ({"config": {"softmax_type": "off-by-one"}}, "softmax_type = off-by-one: attention sinks"),
+        ({"config": {"window_size": (8, 0)}}, r"window_size = \(8, 0\): sliding windows"),
+        ({"attention_type": "cross"}, "attention_type = cross: only self-attention"),
+    ],
+)
+def test_what_a_layer_cannot_do_is_refused_when_it_is_built(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"layer 2 cannot use burst:\n  {message}"):
+        build(**changes)
+
+
+def test_the_context_parallel_group_of_megatron_is_taken_without_a_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "megatron.core.parallel_state.get_context_parallel_group", lambda: asked.append(1)
+    )
+    build(pg_collection=None)
+    assert asked == [1]
+
+
+def inputs(tokens: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and the output's gradient: [s, b, heads, head size]."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(tokens, 2, n, 8, generator=generator) for n in (4, 2, 2, 4))
+
+
+def dense(mask_type: AttnMaskType, scale: float) -> oracle.Result:
+    q, k, v, dout = (x.transpose(0, 1) for x in inputs())
+    causal = mask_type is AttnMaskType.causal
+    # The oracle divides by the root of the head size; put another scale into q.
+    ratio = scale * 8**0.5
+    found = oracle.attention(q * ratio, k, v, dout, oracle.visible_pairs(6, causal))
+    return found._replace(dq=found.dq * ratio)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("built", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("called", [None, AttnMaskType.causal, AttnMaskType.no_mask])
+def test_it_equals_dense_attention_in_megatrons_layout(
+    built: AttnMaskType, called: AttnMaskType | None, scale: float | None
+) -> None:
+    module = build(attn_mask_type=built, softmax_scale=scale)
+    *qkv, dout = inputs()
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out = module(q, k, v, None, attn_mask_type=called)
+    assert out.shape == (6, 2, 4 * 8)
+    out.backward(dout.flatten(2))
+    expected = dense(called or built, scale or 8**-0.5)
+    assert oracle.relative_error(out.unflatten(2, (4, 8)).transpose(0, 1), expected.out) < 3e-6
+    for x, gradient in ((q, expected.dq), (k, expected.dk), (v, expected.dv)):
+        assert oracle.relative_error(x.grad.transpose(0, 1), gradient) < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (torch.ones(1, 1, 6, 6, dtype=torch.bool), {}, "--no-create-attention-mask-in-dataloader"),
+        (None, {"attention_bias": torch.zeros(1, 4, 6, 6)}, "attention_bias cannot be honoured"),
+        (None, {"packed_seq_params": object()}, "packed_seq_params cannot be honoured"),
+        (
+            None,
+            {"attn_mask_type": AttnMaskType.padding_causal},
+            "padding_causal is not supported; there are: causal, no_mask",
+        ),
+    ],
+)
+def test_what_a_ring_would_have_to_ignore_is_refused(
+    mask: Tensor | None, options: dict[str, Any], message: str
+) -> None:
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        build()(q, k, v, mask, **options)
