@@ -114,6 +114,29 @@ def _named_errors(where: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def check_agreement(
+    group: dist.ProcessGroup, what: str, value: str, timeout_seconds: float
+) -> None:
+    """Compare `value` over the ranks of `group`, a collective call.
+
+    Raises:
+        ValueError: on every rank, if the ranks do not all have the same value.
+        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
+            group's own).
+    """
+    values: list[str] = [""] * group.size()
+    with _named_errors("at the start", f"compare {what} with the other ranks"):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            limit = datetime.timedelta(seconds=timeout_seconds)
+            dist.monitored_barrier(group, limit, wait_all_ranks=True)  # names who is missing
+        dist.all_gather_object(values, value, group=group)
+    if len(set(values)) > 1:
+        listed = "\n".join(
+            f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
+        )
+        raise ValueError(f"the context-parallel ranks disagree on {what}:\n{listed}")
+
+
 class PendingTransfers:
     """The transfers of one step in flight; to be waited for once."""
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm import Communicator
+from megatron_burst.comm import Communicator, check_agreement
 from megatron_burst.config import BurstConfig
 from megatron_burst.cost import bytes_sent, imbalance, kv_ring_bytes
 from megatron_burst.dtypes import accumulation_dtype
@@ -49,7 +49,7 @@ class BurstContext:
         self.rank = 0 if group is None else group.rank()
         self.ranks = 1 if group is None else group.size()
         self._communicator = communicator
-        self._plans: dict[tuple[int, Mask], Plans] = {}
+        self._plans: dict[str, Plans] = {}
 
     @classmethod
     def create(cls, config: BurstConfig, group: dist.ProcessGroup | None = None) -> "BurstContext":
@@ -68,7 +68,7 @@ class BurstContext:
             group = dist.group.WORLD
         if group is None or group.size() == 1:
             return cls(config, None, Communicator(None, config.timeout_seconds))
-        _check_agreement(group, "the configuration", str(config))
+        check_agreement(group, "the configuration", str(config), config.timeout_seconds)
         return cls(config, group, Communicator(group, config.timeout_seconds))
 
     @property
@@ -104,28 +104,30 @@ class BurstContext:
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`."""
         kernel = select_kernel(self.config.kernel, Request.of(q, k, v))
-        tokens = q.shape[1] * self.ranks
-        if (tokens, mask) not in self._plans:
-            self._plans[tokens, mask] = self._make_plans(q, k, v, mask)
-            self._log_plans(q, k, v, kernel, mask)
-        plans = self._plans[tokens, mask]
+        shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
+        if shapes not in self._plans:
+            if self.group is not None:
+                check_agreement(
+                    self.group, "the shapes or the mask", shapes, self.config.timeout_seconds
+                )
+            self._plans[shapes] = self._make_plans(q.shape[1] * self.ranks, mask)
+            self._log_plans(q, k, v, kernel, mask, self._plans[shapes])
+        plans = self._plans[shapes]
         return AttentionCall(plans.forward, plans.backward, kernel, scale, self._communicator)
 
-    def _make_plans(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Plans:
-        if self.group is not None:
-            shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
-            _check_agreement(self.group, "the shapes or the mask", shapes)
-        layout = self.layout(q.shape[1] * self.ranks)
+    def _make_plans(self, tokens: int, mask: Mask) -> Plans:
+        layout = self.layout(tokens)
         return Plans(
             flat_ring_forward(layout, mask, self.rank), flat_kv_backward(layout, mask, self.rank)
         )
 
-    def _log_plans(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask) -> None:
+    def _log_plans(
+        self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask, plans: Plans
+    ) -> None:
         """Say once what was chosen and what it costs a layer."""
         if self.rank != 0:
             return
         tokens = q.shape[1] * self.ranks
-        plans = self._plans[tokens, mask]
         sizes = kv_ring_bytes(
             local_tokens=k.shape[0] * k.shape[1],
             kv_heads=k.shape[2],
@@ -150,14 +152,3 @@ class BurstContext:
             bytes_sent(plans.backward, sizes) / 2**20,
             balance,
         )
-
-
-def _check_agreement(group: dist.ProcessGroup, what: str, value: str) -> None:
-    """Raise on every rank of `group` if the ranks do not all have the same value."""
-    values: list[str] = [""] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    if len(set(values)) > 1:
-        listed = "\n".join(
-            f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
-        )
-        raise ValueError(f"the context-parallel ranks disagree on {what}:\n{listed}")

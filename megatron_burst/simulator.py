@@ -22,12 +22,13 @@ class PlanError(Exception):
     """A set of plans that would hang or compute something wrong."""
 
 
-def simulate(plans: Sequence[Plan], *, backward: bool) -> None:
+def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None) -> None:
     """Run one plan a rank and check that together they do the whole work, once.
 
-    Checked: a send meets a receive of the same item in the same order, nobody waits for ever, a
-    tile reads only blocks that its rank has, nothing is left over, and (backward) every gradient
-    is at home at the end with each tile's partial in it exactly once.
+    Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
+    lets through, where these are given; a send meets a receive of the same item in the same order,
+    nobody waits for ever, a tile reads only blocks that its rank has, nothing is left over, and
+    (backward) every gradient is at home at the end with each tile's partial in it exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
@@ -38,6 +39,7 @@ def simulate(plans: Sequence[Plan], *, backward: bool) -> None:
             waiting = [f"rank {r.plan.rank} in step {r.step}" for r in machine.ranks if not r.done]
             raise PlanError(f"nobody can go on: {', '.join(waiting)}")
     machine.check_nothing_left()
+    _check_tiles([tile for plan in plans for tile in plan.tiles], pairs)
     if backward:
         _check_gradients(machine.ranks)
 
@@ -121,6 +123,15 @@ class _Machine:
         for (source, peer), wire in self.wires.items():
             if wire:
                 raise PlanError(f"rank {source} sends {wire[0][0]} that rank {peer} never takes")
+
+
+def _check_tiles(tiles: Sequence[Tile], pairs: int | None) -> None:
+    for tile, times in Counter(tiles).items():
+        if times > 1:
+            raise PlanError(f"{tile} is computed {times} times")
+    found = sum(tile.pairs for tile in tiles)
+    if pairs is not None and found != pairs:
+        raise PlanError(f"the tiles have {found} pairs of tokens, the mask {pairs}")
 
 
 def _check_gradients(ranks: Sequence[_Rank]) -> None:

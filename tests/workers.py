@@ -52,11 +52,13 @@ class WorkerPool:
         self._workers = []
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        # Torch is imported once, in the server that the processes are forked from.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_burst"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(MAX_RANKS):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, str(store), there), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, str(store), there), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))

@@ -6,6 +6,7 @@ import importlib.util
 from megatron_burst.config import Algorithm, BurstConfig, flags
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.layout import zigzag
+from megatron_burst.plugin import compat
 from megatron_burst.plugin.limits import refusals
 
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
@@ -23,6 +24,7 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             metavar="{" + ",".join(values) + "}" if values else flag.field.upper(),
             help=f"{flag.help} (default: {default})".replace("%", "%%"),
         )
+    compat.mend_help(parser)
     # Megatron's default is p2p; None tells whether the user has chosen.
     parser.set_defaults(cp_comm_type=None)
     return parser

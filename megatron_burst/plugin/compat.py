@@ -121,6 +121,15 @@ def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> 
         parser.set_defaults(**DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)
 
 
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the bare percent signs in help texts, one of Megatron's, that make `--help` fail."""
+    for action in parser._actions:
+        try:
+            str(action.help) % vars(action)
+        except (ValueError, TypeError):
+            action.help = str(action.help).replace("%", "%%")
+
+
 def mend_wheel() -> None:
     """Put `with_torch_adam` and `unless_prebuilt` around the Megatron functions they describe.
 

@@ -73,12 +73,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "fp8_dot_product_attention",
         (False,),
-        "attention runs in bfloat16: drop --fp8-dot-product-attention",
+        "attention runs in the model's dtype: leave fp8_dot_product_attention off",
     ),
     Limit(
         "fp8_multi_head_attention",
         (False,),
-        "attention runs in bfloat16: drop --fp8-multi-head-attention",
+        "attention runs in the model's dtype: leave fp8_multi_head_attention off",
     ),
     Limit(
         "cuda_graph_impl",

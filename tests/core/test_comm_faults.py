@@ -149,7 +149,6 @@ def test_when_a_rank_stalls_the_one_that_waits_for_it_gives_up_in_time(tmp_path:
         assert all(map(ends_by_itself, members))
 
 
-@pytest.mark.xfail(strict=True, reason="the ranks' first agreement has the group's time limit")
 def test_when_a_rank_never_calls_at_all_the_others_give_up_in_time(tmp_path: Path) -> None:
     options = {"timeout_seconds": 2, "group_seconds": 6}
     with processes(stall_in_the_first_call, tmp_path / "store", **options) as members:
