@@ -69,9 +69,10 @@ class BurstConfig:
     algorithm: Algorithm = field(
         default=Algorithm.BURST, metadata={"flag": "--context-parallel-algo"}
     )
-    """Which context parallelism runs attention. burst: ours, with the cheapest ring chosen for you;
-    ring: K and V travel in both directions on one flat ring, the common baseline. It alone selects
-    our core attention, at a context-parallel size of 1 too."""
+    """Which context parallelism runs attention. burst: ours, the cheapest ring of those built.
+    ring: K and V travel in both directions on one flat ring, the common baseline. In this version
+    both run the same plan. The flag alone selects our core attention, at a context-parallel size
+    of 1 too."""
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. auto: the cheaper of those built,
