@@ -166,5 +166,5 @@ class PendingTransfers:
                     work.wait()
                 else:
                     work.wait(self._timeout)
-        self._works = None
-        return self._arriving
+        arrived, self._works, self._arriving = self._arriving, None, {}
+        return arrived

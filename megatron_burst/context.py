@@ -135,8 +135,6 @@ class BurstContext:
             element_bytes=k.element_size(),
             gradient_bytes=accumulation_dtype(k.dtype).itemsize,
         )
-        layout = self.layout(tokens)
-        balance = imbalance([flat_ring_forward(layout, mask, rank) for rank in range(self.ranks)])
         reasons = ""
         if self.config.kernel == "auto":
             reasons = passed_over(kernel, Request.of(q, k, v))
@@ -150,5 +148,5 @@ class BurstContext:
             f"{kernel.name} ({reasons})" if reasons else kernel.name,
             bytes_sent(plans.forward, sizes) / 2**20,
             bytes_sent(plans.backward, sizes) / 2**20,
-            balance,
+            imbalance(self.layout(tokens), mask),
         )

@@ -1,8 +1,10 @@
 """What a plan costs, counted: bytes that a rank sends and pairs of tokens that it computes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from megatron_burst.plan import Kind, Plan
+from megatron_burst.layout import Layout
+from megatron_burst.mask import Mask
+from megatron_burst.plan import Kind, Plan, tiles_of_pair
 
 
 def kv_ring_bytes(
@@ -27,7 +29,11 @@ def pairs_computed(plan: Plan) -> int:
     return sum(tile.pairs for tile in plan.tiles)
 
 
-def imbalance(plans: Sequence[Plan]) -> float:
-    """Return max / mean over the ranks of the pairs computed; 1.0 is perfect."""
-    pairs = [pairs_computed(plan) for plan in plans]
+def imbalance(layout: Layout, mask: Mask) -> float:
+    """Return max / mean over the ranks of the pairs they compute; 1.0 is perfect."""
+    ranks = range(layout.ranks)
+    pairs = [
+        sum(tile.pairs for owner in ranks for tile in tiles_of_pair(layout, mask, rank, owner))
+        for rank in ranks
+    ]
     return max(pairs) * len(pairs) / sum(pairs)

@@ -128,14 +128,11 @@ class _FlatRing:
     def __init__(self, layout: Layout, mask: Mask, rank: int) -> None:
         self.rank, self.ranks = rank, layout.ranks
         self.next, self.previous = (rank + 1) % self.ranks, (rank - 1) % self.ranks
-        self._tiles = {
-            (r, s): tiles_of_pair(layout, mask, r, (r - s) % self.ranks)
-            for r in range(self.ranks)
-            for s in range(self.ranks)
-        }
+        self._layout, self._mask = layout, mask
+        self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        return self._tiles.get((self.rank, step), ())
+        return self._tiles(self.rank, step) if step < self.ranks else ()
 
     def read_arrives(self, step: int) -> tuple[Transfer, ...]:
         return self._transfer(Kind.KV, step + 1, self.previous, self._needed(step + 1))
@@ -165,7 +162,13 @@ class _FlatRing:
         return any(self._has_tiles(rank - k, step - k) for k in range(step))
 
     def _has_tiles(self, rank: int, step: int) -> bool:
-        return bool(self._tiles[rank % self.ranks, step])
+        return bool(self._tiles(rank % self.ranks, step))
+
+    def _tiles(self, rank: int, step: int) -> tuple[Tile, ...]:
+        if (rank, step) not in self._known:
+            owner = (rank - step) % self.ranks
+            self._known[rank, step] = tiles_of_pair(self._layout, self._mask, rank, owner)
+        return self._known[rank, step]
 
 
 def tiles_of_pair(layout: Layout, mask: Mask, query_owner: int, key_owner: int) -> tuple[Tile, ...]:

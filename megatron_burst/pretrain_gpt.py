@@ -17,10 +17,9 @@ def main() -> None:
     """Parse the command line and train."""
     try:
         launch.prepare()
-        args, container, provider = _configure()
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
-    _train(args, container, provider)
+    _train(*_configure())
 
 
 def _configure() -> tuple[Any, Any, Any]:
@@ -29,7 +28,8 @@ def _configure() -> tuple[Any, Any, Any]:
     from megatron_burst.plugin import gpt_training
 
     args = arguments.parse_and_validate_args()
-    gpt_training.check_supported(args)
+    if missing := gpt_training.unsupported(args):
+        sys.exit(f"megatron_burst: {missing}")
     model_config = argument_utils.gpt_config_from_args(args)
     container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
     return args, container, model_config.transformer_layer_spec
@@ -60,9 +60,12 @@ def _report_bytes(args: Any, pool: Any) -> None:
     writer = get_tensorboard_writer()
     if writer is None or pool is None:
         return
-    steps = args.curr_iteration + 1 - args.iteration  # args.iteration is where it started
-    writer.add_scalar("burst/bytes-sent-per-rank", pool.bytes_sent / steps, args.curr_iteration)
-    writer.flush()
+    # args.iteration is where training started; there is no curr_iteration if it never did.
+    steps = getattr(args, "curr_iteration", -1) + 1 - args.iteration
+    if steps > 0:
+        sent = pool.bytes_sent - pool.bytes_sent_in_evaluation
+        writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
+        writer.flush()
 
 
 if __name__ == "__main__":

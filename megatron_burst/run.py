@@ -14,8 +14,11 @@ from megatron_burst import launch
 
 def main() -> None:
     """Run the script named first on the command line as if Python had been started with it."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit(__doc__)
+    if len(sys.argv) < 2:
+        sys.exit(f"megatron_burst: name a script\n\n{__doc__}")
+    if sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        return
     script = Path(sys.argv[1]).resolve()
     if not script.is_file():
         sys.exit(f"megatron_burst: there is no script {script}")
@@ -24,10 +27,10 @@ def main() -> None:
     sys.path.insert(0, str(script.parent))
     try:
         launch.prepare()
-        _say_which_files()
-        runpy.run_path(str(script), run_name="__main__")
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
+    _say_which_files()
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _say_which_files() -> None:

@@ -92,6 +92,8 @@ output=${output:-$burst_root/runs/quickstart}
 mkdir -p -- "$output"
 output=$(cd -- "$output" && pwd)
 export LC_ALL=C OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Megatron asks for it before it runs context parallelism on GPUs older than Blackwell.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Megatron warns on every rank about optional packages that this training does not use.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning}
 
@@ -106,7 +108,8 @@ print(corpus["source"][:12], *corpus["tokenizer_args"], sep="\n")' "$output/corp
 # Megatron's index cache knows a corpus by its path alone: another text needs another cache.
 cache=$output/corpus/cache-${corpus[0]} tokenizer=("${corpus[@]:1}")
 
-devices=$("$burst_python" -c 'import torch; print(torch.cuda.device_count())')
+devices=0
+[[ ${MEGATRON_BURST_CPU:-} == 1 ]] || devices=$("$burst_python" -c 'import torch; print(torch.cuda.device_count())')
 precision=() tolerance=1e-4 ranks=4
 if ((devices > 0)); then
     precision=(--bf16) tolerance=1e-2

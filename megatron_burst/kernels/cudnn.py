@@ -21,6 +21,8 @@ class CudnnKernel:
             reasons.append("this torch has no cuDNN")
         elif torch.cuda.get_device_capability(request.device) < (8, 0):
             reasons.append("the GPU is older than compute capability 8.0")
+        if torch.are_deterministic_algorithms_enabled():
+            reasons.append("its backward is not deterministic, and deterministic mode is on")
         if request.dtype not in (torch.bfloat16, torch.float16):
             reasons.append(f"the dtype is {request.dtype}, not bfloat16 or float16")
         for size in {request.head_dim, request.value_head_dim}:

@@ -49,7 +49,7 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the tile."""
+        """Return the tile's (out, lse), newly made tensors."""
         ...
 
     def backward(

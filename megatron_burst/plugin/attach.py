@@ -3,6 +3,7 @@
 import argparse
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,15 @@ def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
                 compat.set_defaults_without_transformer_engine(parser)
             return add_burst_arguments(parser)
 
+        if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
+            sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
         args = parse_args(add_arguments, ignore_unknown_args)
-        if cpu_platform.cpu_platform_active():
-            cpu_platform.check_cpu_arguments(args)
-        configure(args)
+        try:
+            if cpu_platform.cpu_platform_active():
+                cpu_platform.check_cpu_arguments(args)
+            configure(args)
+        except ValueError as error:
+            sys.exit(f"megatron_burst: {error}")
         return args
 
     parse._burst = True  # type: ignore[attr-defined]

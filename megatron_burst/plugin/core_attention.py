@@ -25,6 +25,7 @@ class ContextPool:
 
     def __init__(self, config: BurstConfig) -> None:
         self.config = config
+        self.bytes_sent_in_evaluation = 0
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
 
     def get(self, group: dist.ProcessGroup) -> BurstContext:
@@ -92,6 +93,7 @@ class BurstCoreAttention(MegatronModule):
         if reasons:
             raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        self._pool = pool
         self._context = pool.get(group)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
@@ -124,7 +126,10 @@ class BurstCoreAttention(MegatronModule):
             }.items()
         )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
+        sent = self._context.bytes_sent
         out = ring_attention(q, k, v, self._context, mask=mask, softmax_scale=self._softmax_scale)
+        if not self.training:
+            self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent
         return out.transpose(0, 1).flatten(2)
 
 

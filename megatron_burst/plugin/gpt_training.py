@@ -29,29 +29,39 @@ _NEEDS_UPSTREAM_SCRIPT = {
     "hybrid_context_parallel": False,
     "dataloader_inter_document_masking": False,
     "mtp_num_layers": None,
+    "overlap_moe_expert_parallel_comm": False,
+    "check_for_spiky_loss": False,
+    "log_straggler": False,
+    "inprocess_restart": False,
 }
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def check_supported(args: Namespace) -> None:
-    """Raise a ValueError for what only Megatron-LM's own pretrain_gpt.py can feed to the model."""
+def unsupported(args: Namespace) -> str | None:
+    """Say what only Megatron-LM's own pretrain_gpt.py can do of what is asked for, if anything."""
     asked = [
         f"--{name.replace('_', '-')}"
         for name, off in _NEEDS_UPSTREAM_SCRIPT.items()
         if getattr(args, name) != off
     ]
-    if asked:
-        raise ValueError(
-            f"{', '.join(asked)} needs Megatron-LM's own script: "
-            "python -m megatron_burst.run PATH/pretrain_gpt.py"
-        )
+    if not asked:
+        return None
+    return (
+        f"{', '.join(asked)} needs Megatron-LM's own script: "
+        "python -m megatron_burst.run PATH/pretrain_gpt.py"
+    )
 
 
 def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor, Any]:
     """Run the model on the next micro-batch; return its output and the function for its loss."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    args = get_args()
+    batch = _next_batch(
+        data_iterator,
+        get_attr_wrapped_model(model, "vp_stage"),
+        args.micro_batch_size if model.training else args.eval_micro_batch_size,
+    )
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -63,7 +73,9 @@ def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor,
     return output, partial(_masked_loss, batch["loss_mask"])
 
 
-def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Tensor | None]:
+def _next_batch(
+    data_iterator: Iterator[Any], vp_stage: int | None, micro_batch_size: int
+) -> dict[str, Tensor | None]:
     """This rank's tokens: read on TP rank 0, sent to the other TP ranks, cut over the CP ranks."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
@@ -85,7 +97,7 @@ def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

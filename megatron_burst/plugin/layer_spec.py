@@ -39,7 +39,8 @@ def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
         return ModuleSpec(module=CoreAttentionByCommType, params={"pool": pool, "fallback": value})
 
     result = rewrite_spec(spec, rewrite)
-    if not replaced and getattr(spec, "layer_specs", True):  # a stage may have no layers
+    # A pipeline stage of a block may have no layers, or none with attention.
+    if not replaced and not hasattr(spec, "layer_specs"):
         raise ValueError(f"this layer spec has no core_attention to replace: {spec}")
     return result
 

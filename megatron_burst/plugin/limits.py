@@ -20,7 +20,7 @@ LIMITS: tuple[Limit, ...] = (
         "a kernel's random numbers are local to a tile, so no CP size would equal another: "
         "pass --attention-dropout 0",
     ),
-    Limit("window_size", (None,), "sliding windows are not built yet: drop --window-size"),
+    Limit("window_size", (None, (-1, -1)), "sliding windows are not built yet: drop --window-size"),
     Limit("softmax_type", ("vanilla",), "attention sinks are not built yet: drop --softmax-type"),
     Limit(
         "multi_latent_attention",
@@ -97,13 +97,11 @@ LIMITS: tuple[Limit, ...] = (
         "Megatron does not run it with context parallelism: drop --batch-invariant-mode",
     ),
     Limit(
-        "yaml_cfg",
-        (None,),
-        "a YAML file does not know our flags: pass flags instead of --yaml-cfg",
+        "use_kitchen_attention",
+        (False,),
+        "it is another core attention: leave use_kitchen_attention off",
     ),
 )
-# Megatron puts its own core attention back for this backend, whatever the layer spec says.
-_REPLACING_BACKEND = "local"
 
 
 def refusals(settings: Any) -> list[str]:
@@ -119,9 +117,10 @@ def refusals(settings: Any) -> list[str]:
         if (value := getattr(settings, limit.name, limit.working[0])) not in limit.working
     ]
     backend = getattr(settings, "attention_backend", None)
-    if getattr(backend, "name", backend) == _REPLACING_BACKEND:
+    name = getattr(backend, "name", backend)
+    if name not in (None, "auto"):
         reasons.append(
-            "attention_backend = local: Megatron would put its own core attention in the place of "
-            "ours: drop --attention-backend local"
+            f"attention_backend = {name}: it chooses among Megatron's own kernels: "
+            "drop --attention-backend, or choose with --burst-kernel"
         )
     return reasons

@@ -55,7 +55,8 @@ def ring_attention(
         whole = [context.unshard(x, dim=1) for x in (q, k, v)]
         out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
 
-    without ever holding more than two ranks' K and V.
+    without ever holding more than three ranks' K and V: its own, those in use, those arriving.
+    Shapes, dtype and mask may change from call to call, on all ranks together.
 
     Args:
         q: [batch, local tokens, query heads, head size].

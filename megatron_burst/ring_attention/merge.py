@@ -16,15 +16,18 @@ class PartialResults:
     """
 
     def __init__(self, q: Tensor, value_head_dim: int) -> None:
-        batch, tokens, heads, _ = q.shape
-        self._dtype = q.dtype
-        wide = accumulation_dtype(q.dtype)
-        self._out_BSHD = q.new_zeros((batch, tokens, heads, value_head_dim), dtype=wide)
-        self._lse_BHS = q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        self._q = q
+        self._shape = (*q.shape[:3], value_head_dim)
+        self._out_BSHD: Tensor | None = None
+        self._lse_BHS: Tensor | None = None
 
     def add(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Add the result of one tile to the queries in `rows`."""
-        total_out, total_lse = self._out_BSHD[:, rows.rows], self._lse_BHS[:, :, rows.rows]
+        """Add the result of one tile to the queries in `rows`; the tensors become ours."""
+        if self._out_BSHD is None and rows.length == self._shape[1]:
+            self._out_BSHD, self._lse_BHS = out_BSHD, lse_BHS  # with one tile it stays at that
+            return
+        total_out_BSHD, total_lse_BHS = self._wide_totals()
+        total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
         merged = torch.logaddexp(total_lse, lse_BHS)
         # A row that has seen nothing stays at -inf; subtract 0 there, for -inf - -inf is NaN.
         base = merged.masked_fill(merged.isneginf(), 0.0)
@@ -34,7 +37,20 @@ class PartialResults:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return (out in the queries' dtype, lse)."""
-        return self._out_BSHD.to(self._dtype), self._lse_BHS
+        if self._out_BSHD is None or self._lse_BHS is None:
+            self._wide_totals()
+        assert self._out_BSHD is not None and self._lse_BHS is not None
+        return self._out_BSHD.to(self._q.dtype), self._lse_BHS
+
+    def _wide_totals(self) -> tuple[Tensor, Tensor]:
+        """Return the totals in the dtype of sums, made of nothing if there are none yet."""
+        wide = accumulation_dtype(self._q.dtype)
+        batch, tokens, heads, _ = self._shape
+        if self._out_BSHD is None or self._lse_BHS is None:
+            self._out_BSHD = self._q.new_zeros(self._shape, dtype=wide)
+            self._lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        self._out_BSHD, self._lse_BHS = self._out_BSHD.to(wide), self._lse_BHS.to(wide)
+        return self._out_BSHD, self._lse_BHS
 
 
 def _per_row(x_BHS: Tensor) -> Tensor:

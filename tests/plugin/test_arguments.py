@@ -196,7 +196,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "cuda_graph_impl": "--cuda-graph-impl local",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "batch_invariant_mode": "--batch-invariant-mode",
-    "yaml_cfg": "--yaml-cfg model.yaml",
+    "use_kitchen_attention": {"use_kitchen_attention": True},
 }
 EACH_LIMIT = pytest.mark.parametrize("limit", LIMITS, ids=[limit.name for limit in LIMITS])
 
@@ -246,16 +246,14 @@ def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
     assert re.findall(r"^  (\w+) = ", text, re.MULTILINE) == ["sft", "qk_clip", "attention_backend"]
 
 
-def test_the_backend_that_replaces_our_attention_is_refused(
-    parser: argparse.ArgumentParser,
+@pytest.mark.parametrize("backend", sorted(AttnBackend.__members__))
+def test_a_choice_among_megatrons_kernels_is_refused(
+    parser: argparse.ArgumentParser, backend: str
 ) -> None:
-    args = parse(parser, BURST + "--attention-backend local")
-    assert args.attention_backend is AttnBackend.local
-    with pytest.raises(ValueError, match="drop --attention-backend local"):
-        configure(args)
-    for backend in set(AttnBackend) - {AttnBackend.local}:
-        args.attention_backend = backend
-        assert refusals(args) == []
+    args = parse(parser, BURST + f"--attention-backend {backend}")
+    reasons = refusals(args)
+    assert len(reasons) == (backend != "auto")
+    assert all("drop --attention-backend" in reason for reason in reasons)
 
 
 def test_limits_do_not_keep_megatron_from_its_own_attention(

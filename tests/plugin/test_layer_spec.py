@@ -97,7 +97,6 @@ def test_the_layers_of_a_block_share_their_contexts() -> None:
         ModuleSpec(module=torch.nn.Linear),
         ModuleSpec(module=torch.nn.Linear, params={"core_attention": IdentityOp}),
         ModuleSpec(module=torch.nn.Linear, params={"core_attention": None}),
-        TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=torch.nn.Linear)]),
     ],
 )
 def test_a_spec_without_core_attention_is_refused(spec: Any) -> None:
@@ -105,8 +104,9 @@ def test_a_spec_without_core_attention_is_refused(spec: Any) -> None:
         burst_layer_spec(spec, BurstConfig())
 
 
-def test_a_pipeline_stage_without_layers_is_not() -> None:
-    block = TransformerBlockSubmodules(layer_specs=[], layer_norm=WrappedTorchNorm)
+@pytest.mark.parametrize("layers", [[], [ModuleSpec(module=torch.nn.Linear)]])
+def test_a_pipeline_stage_without_attention_is_not(layers: list[ModuleSpec]) -> None:
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
     assert burst_layer_spec(block, BurstConfig()) == block
 
 
