@@ -1,11 +1,15 @@
-"""Carries out the transfers of one step and names what failed when one does.
+"""Carries out the transfers of a plan and names what failed when one does.
 
-All messages of a step are posted at once, receives first: gloo needs a buffer for what arrives, and
-NCCL takes a whole step as one group. Both ends of a link post in the order of the plan.
+All messages that a step posts on a channel go out at once, receives first: gloo needs a buffer for
+what arrives, and NCCL takes them as one group. Both ends post in the order of the plan.
+
+On NCCL a message runs on the stream of its channel's communicator: posting it waits for the work
+queued so far, waiting for it makes the current stream wait, and the host goes on in both cases.
 """
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plan import Item, Kind, Step, Transfer
+from megatron_burst.plan import Channel, Item, Kind, Receive, Send, Step
+from megatron_burst.watchdog import Watchdog
 
 type Block = tuple[Tensor, ...]
-type _Operation = Callable[..., dist.Work | None]  # dist.isend or dist.irecv
 
 
 class CommunicationError(RuntimeError):
@@ -24,83 +28,186 @@ class CommunicationError(RuntimeError):
 
 
 class Communicator:
-    """The transport of one context-parallel group; counts the payload bytes that it sends."""
+    """The transport of one context-parallel group; counts the payload bytes that it sends.
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
-        """Use this group; None for a process that has no peer and so nothing to send."""
-        self._group = group
+    Args:
+        ranks: the job's number of each rank of the group.
+        channels: the process group of each channel; empty for a process that has no peer.
+        timeout_seconds: how long a message may take.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        channels: Mapping[Channel, dist.ProcessGroup],
+        timeout_seconds: float,
+    ) -> None:
+        self._ranks, self._channels = ranks, channels
+        self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
-        on_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
-        self._timeout = datetime.timedelta(seconds=timeout_seconds) if on_gloo else None
-        self.bytes_sent = 0
+        self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
+        self._watchdog = None if self._on_gloo else Watchdog(timeout_seconds)
+        self.bytes_by_channel: Counter[Channel] = Counter()
 
-    def post(
-        self, step: Step, where: str, outgoing: Mapping[Item, Block], like: Mapping[Kind, Block]
-    ) -> "PendingTransfers":
-        """Start the transfers of `step` and return at once.
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self.bytes_by_channel.total()
+
+    def begin(self, name: str, like: Mapping[Kind, Block]) -> "Flight":
+        """Start the transfers of a forward or backward.
 
         Args:
-            step: the step of the plan; its sends must be keys of `outgoing`.
-            where: the step in words, for error messages.
-            outgoing: the contiguous tensors of every item that leaves. They must not be written to
-                before the returned handle has been waited for.
+            name: which it is, for error messages.
             like: for each kind that arrives, tensors of the shape and dtype to receive.
         """
-        if self._group is None:
-            assert not step.receives and not step.sends
-            return PendingTransfers([], {}, where, None)
-        arriving = {
-            transfer.item: tuple(torch.empty_like(t) for t in like[transfer.item.kind])
-            for transfer in step.receives
-        }
-        messages = [
-            *_messages(dist.irecv, step.receives, arriving, self._group),
-            *_messages(dist.isend, step.sends, outgoing, self._group),
-        ]
-        self.bytes_sent += sum(m.tensor.nbytes for m in messages if m.operation is dist.isend)
-        return PendingTransfers(_start(messages, where), arriving, where, self._timeout)
+        return Flight(self, name, like)
+
+    def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
+        """Return one message for each tensor of what `transfer` moves."""
+        peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
+        return [Message(transfer, peer, group, t, self._wire(t)) for t in block]
+
+    def start(self, messages: Sequence["Message"], where: str) -> "PendingTransfers":
+        """Post the messages of one channel, receives first."""
+        for message in messages:
+            message.load()
+        names = [str(message) for message in messages]
+        together = "; ".join(dict.fromkeys(names))
+        with _named_errors(where, together):
+            works = dist.batch_isend_irecv([message.operation() for message in messages])
+        if len(works) != len(messages):  # NCCL gives one handle for all
+            names = [together] * len(works)
+        for message in messages:
+            if isinstance(message.transfer, Send):
+                self.bytes_by_channel[message.transfer.channel] += message.wire.nbytes
+        if self._watchdog:
+            for name, work in zip(names, works, strict=True):
+                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
+        named_works = list(zip(names, works, strict=True))
+        return PendingTransfers(messages, named_works, where, self._timeout)
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        if self._on_gloo and tensor.is_cuda:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
-    """One tensor on its way; `peer` is a rank of the job, not of the group."""
+class Message:
+    """One tensor on its way.
 
-    operation: _Operation
-    item: Item
-    tensor: Tensor
-    peer: int
+    `wire` is the memory that the transport uses: the tensor itself, or, because gloo reaches only
+    the host's, a pinned double of a CUDA tensor.
+    """
+
+    transfer: Send | Receive
+    peer: int  # a rank of the job, not of the group
     group: dist.ProcessGroup
+    tensor: Tensor
+    wire: Tensor
+
+    def operation(self) -> dist.P2POp:
+        """Return what torch.distributed is to do."""
+        function = dist.isend if isinstance(self.transfer, Send) else dist.irecv
+        return dist.P2POp(function, self.wire, self.peer, self.group)
+
+    def load(self) -> None:
+        """Before a send: bring the tensor to the wire's memory."""
+        if isinstance(self.transfer, Send) and self.wire is not self.tensor:
+            self.wire.copy_(self.tensor)  # waits for the device, which gloo would not
+
+    def unload(self) -> None:
+        """After a receive: bring what came to the tensor."""
+        if isinstance(self.transfer, Receive) and self.wire is not self.tensor:
+            self.tensor.copy_(self.wire)
 
     def __str__(self) -> str:
-        verb, side = ("receive", "from") if self.operation is dist.irecv else ("send", "to")
-        return f"{verb} {self.item} {side} rank {self.peer}"
+        verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
+        return f"{verb} {self.transfer.item} {side} rank {self.peer}"
 
 
-def _messages(
-    operation: _Operation,
-    transfers: Sequence[Transfer],
-    blocks: Mapping[Item, Block],
-    group: dist.ProcessGroup,
-) -> list[_Message]:
-    messages = []
-    for item, peer in transfers:
-        global_peer = dist.get_global_rank(group, peer)
-        messages += [_Message(operation, item, t, global_peer, group) for t in blocks[item]]
-    return messages
+class Flight:
+    """The transfers of one forward or backward: its buffers, and what is on its way."""
+
+    def __init__(self, communicator: Communicator, name: str, like: Mapping[Kind, Block]) -> None:
+        self._communicator, self._name, self._like = communicator, name, like
+        self._buffers: dict[tuple[Kind, int], Block] = {}
+        self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
+
+    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
+        """Start the transfers of step `number` and return at once.
+
+        Args:
+            number: the step's place in its plan.
+            step: its sends must be keys of `outgoing`.
+            outgoing: the contiguous tensors of every item that leaves. They must not be written to
+                before they have landed.
+        """
+        batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
+        transfers: list[Send | Receive] = [*step.receives, *step.sends]
+        for transfer in transfers:
+            if isinstance(transfer, Receive):
+                block = self._buffer(transfer)
+            else:
+                block = outgoing[transfer.item]
+            batch = batches[transfer.channel, transfer.lands]
+            batch += self._communicator.messages(transfer, block)
+        for (_, lands), batch in batches.items():
+            pending = self._communicator.start(batch, f"{self._name} step {number}")
+            self._pending[lands].append(pending)
+
+    def land(self, number: int) -> list[tuple[Item, Block]]:
+        """Wait for all that lands in step `number`; return what arrived, in the order posted.
+
+        A block stays in its buffer for as long as the plan needs it.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        landed = self._pending.pop(number, [])
+        receives = [receive for pending in landed for receive in pending.wait()]
+        return [(receive.item, self._buffer(receive)) for receive in receives]
+
+    def _buffer(self, receive: Receive) -> Block:
+        key = (receive.item.kind, receive.buffer)
+        if key not in self._buffers:
+            self._buffers[key] = tuple(torch.empty_like(t) for t in self._like[receive.item.kind])
+        return self._buffers[key]
 
 
-def _start(messages: Sequence[_Message], where: str) -> list[tuple[str, dist.Work]]:
-    """Post the messages of a step; return what to wait for, each with its name."""
-    if not messages:
-        return []
-    names = [str(message) for message in messages]
-    with _named_errors(where, "; ".join(dict.fromkeys(names))):
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(m.operation, m.tensor, m.peer, m.group) for m in messages]
-        )
-    if len(works) != len(messages):  # NCCL gives one handle for the whole step
-        names = ["; ".join(dict.fromkeys(names))] * len(works)
-    return list(zip(names, works, strict=True))
+class PendingTransfers:
+    """Messages in flight; to be waited for once."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        works: Sequence[tuple[str, dist.Work]],
+        where: str,
+        timeout: datetime.timedelta | None,
+    ) -> None:
+        self._messages: Sequence[Message] | None = messages
+        self._works, self._where, self._timeout = works, where, timeout
+
+    def wait(self) -> list[Receive]:
+        """Wait until all are through; return what was received.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        if self._messages is None:
+            raise RuntimeError("these transfers have been waited for already")
+        for name, work in self._works:
+            with _named_errors(self._where, name):
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
+        messages, self._messages = self._messages, None
+        for message in messages:
+            message.unload()
+        received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
+        return list(dict.fromkeys(received))
 
 
 @contextmanager
@@ -124,12 +231,7 @@ def check_agreement(
         CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
             group's own).
     """
-    values: list[str] = [""] * group.size()
-    with _named_errors("at the start", f"compare {what} with the other ranks"):
-        if dist.get_backend(group) == dist.Backend.GLOO:
-            limit = datetime.timedelta(seconds=timeout_seconds)
-            dist.monitored_barrier(group, limit, wait_all_ranks=True)  # names who is missing
-        dist.all_gather_object(values, value, group=group)
+    values = gather_objects(group, f"compare {what} with the other ranks", value, timeout_seconds)
     if len(set(values)) > 1:
         listed = "\n".join(
             f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
@@ -137,34 +239,19 @@ def check_agreement(
         raise ValueError(f"the context-parallel ranks disagree on {what}:\n{listed}")
 
 
-class PendingTransfers:
-    """The transfers of one step in flight; to be waited for once."""
+def gather_objects[T](
+    group: dist.ProcessGroup, purpose: str, value: T, timeout_seconds: float
+) -> list[T]:
+    """Return the values of all ranks of `group`, a collective call; errors name its purpose.
 
-    def __init__(
-        self,
-        works: Sequence[tuple[str, dist.Work]],
-        arriving: Mapping[Item, Block],
-        where: str,
-        timeout: datetime.timedelta | None,
-    ) -> None:
-        self._works: Sequence[tuple[str, dist.Work]] | None = works
-        self._arriving = arriving
-        self._where = where
-        self._timeout = timeout
-
-    def wait(self) -> Mapping[Item, Block]:
-        """Return what arrived, by item.
-
-        Raises:
-            CommunicationError: a peer died, or a message took longer than the time limit.
-        """
-        if self._works is None:
-            raise RuntimeError("these transfers have been waited for already")
-        for name, work in self._works:
-            with _named_errors(self._where, name):
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-        arrived, self._works, self._arriving = self._arriving, None, {}
-        return arrived
+    Raises:
+        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
+            group's own).
+    """
+    values: list[T] = [value] * group.size()
+    with _named_errors("at the start", purpose):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            limit = datetime.timedelta(seconds=timeout_seconds)
+            dist.monitored_barrier(group, limit, wait_all_ranks=True)  # names who is missing
+        dist.all_gather_object(values, value, group=group)
+    return values

@@ -48,14 +48,15 @@ class GradDtype(StrEnum):
     MODEL = "model"
 
 
+class GradientReturn(StrEnum):
+    """How a travelling gradient comes home."""
+
+    CHAIN = "chain"
+    HOME = "home"
+
+
 # Values of the design that this version refuses; everything else in the enums works.
-_NOT_BUILT: dict[str, tuple[str, ...]] = {
-    "algorithm": (Algorithm.ALLGATHER, Algorithm.ULYSSES),
-    "backward": (Backward.QUERY,),
-    "topology": (Topology.DOUBLE,),
-    "layout": (LayoutName.SEGMENTED_ZIGZAG,),
-    "grad_dtype": (GradDtype.MODEL,),
-}
+_NOT_BUILT: dict[str, tuple[str, ...]] = {"layout": (LayoutName.SEGMENTED_ZIGZAG,)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +70,23 @@ class BurstConfig:
     algorithm: Algorithm = field(
         default=Algorithm.BURST, metadata={"flag": "--context-parallel-algo"}
     )
-    """Which context parallelism runs attention. burst: ours, the cheapest ring of those built.
-    ring: K and V travel in both directions on one flat ring, the common baseline. In this version
-    both run the same plan. The flag alone selects our core attention, at a context-parallel size
-    of 1 too."""
+    """Which context parallelism runs attention. burst: ours, a ring whose backward sends whatever
+    is cheaper, double where the ranks are spread over nodes. Baselines on the same kernels: ring: K
+    and V travel in both directions on one flat ring (with --burst-topology double the DoubleRing);
+    allgather: all K and V arrive before anything is computed; ulysses: heads are spread instead of
+    tokens. The flag alone selects our core attention, at a context-parallel size of 1 too."""
 
     backward: Backward = Backward.AUTO
-    """What the backward ring sends. kv: K, V and their gradients. auto: the cheaper of those built,
-    which in this version is kv."""
+    """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q
+    and two numbers a row. auto: of the two the one with fewer bytes on the busiest link; logged."""
 
     topology: Topology = Topology.AUTO
-    """The shape of the ring. flat: one ring over all ranks. auto: the best of those built, which in
-    this version is flat."""
+    """The shape of the ring. flat: one ring over all ranks, node by node. double: a ring in each
+    node and rings between nodes, a whole inner pass ahead. auto: double for burst where the ranks
+    are spread evenly over several nodes, else flat."""
+
+    ranks_per_node: int | None = None
+    """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
     layout: LayoutName = LayoutName.ZIGZAG
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P."""
@@ -90,12 +96,17 @@ class BurstConfig:
     the tensors. A name takes that kernel or fails with its reasons; reference is dense float64."""
 
     grad_dtype: GradDtype = GradDtype.FLOAT32
-    """The dtype of gradients while they travel. float32: no rounding on the way."""
+    """The dtype of gradients while they travel. float32: no rounding on the way. model: that of the
+    tensors, half the bytes under bfloat16; one rounding a hop. Sums are float32 in both cases."""
+
+    gradient_return: GradientReturn = field(default=GradientReturn.CHAIN, metadata={"flag": None})
+    """How a travelling gradient comes home. chain: every rank adds its part and hands the sum on.
+    home: every part goes straight to the owner, those of another node summed there first."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
-    """How long a hop may take on gloo before the rank gives up with an error that names the step,
-    the peer and the tensor. Under Megatron: --distributed-timeout-minutes. On NCCL the process
-    group's own time limit holds."""
+    """How long a message may take before the rank gives up with an error that names the step, the
+    peer and the tensor; on NCCL, how long none may get through. Under Megatron:
+    --distributed-timeout-minutes."""
 
     def __post_init__(self) -> None:
         """Check every value; strings become members of their enum."""
@@ -113,6 +124,29 @@ class BurstConfig:
                 object.__setattr__(self, spec.name, spec.type(value))
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"--burst-ranks-per-node must be positive, got {self.ranks_per_node}")
+        self._check_preset()
+
+    def _check_preset(self) -> None:
+        """A baseline fixes what burst chooses; refuse what would have no effect."""
+        if self.algorithm is Algorithm.BURST:
+            return
+        fixed: dict[str, tuple[StrEnum, ...]] = {"backward": (Backward.AUTO, Backward.KV)}
+        if self.algorithm is Algorithm.ULYSSES:
+            fixed = {
+                "backward": (Backward.AUTO,),
+                "topology": (Topology.AUTO,),
+                "grad_dtype": (GradDtype.FLOAT32,),
+                "gradient_return": (GradientReturn.CHAIN,),
+            }
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if value not in fixed.get(spec.name, (value,)):
+                raise ValueError(
+                    f"{_flag_name(spec) or spec.name} {value} has no effect under "
+                    f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """What attention calls of one context-parallel group share: who is in it, and what was planned."""
 
 import logging
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm import Communicator, check_agreement
-from megatron_burst.config import BurstConfig
-from megatron_burst.cost import bytes_sent, imbalance, kv_ring_bytes
+from megatron_burst.config import Algorithm, Backward, BurstConfig, GradDtype, Topology
+from megatron_burst.cost import Shape, Traffic, imbalance, traffic
 from megatron_burst.dtypes import accumulation_dtype
+from megatron_burst.groups import Channels, make_channels, nodes_of_ranks
 from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
 from megatron_burst.layout import Layout, zigzag
 from megatron_burst.mask import Mask
-from megatron_burst.plan import Plan, flat_kv_backward, flat_ring_forward
+from megatron_burst.plan import Kind, Plan
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
+from megatron_burst.topology import Grid, choose_grid, flat_grid
 
 logger = logging.getLogger(__name__)
 
@@ -36,45 +41,82 @@ class AttentionCall:
     kernel: Kernel
     scale: float
     communicator: Communicator
+    gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
 
 
 class BurstContext:
     """One context-parallel group as this rank sees it; made by `create`, once a group."""
 
     def __init__(
-        self, config: BurstConfig, group: dist.ProcessGroup | None, communicator: Communicator
+        self,
+        config: BurstConfig,
+        group: dist.ProcessGroup | None,
+        grid: Grid,
+        nodes: Sequence[Hashable],
+        communicator: Communicator,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
         self.rank = 0 if group is None else group.rank()
-        self.ranks = 1 if group is None else group.size()
-        self._communicator = communicator
+        self.ranks = grid.ranks
+        self.grid = grid
+        self.communicator = communicator
+        self._nodes = nodes
         self._plans: dict[str, Plans] = {}
 
     @classmethod
-    def create(cls, config: BurstConfig, group: dist.ProcessGroup | None = None) -> "BurstContext":
-        """Make the context of `group`: a collective call of its ranks.
+    def create(
+        cls,
+        config: BurstConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hierarchy: Sequence[dist.ProcessGroup] | None = None,
+        channels: Channels | None = None,
+    ) -> "BurstContext":
+        """Make the context of `group`: a collective call of all ranks of the job.
+
+        Every rank calls it at the same time with the group that it is in, because the rings use
+        process groups of their own, and torch makes those with the whole job.
 
         Args:
             config: the same on every rank.
             group: the context-parallel group; None takes all ranks of the job, or this process
                 alone where torch.distributed is not initialised.
+            hierarchy: process groups to adopt, as Megatron makes them: this rank's group within its
+                node and the one between the nodes.
+            channels: process groups of the same ranks made beforehand, one a channel; then the call
+                is a collective of `group` alone.
 
         Raises:
-            ValueError: the ranks disagree on the configuration, or the kernel is unknown.
+            ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
+                configuration makes no double ring of the given hierarchy.
         """
         check_kernel_name(config.kernel)
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
-            return cls(config, None, Communicator(None, config.timeout_seconds))
+            alone = Communicator((), {}, config.timeout_seconds)
+            return cls(config, None, flat_grid(1), (0,), alone)
         check_agreement(group, "the configuration", str(config), config.timeout_seconds)
-        return cls(config, group, Communicator(group, config.timeout_seconds))
+        nodes = nodes_of_ranks(config, group, hierarchy)
+        grid, why_flat = choose_grid(_topology(config), nodes)
+        if why_flat and group.rank() == 0:
+            logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
+        if hierarchy is not None and grid.ranks_per_node != hierarchy[0].size():
+            raise ValueError(
+                f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
+                f"given, but the configuration makes a {grid}; take --burst-topology double"
+            )
+        if channels is None:
+            channels = make_channels(config, group, grid, hierarchy)
+        ranks = dist.get_process_group_ranks(group)
+        communicator = Communicator(ranks, channels, config.timeout_seconds)
+        return cls(config, group, grid, nodes, communicator)
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far."""
-        return self._communicator.bytes_sent
+        return self.communicator.bytes_sent
 
     def layout(self, tokens: int) -> Layout:
         """Return which tokens of a sequence each rank holds.
@@ -110,43 +152,91 @@ class BurstContext:
                 check_agreement(
                     self.group, "the shapes or the mask", shapes, self.config.timeout_seconds
                 )
-            self._plans[shapes] = self._make_plans(q.shape[1] * self.ranks, mask)
-            self._log_plans(q, k, v, kernel, mask, self._plans[shapes])
+            self._plans[shapes] = self._make_plans(q, k, v, kernel, mask)
         plans = self._plans[shapes]
-        return AttentionCall(plans.forward, plans.backward, kernel, scale, self._communicator)
-
-    def _make_plans(self, tokens: int, mask: Mask) -> Plans:
-        layout = self.layout(tokens)
-        return Plans(
-            flat_ring_forward(layout, mask, self.rank), flat_kv_backward(layout, mask, self.rank)
+        travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
+        return AttentionCall(
+            plans.forward, plans.backward, kernel, scale, self.communicator, travel
         )
 
-    def _log_plans(
-        self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask, plans: Plans
-    ) -> None:
-        """Say once what was chosen and what it costs a layer."""
-        if self.rank != 0:
-            return
-        tokens = q.shape[1] * self.ranks
-        sizes = kv_ring_bytes(
-            local_tokens=k.shape[0] * k.shape[1],
+    def _make_plans(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask) -> Plans:
+        """Choose the cheaper backward, make this rank's plans and say once what they are."""
+        ulysses = self.config.algorithm is Algorithm.ULYSSES
+        grid, rank = (flat_grid(1), 0) if ulysses else (self.grid, self.rank)
+        tiling = Tiling(zigzag(q.shape[1] * grid.ranks, grid.ranks), mask)
+        rings = self._rings(tiling, grid)
+        sizes = self._shape(q, k, v).item_bytes()
+        costs = {
+            kind: traffic([*ring.reads(), *ring.gradients()], sizes, self._nodes[: grid.ranks])
+            for kind, ring in rings.items()
+        }
+        backward = self._choose_backward(costs)
+        if self.rank == 0:
+            forward = traffic(rings[Kind.KV].reads(), sizes, self._nodes[: grid.ranks])
+            self._log(Request.of(q, k, v), kernel, tiling, forward, costs, backward)
+        return Plans(rings[Kind.KV].forward(rank), rings[backward].backward(rank))
+
+    def _rings(self, tiling: Tiling, grid: Grid) -> dict[Kind, Ring]:
+        gather = self.config.algorithm is Algorithm.ALLGATHER
+        return {
+            kind: Ring(tiling, grid, kind, self.config.gradient_return, gather)
+            for kind in (Kind.KV, Kind.QUERY)
+        }
+
+    def _choose_backward(self, costs: dict[Kind, Traffic]) -> Kind:
+        """Return what is to travel: as configured, or what puts fewer bytes on the busiest link."""
+        if self.config.algorithm is not Algorithm.BURST:
+            return Kind.KV
+        if self.config.backward is Backward.AUTO:
+            return min(costs, key=lambda kind: costs[kind].busiest_link)
+        return Kind(self.config.backward.value)
+
+    def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+        wide = accumulation_dtype(q.dtype).itemsize
+        return Shape(
+            tokens=q.shape[0] * q.shape[1],
+            query_heads=q.shape[2],
             kv_heads=k.shape[2],
-            head_dims=k.shape[3] + v.shape[3],
-            element_bytes=k.element_size(),
-            gradient_bytes=accumulation_dtype(k.dtype).itemsize,
+            head_dim=k.shape[3],
+            value_head_dim=v.shape[3],
+            element_bytes=q.element_size(),
+            gradient_bytes=q.element_size() if self.config.grad_dtype is GradDtype.MODEL else wide,
+            row_bytes=wide,
         )
-        reasons = ""
-        if self.config.kernel == "auto":
-            reasons = passed_over(kernel, Request.of(q, k, v))
+
+    def _log(
+        self,
+        request: Request,
+        kernel: Kernel,
+        tiling: Tiling,
+        forward: Traffic,
+        backward: dict[Kind, Traffic],
+        chosen: Kind,
+    ) -> None:
+        """Say what was chosen and what it costs a layer."""
+        reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
+        other = next(kind for kind in backward if kind is not chosen)
+        messages = (
+            f"a layer sends {_mib(forward.rank)} a rank forward; backward the {chosen} ring puts "
+            f"{_mib(backward[chosen].busiest_link)} on the busiest link, the {other} ring would "
+            f"{_mib(backward[other].busiest_link)}; FLOPs max/mean {imbalance(tiling):.3f}"
+        )
         logger.info(
-            "burst attention: %d tokens over %d ranks (%s), %s mask, flat kv ring, kernel %s; a "
-            "layer sends %.2f MiB a rank forward and %.2f MiB backward; FLOPs max/mean %.3f",
-            tokens,
+            "burst attention: %s on %d ranks (%s, %s), kernel %s; %s",
+            self.config.algorithm,
             self.ranks,
             self.config.layout,
-            "causal" if mask.is_causal else "full",
+            self.grid,
             f"{kernel.name} ({reasons})" if reasons else kernel.name,
-            bytes_sent(plans.forward, sizes) / 2**20,
-            bytes_sent(plans.backward, sizes) / 2**20,
-            imbalance(self.layout(tokens), mask),
+            messages if tiling.ranks > 1 else "no rings",
         )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def _topology(config: BurstConfig) -> Topology:
+    """A baseline is flat unless a double ring is asked for."""
+    baseline = config.algorithm is not Algorithm.BURST
+    return Topology.FLAT if baseline and config.topology is Topology.AUTO else config.topology

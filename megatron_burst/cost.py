@@ -1,27 +1,75 @@
-"""What a plan costs, counted: bytes that a rank sends and pairs of tokens that it computes."""
+"""What plans cost, counted: bytes that ranks send and pairs of tokens that they compute."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron_burst.layout import Layout
-from megatron_burst.mask import Mask
-from megatron_burst.plan import Kind, Plan, tiles_of_pair
+from megatron_burst.plan import Hop, Kind, Plan
+from megatron_burst.tiles import Tiling
 
 
-def kv_ring_bytes(
-    *, local_tokens: int, kv_heads: int, head_dims: int, element_bytes: int, gradient_bytes: int
-) -> dict[Kind, int]:
-    """Return the bytes of one block and of one gradient that travel in the kv ring.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of one rank's tensors decides how many bytes an item has."""
 
-    `local_tokens` counts the batch: batch x tokens a rank. `head_dims` is the size of a K head and
-    of a V head together. A hop of the backward is n·Hkv·(dk + dv)·(e + g).
+    tokens: int  # batch x tokens of a rank
+    query_heads: int  # of a rank, after tensor and head parallelism
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+    element_bytes: int
+    gradient_bytes: int  # of an element of a gradient while it travels
+    row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
+
+    def item_bytes(self) -> dict[Kind, int]:
+        """Return the payload bytes of one item of each kind that a ring sends.
+
+        A hop of the kv backward is n·Hkv·(dk + dv)·(e + g), one of the query backward
+        n·Hq·(e·(dk + dv) + g·dk + 8).
+        """
+        queries, keys = self.tokens * self.query_heads, self.tokens * self.kv_heads
+        dims = self.head_dim + self.value_head_dim
+        return {
+            Kind.KV: keys * dims * self.element_bytes,
+            Kind.D_KV: keys * dims * self.gradient_bytes,
+            Kind.QUERY: queries * (dims * self.element_bytes + 2 * self.row_bytes),
+            Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload bytes that leave: the most of any rank, rank's card or node.
+
+    A rank has a network card of its own, which only messages to other nodes pass; `node` is for
+    machines whose ranks share one.
     """
-    elements = local_tokens * kv_heads * head_dims
-    return {Kind.KV: elements * element_bytes, Kind.D_KV: elements * gradient_bytes}
+
+    rank: int
+    card: int
+    node: int
+
+    @property
+    def busiest_link(self) -> int:
+        """The bytes on the busiest link that is in use: a card's, or within one node a rank's."""
+        return self.card or self.rank
+
+
+def traffic(hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable]) -> Traffic:
+    """Count what these hops put on the links, given the bytes of an item and each rank's node."""
+    sent, through_card = [0] * len(nodes), [0] * len(nodes)
+    through_node = dict.fromkeys(nodes, 0)
+    for hop in hops:
+        size = sizes[hop.item.kind]
+        sent[hop.source] += size
+        if nodes[hop.source] != nodes[hop.target]:
+            through_card[hop.source] += size
+            through_node[nodes[hop.source]] += size
+    return Traffic(max(sent), max(through_card), max(through_node.values()))
 
 
 def bytes_sent(plan: Plan, sizes: Mapping[Kind, int]) -> int:
     """Return the payload bytes that the plan's rank sends, given the bytes of an item."""
-    return sum(sizes[transfer.item.kind] for step in plan.steps for transfer in step.sends)
+    return sum(sizes[send.item.kind] for send in plan.sends)
 
 
 def pairs_computed(plan: Plan) -> int:
@@ -29,11 +77,8 @@ def pairs_computed(plan: Plan) -> int:
     return sum(tile.pairs for tile in plan.tiles)
 
 
-def imbalance(layout: Layout, mask: Mask) -> float:
+def imbalance(tiling: Tiling) -> float:
     """Return max / mean over the ranks of the pairs they compute; 1.0 is perfect."""
-    ranks = range(layout.ranks)
-    pairs = [
-        sum(tile.pairs for owner in ranks for tile in tiles_of_pair(layout, mask, rank, owner))
-        for rank in ranks
-    ]
+    ranks = range(tiling.ranks)
+    pairs = [sum(t.pairs for owner in ranks for t in tiling(rank, owner)) for rank in ranks]
     return max(pairs) * len(pairs) / sum(pairs)

@@ -1,19 +1,18 @@
-"""Who sends what to whom and computes which tile when: frozen data made by pure functions.
+"""Who sends what to whom and computes which tile when: frozen data, no torch, no processes.
 
-A plan is one rank's whole forward or backward. In the flat kv ring K and V go around from rank r
-to r+1. Backward, the gradient of a block follows it: it starts at the first rank after the block's
-owner, collects one partial sum a rank, and comes home in the last step, where the owner's own
-partial has waited.
+A plan is one rank's whole forward or backward. It is put together from the hops of all ranks, so
+that a send and its receive come from one line, and says for every message the step at whose start
+it is posted, the step at whose end it has landed, and the buffer it lands in.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
 from typing import NamedTuple
 
-from megatron_burst.layout import Interval, Layout
-from megatron_burst.mask import Mask, Relation
+from megatron_burst.layout import Interval
+from megatron_burst.mask import Relation
 
 
 class Kind(StrEnum):
@@ -23,11 +22,26 @@ class Kind(StrEnum):
     QUERY = "query"
     D_KV = "d_kv"
     D_QUERY = "d_query"
+    HEADS = "heads"  # what an all-to-all over the heads moves
 
     @property
     def is_gradient(self) -> bool:
         """Whether items of this kind are sums that grow, not blocks that are read."""
         return self in (Kind.D_KV, Kind.D_QUERY)
+
+    @property
+    def gradient(self) -> "Kind":
+        """The kind of the gradient of a block of this kind."""
+        return {Kind.KV: Kind.D_KV, Kind.QUERY: Kind.D_QUERY}[self]
+
+
+class Channel(StrEnum):
+    """One of the communicators of a group; messages of one channel stay in order."""
+
+    READ_WITHIN = "reads within the node"
+    READ_BETWEEN = "reads between nodes"
+    GRADIENT_WITHIN = "gradients within the node"
+    GRADIENT_BETWEEN = "gradients between nodes"
 
 
 class Item(NamedTuple):
@@ -35,16 +49,41 @@ class Item(NamedTuple):
 
     kind: Kind
     owner: int
+    part: int = 0  # where a rank has several: which
 
     def __str__(self) -> str:
-        return f"{self.kind} of rank {self.owner}"
+        part = f", part {self.part}" if self.part else ""
+        return f"{self.kind} of rank {self.owner}{part}"
 
 
-class Transfer(NamedTuple):
-    """One item on its way to, or from, a peer."""
+class Hop(NamedTuple):
+    """One message as both of its ends see it."""
+
+    item: Item
+    source: int
+    target: int
+    channel: Channel
+    leaves: int  # the step at whose start both ends post it
+    lands: int  # the step at whose end both ends wait for it
+
+
+class Send(NamedTuple):
+    """An item on its way to a peer; what holds it must not change until it has landed."""
 
     item: Item
     peer: int
+    channel: Channel
+    lands: int
+
+
+class Receive(NamedTuple):
+    """An item on its way from a peer into one of the buffers of its kind."""
+
+    item: Item
+    peer: int
+    channel: Channel
+    lands: int
+    buffer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +102,28 @@ class Tile:
         queries, keys = self.query_rows.length, self.key_rows.length
         return queries * (queries + 1) // 2 if self.relation is Relation.CAUSAL else queries * keys
 
+    @property
+    def blocks(self) -> tuple[Item, Item]:
+        """The query and the key block that it reads."""
+        return Item(Kind.QUERY, self.query_owner), Item(Kind.KV, self.key_owner)
+
+    @property
+    def gradients(self) -> tuple[Item, Item]:
+        """The query and the key gradient that it adds to."""
+        return Item(Kind.D_QUERY, self.query_owner), Item(Kind.D_KV, self.key_owner)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Transfers that are posted together and the tiles that are computed while they travel.
+    """Messages that are posted together and the tiles that are computed while they travel.
 
-    An arriving block can be used from the next step on. An arriving gradient is added to what the
-    rank has of that item. A gradient that is sent is handed on: the rank no longer has it.
+    A block can be used in the steps after the one in which it landed. A gradient that lands is
+    added to what the rank has of it. A gradient that is sent is handed on: the rank's sum is empty.
     """
 
-    receives: tuple[Transfer, ...] = ()
-    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Receive, ...] = ()
+    sends: tuple[Send, ...] = ()
     tiles: tuple[Tile, ...] = ()
-    release: tuple[Item, ...] = ()  # blocks that no later step of this rank needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,160 +138,85 @@ class Plan:
         """All tiles in the order they are computed."""
         return tuple(tile for step in self.steps for tile in step.tiles)
 
+    @property
+    def sends(self) -> tuple[Send, ...]:
+        """All messages that leave, in the order they are posted."""
+        return tuple(send for step in self.steps for send in step.sends)
 
-def flat_ring_forward(layout: Layout, mask: Mask, rank: int) -> Plan:
-    """Plan a forward in which K and V travel once around the ring."""
-    ring = _FlatRing(layout, mask, rank)
-    steps = [
-        Step(receives=ring.read_arrives(s), sends=ring.read_leaves(s), tiles=ring.tiles(s))
-        for s in range(layout.ranks)
-    ]
-    return _finish(rank, steps)
+    @property
+    def receives(self) -> tuple[Receive, ...]:
+        """All messages that arrive, in the order they are posted."""
+        return tuple(receive for step in self.steps for receive in step.receives)
 
 
-def flat_kv_backward(layout: Layout, mask: Mask, rank: int) -> Plan:
-    """Plan a backward in which K and V travel again and their gradients follow one step behind.
+def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]) -> Plan:
+    """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.
 
-    A gradient is P-1 hops on its way, as many as its block.
+    Steps in which nothing happens are dropped. Hops that the two ends post in one step must come in
+    one order, the same for all ranks.
     """
-    ring = _FlatRing(layout, mask, rank)
-    steps = [
-        Step(
-            receives=ring.read_arrives(s) + ring.gradient_arrives(s),
-            sends=ring.read_leaves(s) + ring.gradient_leaves(s),
-            tiles=ring.tiles(s),
-        )
-        for s in range(layout.ranks + 1)
-    ]
-    return _finish(rank, steps)
-
-
-class _FlatRing:
-    """What happens at each step of a ring r -> r+1; step s computes with the block of rank r-s.
-
-    Nothing travels that nobody further on needs: a block stops after the last rank with a tile for
-    it, and a gradient starts at the first rank that has something to add.
-    """
-
-    def __init__(self, layout: Layout, mask: Mask, rank: int) -> None:
-        self.rank, self.ranks = rank, layout.ranks
-        self.next, self.previous = (rank + 1) % self.ranks, (rank - 1) % self.ranks
-        self._layout, self._mask = layout, mask
-        self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
-
-    def tiles(self, step: int) -> tuple[Tile, ...]:
-        return self._tiles(self.rank, step) if step < self.ranks else ()
-
-    def read_arrives(self, step: int) -> tuple[Transfer, ...]:
-        return self._transfer(Kind.KV, step + 1, self.previous, self._needed(step + 1))
-
-    def read_leaves(self, step: int) -> tuple[Transfer, ...]:
-        return self._transfer(Kind.KV, step, self.next, self._needed(step + 1, self.rank + 1))
-
-    def gradient_arrives(self, step: int) -> tuple[Transfer, ...]:
-        return self._transfer(Kind.D_KV, step, self.previous, self._begun(step - 1, self.rank - 1))
-
-    def gradient_leaves(self, step: int) -> tuple[Transfer, ...]:
-        return self._transfer(Kind.D_KV, step - 1, self.next, self._begun(step - 1))
-
-    def _transfer(self, kind: Kind, step: int, peer: int, wanted: bool) -> tuple[Transfer, ...]:
-        """The transfer of the block (or its gradient) that this rank computes with at `step`."""
-        owner = (self.rank - step) % self.ranks
-        return (Transfer(Item(kind, owner), peer),) if wanted else ()
-
-    def _needed(self, step: int, rank: int | None = None) -> bool:
-        """Whether the block that `rank` has at `step` is of use to it or to a rank after it."""
-        rank = self.rank if rank is None else rank
-        return any(self._has_tiles(rank + k, step + k) for k in range(self.ranks - step))
-
-    def _begun(self, step: int, rank: int | None = None) -> bool:
-        """Whether the gradient that `rank` has after `step` holds a partial sum of a visitor."""
-        rank = self.rank if rank is None else rank
-        return any(self._has_tiles(rank - k, step - k) for k in range(step))
-
-    def _has_tiles(self, rank: int, step: int) -> bool:
-        return bool(self._tiles(rank % self.ranks, step))
-
-    def _tiles(self, rank: int, step: int) -> tuple[Tile, ...]:
-        if (rank, step) not in self._known:
-            owner = (rank - step) % self.ranks
-            self._known[rank, step] = tiles_of_pair(self._layout, self._mask, rank, owner)
-        return self._known[rank, step]
-
-
-def tiles_of_pair(layout: Layout, mask: Mask, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
-    """Return the fewest tiles that cover what one rank's queries see of another's keys.
-
-    Neighbouring intervals with the same relation share a tile, because few large kernel calls
-    run faster than many small ones.
-    """
-    queries, keys = layout.local_rows(query_owner), layout.local_rows(key_owner)
-    table = [
-        [mask.relation(query, key) for key in layout.shards[key_owner]]
-        for query in layout.shards[query_owner]
-    ]
-
-    def tile(rows: Sequence[int], columns: Sequence[int], relation: Relation) -> Tile:
-        return Tile(
-            query_owner,
-            key_owner,
-            Interval(queries[rows[0]].start, queries[rows[-1]].stop),
-            Interval(keys[columns[0]].start, keys[columns[-1]].stop),
-            relation,
-        )
-
-    if _is_lower_triangle(table):
-        whole = range(len(table))
-        return (tile(whole, whole, Relation.CAUSAL),)
-    return tuple(
-        tile(rows, columns, relation)
-        for rows in _runs(table)
-        for columns in _runs(table[rows[0]])
-        if (relation := table[rows[0]][columns[0]]) is not Relation.EMPTY
-    )
-
-
-def _is_lower_triangle(table: Sequence[Sequence[Relation]]) -> bool:
-    """Whether the rows in local order make one causal square, as a rank's own tile does."""
-    return all(
-        relation is (Relation.FULL if c < r else Relation.CAUSAL if c == r else Relation.EMPTY)
-        for r, row in enumerate(table)
-        for c, relation in enumerate(row)
-    )
-
-
-def _runs[T](values: Sequence[T]) -> list[list[int]]:
-    """Group the indices of neighbours that are equal."""
-    return [list(group) for _, group in groupby(range(len(values)), values.__getitem__)]
-
-
-def _finish(rank: int, steps: Sequence[Step]) -> Plan:
-    """Drop steps in which nothing happens and note after which step a block is of no more use."""
-    steps = [step for step in steps if step.receives or step.sends or step.tiles]
-    last_use: dict[Item, int] = {}
-    for index, step in enumerate(steps):
-        for item in _blocks_used(step):
-            last_use[item] = index
+    ours = [hop for hop in hops if rank in (hop.source, hop.target)]
+    busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
+    number = {step: index for index, step in enumerate(sorted(busy))}
+    ours = [hop._replace(leaves=number[hop.leaves], lands=number[hop.lands]) for hop in ours]
+    buffers = _buffers(rank, ours, {number[t]: tiles[t] for t in tiles if tiles[t]})
+    receives: dict[int, list[Receive]] = defaultdict(list)
+    sends: dict[int, list[Send]] = defaultdict(list)
+    for hop in ours:
+        if hop.target == rank:
+            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[hop])
+            receives[hop.leaves].append(receive)
+        else:
+            sends[hop.leaves].append(Send(hop.item, hop.target, hop.channel, hop.lands))
     return Plan(
         rank,
         tuple(
-            replace(step, release=tuple(i for i, last in last_use.items() if last == index))
-            for index, step in enumerate(steps)
+            Step(tuple(receives[index]), tuple(sends[index]), tuple(tiles.get(step, ())))
+            for step, index in number.items()
         ),
     )
 
 
-def _blocks_used(step: Step) -> list[Item]:
-    moved = [t.item for t in (*step.receives, *step.sends) if not t.item.kind.is_gradient]
-    read = [item for t in step.tiles for item in blocks_of_tile(t)]
-    return moved + read
+def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[Hop, int]:
+    """Give each message that arrives the first buffer of its kind that is free by then."""
+    last_use = _last_uses(rank, hops, tiles)
+    busy_until: dict[Kind, list[int]] = defaultdict(list)
+    chosen = {}
+    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: h.leaves):
+        ends = busy_until[hop.item.kind]
+        free = (index for index, end in enumerate(ends) if end < hop.leaves)
+        index = next(free, len(ends))
+        ends[index : index + 1] = [last_use[hop]]
+        chosen[hop] = index
+    return chosen
 
 
-def blocks_of_tile(tile: Tile) -> tuple[Item, Item]:
-    """Return the query and the key block that a tile reads."""
-    return Item(Kind.QUERY, tile.query_owner), Item(Kind.KV, tile.key_owner)
+def _last_uses(
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
+) -> dict[Hop, int]:
+    """Return for each message that arrives the last step in which its buffer is needed.
 
-
-def gradients_of_tile(tile: Tile) -> tuple[Item, Item]:
-    """Return the query and the key gradient that a tile adds to."""
-    return Item(Kind.D_QUERY, tile.query_owner), Item(Kind.D_KV, tile.key_owner)
+    A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
+    becomes the sum (see `ring_attention.backward.GradientSums`) and stays until the sum has been
+    sent; what arrives after it, or at home, is added at once.
+    """
+    read: dict[Item, int] = {}
+    for step, computed in tiles.items():
+        for tile in computed:
+            read |= {item: max(step, read.get(item, 0)) for item in tile.blocks}
+    sent: dict[Item, list[Hop]] = defaultdict(list)
+    for hop in hops:
+        if hop.source == rank:
+            sent[hop.item].append(hop)
+    last, held = {}, set()
+    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: (h.lands, h.leaves)):
+        last[hop] = hop.lands
+        if not hop.item.kind.is_gradient:
+            sends = [s.lands for s in sent[hop.item]]
+            last[hop] = max(hop.lands, read.get(hop.item, 0), *sends)
+        elif hop.item.owner != rank:
+            leaving = next((s for s in sent[hop.item] if s.leaves > hop.lands), None)
+            if leaving and leaving not in held:
+                held.add(leaving)
+                last[hop] = leaving.lands
+    return last

@@ -1,21 +1,13 @@
 """Carry out the plans of all ranks on symbols, without processes, and fail where they are wrong."""
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.plan import (
-    Item,
-    Kind,
-    Plan,
-    Step,
-    Tile,
-    blocks_of_tile,
-    gradients_of_tile,
-)
+from megatron_burst.plan import Channel, Item, Kind, Plan, Receive, Send, Step, Tile
 
 type _Sum = Counter[Tile]
-type _Channel = tuple[int, int]  # from, to
+type _Buffer = tuple[Kind, int]
 
 
 class PlanError(Exception):
@@ -27,15 +19,19 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
     Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
     lets through, where these are given; a send meets a receive of the same item in the same order,
-    nobody waits for ever, a tile reads only blocks that its rank has, nothing is left over, and
-    (backward) every gradient is at home at the end with each tile's partial in it exactly once.
+    nobody waits for ever even where the batches of a channel go one by one (as on NCCL), no buffer
+    is overwritten while its content is needed or on its way, a tile reads only blocks that its rank
+    has, nothing is left over, and (backward) every gradient is at home at the end with each tile's
+    partial in it exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
     """
     machine = _Machine([_Rank(plan, backward) for plan in plans])
     while any(not rank.done for rank in machine.ranks):
-        if not any([machine.advance(rank) for rank in machine.ranks]):
+        machine.move_channels()
+        moved = [machine.advance(rank) for rank in machine.ranks]
+        if not any(moved):
             waiting = [f"rank {r.plan.rank} in step {r.step}" for r in machine.ranks if not r.done]
             raise PlanError(f"nobody can go on: {', '.join(waiting)}")
     machine.check_nothing_left()
@@ -45,16 +41,34 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
 
 @dataclass
+class _Message:
+    """One transfer at one of its ends."""
+
+    transfer: Send | Receive
+    payload: _Sum = field(default_factory=Counter)  # of a gradient that is sent
+    buffer: _Buffer | None = None  # what must not be overwritten until it has landed
+    other_end: "_Message | None" = None
+    active: bool = False  # its batch is at the head of its channel
+
+    @property
+    def through(self) -> bool:
+        return self.other_end is not None and self.active and self.other_end.active
+
+
+@dataclass
 class _Rank:
     plan: Plan
     backward: bool
     step: int = 0
     posted: bool = False
-    blocks: set[Item] = field(default_factory=set)
+    blocks: dict[Item, _Buffer | None] = field(default_factory=dict)  # None: the rank's own tensors
     sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
+    adopted: dict[Item, _Buffer] = field(default_factory=dict)  # sums that live in a buffer
+    flying: list[_Message] = field(default_factory=list)
+    channels: dict[Channel, list[list[_Message]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self.blocks = {Item(Kind.KV, self.plan.rank), Item(Kind.QUERY, self.plan.rank)}
+        self.blocks = {Item(kind, self.plan.rank): None for kind in (Kind.KV, Kind.QUERY)}
 
     @property
     def done(self) -> bool:
@@ -66,11 +80,59 @@ class _Rank:
 
     def compute(self) -> None:
         for tile in self.current.tiles:
-            for item in blocks_of_tile(tile):
+            for item in tile.blocks:
                 self.need(item in self.blocks, f"computes with {item}, which it does not have")
             if self.backward:
-                for item in gradients_of_tile(tile):
+                for item in tile.gradients:
                     self.sums[item][tile] += 1
+
+    def post(self) -> list[_Message]:
+        sends = [self._send(send) for send in self.current.sends]
+        receives = [self._receive(receive) for receive in self.current.receives]
+        # What a channel takes together, and in which order, is as in `comm.Flight.post`.
+        batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
+        for message in (*receives, *sends):
+            batches[message.transfer.channel, message.transfer.lands].append(message)
+        for (channel, _), batch in batches.items():
+            self.channels[channel].append(batch)
+        self.flying += receives + sends
+        return receives + sends
+
+    def _send(self, send: Send) -> _Message:
+        item = send.item
+        if not item.kind.is_gradient:
+            self.need(item in self.blocks, f"sends no {item}")
+            return _Message(send, buffer=self.blocks[item])
+        self.need(item in self.sums, f"sends no {item}")
+        return _Message(send, payload=self.sums.pop(item), buffer=self.adopted.pop(item, None))
+
+    def _receive(self, receive: Receive) -> _Message:
+        buffer = (receive.item.kind, receive.buffer)
+        taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
+        taken += [item for item, held in self.adopted.items() if held == buffer]
+        self.need(not taken, f"receives {receive.item} over {', '.join(map(str, taken))}")
+        self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
+        return _Message(receive, buffer=buffer)
+
+    def land(self) -> None:
+        landing = [m for m in self.flying if m.transfer.lands == self.step]
+        self.flying = [m for m in self.flying if m.transfer.lands != self.step]
+        for message in landing:
+            assert message.other_end
+            if isinstance(message.transfer, Receive):
+                self._take(message.transfer, message.other_end)
+
+    def _take(self, receive: Receive, sent: _Message) -> None:
+        item, arrived = receive.item, sent.transfer.item
+        self.need(arrived == item, f"expects {item} from {receive.peer}, gets {arrived}")
+        buffer = (item.kind, receive.buffer)
+        if not item.kind.is_gradient:
+            self.need(item not in self.blocks, f"gets {item} twice")
+            self.blocks[item] = buffer
+            return
+        self.sums[item].update(sent.payload)
+        if item.owner != self.plan.rank:
+            self.adopted.setdefault(item, buffer)
 
     def need(self, condition: bool, what: str) -> None:
         if not condition:
@@ -80,8 +142,9 @@ class _Rank:
 @dataclass
 class _Machine:
     ranks: list[_Rank]
-    wires: dict[_Channel, deque[tuple[Item, _Sum]]] = field(
-        default_factory=lambda: defaultdict(deque)
+    # By source, target and channel: the messages of either end whose other end is still missing.
+    unmatched: dict[tuple[int, int, Channel], list[_Message]] = field(
+        default_factory=lambda: defaultdict(list)
     )
 
     def advance(self, rank: _Rank) -> bool:
@@ -89,40 +152,51 @@ class _Machine:
         if rank.done:
             return False
         if not rank.posted:
-            self._post(rank)
+            for message in rank.post():
+                self._match(rank.plan.rank, message)
+            rank.compute()
+            rank.posted = True
             return True
-        wanted = Counter((t.peer, rank.plan.rank) for t in rank.current.receives)
-        if any(len(self.wires[channel]) < count for channel, count in wanted.items()):
+        waited = [m for m in rank.flying if m.transfer.lands == rank.step]
+        if not all(message.through for message in waited):
             return False
-        self._finish(rank)
+        rank.land()
+        rank.step, rank.posted = rank.step + 1, False
         return True
 
-    def _post(self, rank: _Rank) -> None:
-        for item, peer in rank.current.sends:
-            gradient = item.kind.is_gradient
-            rank.need(item in (rank.sums if gradient else rank.blocks), f"sends no {item}")
-            payload = rank.sums.pop(item) if gradient else Counter[Tile]()
-            self.wires[rank.plan.rank, peer].append((item, payload))
-        rank.compute()
-        rank.posted = True
+    def _match(self, rank: int, message: _Message) -> None:
+        transfer = message.transfer
+        ends = (rank, transfer.peer) if isinstance(transfer, Send) else (transfer.peer, rank)
+        waiting = self.unmatched[*ends, transfer.channel]
+        if waiting and type(waiting[0].transfer) is not type(transfer):
+            message.other_end = waiting.pop(0)
+            message.other_end.other_end = message
+        else:
+            waiting.append(message)
 
-    def _finish(self, rank: _Rank) -> None:
-        for item, peer in rank.current.receives:
-            gradient = item.kind.is_gradient
-            arrived, payload = self.wires[peer, rank.plan.rank].popleft()
-            rank.need(arrived == item, f"expects {item} from {peer}, gets {arrived}")
-            if gradient:
-                rank.sums[item].update(payload)
-            else:
-                rank.need(item not in rank.blocks, f"gets {item} twice")
-                rank.blocks.add(item)
-        rank.blocks -= set(rank.current.release)
-        rank.step, rank.posted = rank.step + 1, False
+    def move_channels(self) -> None:
+        """Let every channel work on its first batch that is not through yet."""
+        moved = True
+        while moved:
+            moved = False
+            for batch in self._heads():
+                moved |= not batch[0].active
+                for message in batch:
+                    message.active = True
+
+    def _heads(self) -> Iterator[list[_Message]]:
+        for rank in self.ranks:
+            for batches in rank.channels.values():
+                while batches and all(message.through for message in batches[0]):
+                    batches.pop(0)
+                yield from batches[:1]
 
     def check_nothing_left(self) -> None:
-        for (source, peer), wire in self.wires.items():
-            if wire:
-                raise PlanError(f"rank {source} sends {wire[0][0]} that rank {peer} never takes")
+        for (source, peer, _), waiting in self.unmatched.items():
+            if waiting:
+                raise PlanError(
+                    f"rank {source} sends {waiting[0].transfer.item} that rank {peer} never takes"
+                )
 
 
 def _check_tiles(tiles: Sequence[Tile], pairs: int | None) -> None:
@@ -139,7 +213,7 @@ def _check_gradients(ranks: Sequence[_Rank]) -> None:
     expected: dict[Item, _Sum] = defaultdict(Counter)
     for rank in ranks:
         for tile in rank.plan.tiles:
-            for item in gradients_of_tile(tile):
+            for item in tile.gradients:
                 expected[item][tile] += 1
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:

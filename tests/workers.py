@@ -4,7 +4,8 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.plan import Channel
+
 MAX_RANKS = 8
 
 
@@ -20,24 +24,50 @@ class WorkerError(AssertionError):
     """A rank raised, died or did not answer."""
 
 
-class WorkerPool:
-    """Runs `function(group, *args)` on every rank of a group and returns the results by rank.
+@dataclass(frozen=True)
+class Team:
+    """The processes that run one test, as each of them sees it."""
 
-    A group of P takes the last P processes, so that ranks of the group and of the job differ.
+    group: dist.ProcessGroup
+    channels: dict[Channel, dist.ProcessGroup]
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def context(self, config: BurstConfig) -> BurstContext:
+        return BurstContext.create(config, self.group, channels=self.channels)
+
+
+class WorkerPool:
+    """Runs `function(team, *args)` on every rank of a team and returns the results by rank.
+
+    A team is named by its processes, or by their number: of P these are the last P, so that ranks
+    of its group and of the job differ.
     After an error the processes are in an unknown state and are replaced at the next call.
     """
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._teams: set[tuple[int, ...]] = set()  # whose groups exist
 
     def run(
-        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+        self,
+        ranks: int | Sequence[int],
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120,
     ) -> list[Any]:
+        members = tuple(range(MAX_RANKS - ranks, MAX_RANKS) if isinstance(ranks, int) else ranks)
         if not self._workers:
             self._start()
-        chosen = self._workers[MAX_RANKS - ranks :]
+        if members not in self._teams:
+            for _, connection in self._workers:  # torch makes groups with all processes
+                _send(connection, (members, None, ()))
+            self._teams.add(members)
+        chosen = [self._workers[rank] for rank in members]
         for _, connection in chosen:
-            _send(connection, (ranks, function, args))
+            _send(connection, (members, function, args))
         replies = [_reply(connection, timeout) for _, connection in chosen]
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -49,7 +79,7 @@ class WorkerPool:
         for process, _ in self._workers:
             process.kill()
             process.join()
-        self._workers = []
+        self._workers, self._teams = [], set()
 
     def _start(self) -> None:
         # Torch is imported once, in the server that the processes are forked from.
@@ -87,13 +117,18 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
         world_size=MAX_RANKS,
         timeout=timedelta(seconds=60),
     )
-    groups = {p: dist.new_group(range(MAX_RANKS - p, MAX_RANKS)) for p in range(1, MAX_RANKS + 1)}
+    teams: dict[tuple[int, ...], Team] = {}
     while True:
         try:
-            ranks, function, args = pickle.loads(connection.recv_bytes())
+            members, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        if function is None:
+            groups = [dist.new_group(members) for _ in range(1 + len(Channel))]
+            if rank in members:
+                teams[members] = Team(groups[0], dict(zip(Channel, groups[1:], strict=True)))
+            continue
         try:
-            _send(connection, (True, function(groups[ranks], *args)))
+            _send(connection, (True, function(teams[members], *args)))
         except Exception:
             _send(connection, (False, traceback.format_exc()))

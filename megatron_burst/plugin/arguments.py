@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 
-from megatron_burst.config import Algorithm, BurstConfig, flags
+from megatron_burst.config import Algorithm, BurstConfig, Topology, flags
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.layout import zigzag
 from megatron_burst.plugin import compat
@@ -17,12 +17,14 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group = parser.add_argument_group("burst", "context-parallel attention of megatron_burst")
     for flag in flags():
         values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
-        default = values[0] if flag.field == "algorithm" else str(flag.default)
+        default = values[0] if flag.field == "algorithm" else flag.default
+        number = flag.default is None  # what is detected unless it is given
         group.add_argument(
             flag.name,
-            default=default,
-            metavar="{" + ",".join(values) + "}" if values else flag.field.upper(),
-            help=f"{flag.help} (default: {default})".replace("%", "%%"),
+            default=default if number else str(default),
+            type=int if number else str,
+            metavar="N" if number else "{" + ",".join(values) + "}" if values else "NAME",
+            help=(flag.help if number else f"{flag.help} (default: {default})").replace("%", "%%"),
         )
     compat.mend_help(parser)
     # Megatron's default is p2p; None tells whether the user has chosen.
@@ -41,7 +43,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
         idle = [
             f"{flag.name} {values[flag.field]}"
             for flag in flags()
-            if flag.field != "algorithm" and values[flag.field] != str(flag.default)
+            if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
         ]
         if idle:
             raise ValueError(
@@ -69,6 +71,9 @@ def configure(args: argparse.Namespace) -> None:
     check_kernel_name(config.kernel)
     if args.seq_length is not None:
         zigzag(args.seq_length, args.context_parallel_size)
+    _check_hierarchy(args, config)
+    if config.algorithm is Algorithm.ULYSSES:
+        _check_heads(args)
     chosen = args.cp_comm_type
     if chosen is not None and set(chosen) != {config.algorithm.value}:
         raise ValueError(
@@ -82,6 +87,50 @@ def configure(args: argparse.Namespace) -> None:
         )
     args.cp_comm_type = [config.algorithm.value]
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+
+
+def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
+    """Megatron makes a group for each size; ours are those within the node and between nodes."""
+    sizes = args.hierarchical_context_parallel_sizes
+    if not sizes:
+        return
+    given = " ".join(map(str, sizes))
+    if len(sizes) != 2:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {given}: a double ring takes two sizes, the "
+            "ranks of a node and the nodes"
+        )
+    if config.ranks_per_node is not None:
+        raise ValueError(
+            f"--burst-ranks-per-node {config.ranks_per_node} and "
+            f"--hierarchical-context-parallel-sizes {given} say the same: drop one of them"
+        )
+    doubles = (
+        (Topology.AUTO, Topology.DOUBLE)
+        if config.algorithm is Algorithm.BURST
+        else (Topology.DOUBLE,)
+    )
+    if config.topology not in doubles:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {given} needs a double ring: take "
+            "--burst-topology double or drop it"
+        )
+
+
+def _check_heads(args: argparse.Namespace) -> None:
+    """Ulysses spreads the heads of a tensor-parallel rank over the context-parallel ranks."""
+    parts = args.tensor_model_parallel_size * args.context_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else None
+    for flag, heads in (
+        ("--num-attention-heads", args.num_attention_heads),
+        ("--num-query-groups", groups),
+    ):
+        if heads is not None and heads % parts:
+            raise ValueError(
+                f"--context-parallel-algo ulysses needs {flag} {heads} divisible by "
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size} x "
+                f"--context-parallel-size {args.context_parallel_size} = {parts}"
+            )
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -28,11 +28,26 @@ class ContextPool:
         self.bytes_sent_in_evaluation = 0
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
 
-    def get(self, group: dist.ProcessGroup) -> BurstContext:
-        """Return the group's context, made at the first call by all its ranks together."""
+    def get(
+        self, group: dist.ProcessGroup, hierarchy: Sequence[dist.ProcessGroup] | None = None
+    ) -> BurstContext:
+        """Return the group's context, made at the first call by all ranks of the job together.
+
+        Args:
+            group: the context-parallel group.
+            hierarchy: Megatron's process groups within the node and between nodes, to be adopted.
+        """
         if group not in self._contexts:
-            self._contexts[group] = BurstContext.create(self.config, group)
+            self._contexts[group] = BurstContext.create(self.config, group, hierarchy=hierarchy)
         return self._contexts[group]
+
+    def get_megatrons(self, config: ModelParallelConfig, pg_collection: Any = None) -> BurstContext:
+        """Return the context of the context-parallel group that Megatron has made."""
+        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        hierarchy = None
+        if config.hierarchical_context_parallel_sizes:
+            hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
+        return self.get(group, hierarchy)
 
     @property
     def bytes_sent(self) -> int:
@@ -92,9 +107,8 @@ class BurstCoreAttention(MegatronModule):
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
         if reasons:
             raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
-        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         self._pool = pool
-        self._context = pool.get(group)
+        self._context = pool.get_megatrons(config, pg_collection)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
 

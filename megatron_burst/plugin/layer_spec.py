@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,7 +20,8 @@ def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
     """Copy a layer or block spec, our core attention in the place of every core attention.
 
     What stood there serves the layers whose `cp_comm_type` is one of Megatron's own. For frameworks
-    that bypass Megatron's parser; the parser's path calls it, too.
+    that bypass Megatron's parser; the parser's path calls it, too. All ranks of the job must build
+    their first layer with it at the same time: it makes process groups.
 
     Args:
         spec: a ModuleSpec of a layer, or TransformerBlockSubmodules; dense or MoE layers, local or
@@ -61,6 +63,9 @@ class LayerSpecProvider:
         """Return the stage's layer spec or block spec."""
         spec = self._original(model_config, vp_stage)
         if self.pool is not None:
+            # Here, not in the first layer: all ranks come by, even those of a stage without layers.
+            if parallel_state.model_parallel_is_initialized():
+                self.pool.get_megatrons(model_config.transformer)
             spec = burst_layer_spec(spec, self.pool)
         if transformer_block.LayerNormImpl is WrappedTorchNorm:
             spec = compat.block_spec(spec, model_config.transformer, vp_stage)

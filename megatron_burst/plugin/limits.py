@@ -49,11 +49,6 @@ LIMITS: tuple[Limit, ...] = (
         "its ranks hold sequences of different lengths: drop --hybrid-context-parallel",
     ),
     Limit(
-        "hierarchical_context_parallel_sizes",
-        (None,),
-        "the double ring is not built yet: drop --hierarchical-context-parallel-sizes",
-    ),
-    Limit(
         "mtp_num_layers",
         (None,),
         "Megatron builds MTP layers from a spec of its own, without our attention: "

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.config import Algorithm
 from megatron_burst.context import AttentionCall, BurstContext
 from megatron_burst.mask import Mask
 from megatron_burst.ring_attention.backward import backward
 from megatron_burst.ring_attention.forward import forward
+from megatron_burst.ring_attention.head_exchange import HeadExchange
 
 
 @overload
@@ -78,8 +80,29 @@ def ring_attention(
     """
     _check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = _RingAttention.apply(q, k, v, context.prepare(q, k, v, mask, scale))
+    if context.config.algorithm is Algorithm.ULYSSES and context.ranks > 1:
+        out, lse = _over_heads(q, k, v, context, mask, scale, return_lse)
+    else:
+        out, lse = _RingAttention.apply(q, k, v, context.prepare(q, k, v, mask, scale))
     return (out, lse) if return_lse else out
+
+
+def _over_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    mask: Mask,
+    scale: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    layout = context.layout(q.shape[1] * context.ranks)
+    exchange = HeadExchange(context.rank, context.ranks, context.communicator)
+    q, k, v = (exchange.to_heads(x, layout) for x in (q, k, v))
+    out, lse = _RingAttention.apply(q, k, v, context.prepare(q, k, v, mask, scale))
+    if return_lse:
+        lse = exchange.to_tokens(lse.transpose(1, 2)[..., None], layout)[..., 0].transpose(1, 2)
+    return exchange.to_tokens(out, layout), lse
 
 
 class _RingAttention(torch.autograd.Function):

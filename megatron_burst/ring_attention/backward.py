@@ -1,57 +1,54 @@
 """The backward loop: blocks travel as in the forward, and so do the gradients that they collect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm import Block
 from megatron_burst.context import AttentionCall
-from megatron_burst.dtypes import accumulation_dtype
-from megatron_burst.layout import Interval
-from megatron_burst.plan import (
-    Item,
-    Kind,
-    Tile,
-    Transfer,
-    blocks_of_tile,
-    gradients_of_tile,
-)
+from megatron_burst.plan import Item, Kind, Tile
+from megatron_burst.ring_attention.gradient_sums import GradientSums
+from megatron_burst.ring_attention.stand_in import row_products, stand_in_output
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens in the dtypes of q, k and v."""
-    rank = call.backward_plan.rank
-    blocks: dict[Item, Block] = {
-        Item(Kind.QUERY, rank): (q, dout, out, lse),
-        Item(Kind.KV, rank): (k, v),
-    }
-    sums = GradientSums({Kind.D_QUERY: (q,), Kind.D_KV: (k, v)})
-    arriving = {Kind.KV: (k, v), Kind.D_KV: sums.like(Kind.D_KV)}
-    for number, step in enumerate(call.backward_plan.steps):
-        travelling = call.communicator.post(
-            step, f"backward step {number}", blocks | sums.pop_all(step.sends), like=arriving
-        )
+    plan = call.backward_plan
+    # A row that sees nothing: exp(score - inf) is 0, where exp(score + inf) would end in NaN.
+    lse = lse.masked_fill(lse.isneginf(), torch.inf)
+    query: Block = (q, dout, lse)
+    if any(send.item.kind is Kind.QUERY for send in plan.sends):
+        query = (*query, row_products(dout, out))
+    blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
+    outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
+    sums = GradientSums(plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype)
+    arriving = {kind: sums.like(kind) for kind in (Kind.D_QUERY, Kind.D_KV)}
+    flight = call.communicator.begin("backward", {Kind.KV: (k, v), Kind.QUERY: query} | arriving)
+    for number, step in enumerate(plan.steps):
+        flight.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
-            d_query, d_kv = gradients_of_tile(tile)
-            dq, dk, dv = _differentiate(tile, blocks, call)
+            d_query, d_kv = tile.gradients
+            dq, dk, dv = _differentiate(tile, blocks, outputs, call)
             sums.add(d_query, tile.query_rows, (dq,))
             sums.add(d_kv, tile.key_rows, (dk, dv))
-        _keep(travelling.wait(), blocks, sums)
-        for item in step.release:
-            del blocks[item]
-    (dq,) = sums.pop(Item(Kind.D_QUERY, rank))
-    dk, dv = sums.pop(Item(Kind.D_KV, rank))
+        for item, block in flight.land(number):
+            if item.kind.is_gradient:
+                sums.take(item, block)
+            else:
+                blocks[item] = block
+    (dq,), (dk, dv) = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _differentiate(
-    tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall
+    tile: Tile, blocks: Mapping[Item, Block], outputs: "_Outputs", call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query_item, key_item = blocks_of_tile(tile)
-    q, dout, out, lse = blocks[query_item]
+    query_item, key_item = tile.blocks
+    q, dout, lse, *_ = blocks[query_item]
+    out = outputs.of(query_item, blocks[query_item])
     k, v = blocks[key_item]
     queries, keys = tile.query_rows.rows, tile.key_rows.rows
     return call.kernel.backward(
@@ -66,52 +63,18 @@ def _differentiate(
     )
 
 
-def _keep(arrived: Mapping[Item, Block], blocks: dict[Item, Block], sums: "GradientSums") -> None:
-    for item, block in arrived.items():
-        if item.kind.is_gradient:
-            sums.add(item, Interval(0, block[0].shape[1]), block)
-        else:
-            blocks[item] = block
+class _Outputs:
+    """The output of the queries at hand: the true one of the own, a stand-in for visitors'."""
 
+    def __init__(self, own: Item, out: Tensor) -> None:
+        self._own, self._out = own, out
+        self._visitor, self._stand_in = own, out
 
-class GradientSums:
-    """Sums of gradients by item, in float32 (float64 for float64 inputs).
-
-    Args:
-        shaped: for each kind of gradient, tensors of the shapes of one rank's sums.
-    """
-
-    def __init__(self, shaped: Mapping[Kind, Block]) -> None:
-        self._shaped = shaped
-        self._sums: dict[Item, Block] = {}
-
-    def like(self, kind: Kind) -> Block:
-        """Return tensors without storage of the shapes and dtypes of one item's sums."""
-        return tuple(
-            t.new_empty((1,), dtype=accumulation_dtype(t.dtype)).expand(t.shape)
-            for t in self._shaped[kind]
-        )
-
-    def add(self, item: Item, rows: Interval, parts: Block) -> None:
-        """Add `parts` to the given rows of the item's sums; the tensors become ours."""
-        shaped = self._shaped[item.kind]
-        if item not in self._sums and rows.length == shaped[0].shape[1]:
-            self._sums[item] = tuple(
-                part.to(accumulation_dtype(like.dtype), memory_format=torch.contiguous_format)
-                for part, like in zip(parts, shaped, strict=True)
-            )
-            return
-        if item not in self._sums:
-            self._sums[item] = tuple(
-                like.new_zeros(like.shape, dtype=accumulation_dtype(like.dtype)) for like in shaped
-            )
-        for total, part in zip(self._sums[item], parts, strict=True):
-            total[:, rows.rows] += part
-
-    def pop(self, item: Item) -> Block:
-        """Hand the item's sums on; the next `add` starts from nothing."""
-        return self._sums.pop(item)
-
-    def pop_all(self, transfers: Sequence[Transfer]) -> dict[Item, Block]:
-        """Hand on the sums of every gradient among these transfers."""
-        return {t.item: self.pop(t.item) for t in transfers if t.item.kind.is_gradient}
+    def of(self, item: Item, block: Block) -> Tensor:
+        """Return what serves a kernel as the output of the query block `item`."""
+        if item == self._own:
+            return self._out
+        if item != self._visitor:
+            _, dout, _, delta = block
+            self._visitor, self._stand_in = item, stand_in_output(dout, delta)
+        return self._stand_in

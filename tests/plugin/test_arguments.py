@@ -82,9 +82,14 @@ def test_an_algorithm_sets_what_megatron_passes_to_every_layer(
 
 def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> None:
     line = "--context-parallel-algo ring --burst-backward kv --burst-topology flat"
-    line += " --burst-kernel cpu --distributed-timeout-minutes 3"
+    line += " --burst-kernel cpu --distributed-timeout-minutes 3 --burst-ranks-per-node 4"
     expected = BurstConfig(
-        algorithm="ring", backward="kv", topology="flat", kernel="cpu", timeout_seconds=180.0
+        algorithm="ring",
+        backward="kv",
+        topology="flat",
+        ranks_per_node=4,
+        kernel="cpu",
+        timeout_seconds=180.0,
     )
     assert burst_config_from_args(parse(parser, line)) == expected
 
@@ -95,23 +100,52 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--context-parallel-algo ulysses", "ulysses is not built yet; .* has: burst, ring"),
-        ("--context-parallel-algo allgather", "allgather is not built yet"),
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
-        (BURST + "--burst-backward query", "--burst-backward query is not built yet; .*: auto, kv"),
-        (
-            BURST + "--burst-topology double",
-            "--burst-topology double is not built yet; .*: auto, f",
-        ),
         (
             BURST + "--burst-layout segmented-zigzag",
             "segmented-zigzag is not built yet; .*: zigzag",
         ),
+        (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
-            BURST + "--burst-grad-dtype model",
-            "--burst-grad-dtype model is not built yet; .*: float",
+            BURST + "--context-parallel-algo ring --burst-backward query",
+            "--burst-backward query has no effect under --context-parallel-algo ring: drop it or ta",
         ),
-        (BURST + "--burst-backward best", "--burst-backward best is unknown"),
+        (
+            BURST + "--context-parallel-algo ulysses --burst-grad-dtype model",
+            "--burst-grad-dtype model has no effect under --context-parallel-algo ulysses",
+        ),
+        (
+            BURST + "--context-parallel-algo ulysses --num-attention-heads 12 "
+            "--tensor-model-parallel-size 2 --context-parallel-size 4",
+            "--num-attention-heads 12 divisible by --tensor-model-parallel-size 2 x "
+            "--context-parallel-size 4 = 8",
+        ),
+        (
+            BURST + "--context-parallel-algo ulysses --num-attention-heads 8 "
+            "--group-query-attention --num-query-groups 2 --context-parallel-size 4",
+            "--num-query-groups 2 divisible by",
+        ),
+        (BURST + "--burst-ranks-per-node 0", "--burst-ranks-per-node must be positive, got 0"),
+        (
+            BURST + "--hierarchical-context-parallel-sizes 2 2 2 --context-parallel-size 8",
+            "--hierarchical-context-parallel-sizes 2 2 2: a double ring takes two sizes",
+        ),
+        (
+            BURST + "--hierarchical-context-parallel-sizes 2 2 --burst-ranks-per-node 2",
+            "say the same: drop one",
+        ),
+        (
+            BURST + "--hierarchical-context-parallel-sizes 2 2 --burst-topology flat",
+            "2 2 needs a double ring: take --burst-topology double",
+        ),
+        (
+            BURST + "--context-parallel-algo ring --hierarchical-context-parallel-sizes 2 2",
+            "2 2 needs a double ring: take --burst-topology double",
+        ),
+        (
+            "--burst-ranks-per-node 4",
+            "--burst-ranks-per-node 4 has no effect .* megatron; add --context-parallel-algo burst",
+        ),
         (
             BURST + "--burst-kernel flash9",
             "--burst-kernel flash9 is unknown; there are: auto, " + ", ".join(KERNELS),
@@ -141,6 +175,12 @@ def test_what_our_flags_cannot_be_is_refused(
     parser: argparse.ArgumentParser, line: str, message: str
 ) -> None:
     assert re.search(message, refusal(parser, line))
+
+
+def test_megatrons_hierarchical_groups_make_a_double_ring(parser: argparse.ArgumentParser) -> None:
+    for algorithm in ("burst", "ring --burst-topology double"):
+        line = f"--context-parallel-algo {algorithm} --context-parallel-size 4 "
+        configure(parse(parser, BURST + line + "--hierarchical-context-parallel-sizes 2 2"))
 
 
 def test_the_same_choice_twice_is_fine(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +226,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "sft": "--sft",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes 2 2",
     "mtp_num_layers": "--mtp-num-layers 1",
     "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
     "qk_clip": "--qk-clip",

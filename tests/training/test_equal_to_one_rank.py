@@ -21,7 +21,18 @@ PP2 = "--pipeline-model-parallel-size 2"
 CASES = {
     "CP 2": (2, CP2),
     "CP 4": (4, "--context-parallel-size 4"),
-    "TP 2 x CP 2, sequence parallel": (4, f"{CP2} {TP2} --sequence-parallel"),
+    "CP 4 as 2 x 2, kv backward, Megatron's groups": (
+        4,
+        "--context-parallel-size 4 --burst-backward kv --hierarchical-context-parallel-sizes 2 2",
+    ),
+    "CP 4 as 2 x 2, query backward": (
+        4,
+        "--context-parallel-size 4 --burst-backward query --burst-ranks-per-node 2",
+    ),
+    "TP 2 x CP 2 on 2 nodes, sequence parallel": (
+        4,
+        f"{CP2} {TP2} --sequence-parallel --burst-ranks-per-node 2",
+    ),
     "PP 2 x CP 2": (4, f"{CP2} {PP2}"),
     "interleaved PP 2 x CP 2": (4, f"{CP2} {PP2} --num-layers-per-virtual-pipeline-stage 1"),
     "DP 2 x CP 2, distributed optimizer, overlap": (
@@ -42,6 +53,20 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     ranks, flags = CASES[case]
     found = runs(ranks, PER_TOKEN, *flags.split())
     report(case, largest_difference(found, runs(1, PER_TOKEN), STEPS), FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-algo ring --burst-topology double --burst-ranks-per-node 2",
+        "--context-parallel-algo allgather",
+        "--context-parallel-algo ulysses",
+    ],
+)
+@pytest.mark.slow
+def test_baselines_equal_one_rank(runs: Callable[..., Log], flags: str) -> None:
+    found = runs(4, PER_TOKEN, "--context-parallel-size", "4", *flags.split())
+    report(flags, largest_difference(found, runs(1, PER_TOKEN), STEPS), FLOAT32_TOLERANCE)
 
 
 # A small learning rate keeps the experts' routing from tipping at a rounding.

@@ -1,0 +1,87 @@
+"""The rank grid: which context-parallel ranks share a node, and in what order rings visit them.
+
+The ranks are those of one context-parallel group, 0 … P-1. A grid is a value: it knows nothing of
+torch.distributed, and equal placements give equal grids.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from megatron_burst.config import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rows of ranks, a row a node, all of one length: M nodes of L ranks.
+
+    Rank (node, local) sends to (node, local + 1) within its node and to (node + 1, local) between
+    nodes, both cyclic. A single row is a flat ring.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def nodes(self) -> int:
+        """M, the number of nodes."""
+        return len(self.rows)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """L, the number of ranks of a node."""
+        return len(self.rows[0])
+
+    @property
+    def ranks(self) -> int:
+        """P = M x L."""
+        return self.nodes * self.ranks_per_node
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the (node, local) of a rank."""
+        return next((n, row.index(rank)) for n, row in enumerate(self.rows) if rank in row)
+
+    def at(self, node: int, local: int) -> int:
+        """Return the rank at (node, local), both cyclic."""
+        return self.rows[node % self.nodes][local % self.ranks_per_node]
+
+    def visits(self, rank: int) -> tuple[int, ...]:
+        """Return whose tensors `rank` holds, step by step: its node's pass, then node by node."""
+        node, local = self.place(rank)
+        passes, steps = range(self.nodes), range(self.ranks_per_node)
+        return tuple(self.at(node - p, local - s) for p in passes for s in steps)
+
+    def __str__(self) -> str:
+        if 1 in (self.nodes, self.ranks_per_node):
+            return "flat ring"
+        return f"double ring of {self.nodes} nodes x {self.ranks_per_node} ranks"
+
+
+def flat_grid(ranks: int) -> Grid:
+    """Return one ring through the ranks in their order."""
+    return Grid((tuple(range(ranks)),))
+
+
+def by_node(nodes: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Group the ranks by the node they are on, given the node of each; the first seen is first."""
+    return tuple(
+        tuple(rank for rank, other in enumerate(nodes) if other == node)
+        for node in dict.fromkeys(nodes)
+    )
+
+
+def choose_grid(topology: Topology, nodes: Sequence[Hashable]) -> tuple[Grid, str]:
+    """Return the grid of ranks that are placed on these nodes, and why it is not what was asked.
+
+    A flat ring visits the ranks node by node, so that it leaves each node once. `auto` and `double`
+    make a double ring where every node holds as many ranks; elsewhere they, too, make a flat one.
+
+    Returns:
+        The grid, and a sentence for the log where `auto` or `double` had to be flat; else "".
+    """
+    rows = by_node(nodes)
+    flat = Grid((tuple(rank for row in rows for rank in row),))
+    if topology is Topology.FLAT or len(rows) == 1:
+        return flat, ""
+    if len({len(row) for row in rows}) > 1:
+        held = ", ".join(str(len(row)) for row in rows)
+        return flat, f"its nodes hold unequal numbers of ranks ({held})"
+    return Grid(rows), ""
