@@ -42,7 +42,7 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]
     Where the end of a document is masked, half of the tokens of some ranks are and none of others.
     """
     directory = tmp_path_factory.mktemp("short")
-    texts = ("a long document " * 20 if i % 60 == 0 else "abcdefg"[i % 7] for i in range(6000))
+    texts = ("a long document " * 20 if i % 60 == 0 else "abcdefg"[i % 7] for i in range(1200))
     lines = (json.dumps({"text": text}) for text in texts)
     (directory / "documents.jsonl").write_text("\n".join(lines))
     return make_corpus(directory / "corpus", "--input", str(directory / "documents.jsonl"))

@@ -1,6 +1,11 @@
-"""Starts real training jobs, `torchrun -m megatron_burst.pretrain_gpt`, and reads what they log."""
+"""Runs training jobs of `megatron_burst.pretrain_gpt` and reads what they log."""
 
+import functools
+import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +37,7 @@ class Log:
 
 
 def command(ranks: int, *flags: str) -> list[str]:
-    """The command line of a job on `ranks` processes."""
+    """The command line of a job under torchrun; `train` forks the same from one process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = ["--nproc-per-node", str(ranks), "-m", "megatron_burst.pretrain_gpt"]
     return [*torchrun, *script, *MODEL, *flags]
@@ -46,19 +51,49 @@ def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log
     """Run a job to its end and return its log; AssertionError with what it printed if it fails."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.txt"
-    with log.open("w") as file:
-        status = subprocess.run(
-            command(ranks, "--tensorboard-dir", str(directory / "tensorboard"), *flags),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-            timeout=timeout,
-        ).returncode
+    tensorboard = directory / "tensorboard"
+    job = {
+        "ranks": ranks,
+        "flags": [*MODEL, "--tensorboard-dir", str(tensorboard), *flags],
+        "log": str(log),
+        "port": _free_port(),
+    }
+    status = _run(job, timeout)
     text = log.read_text(errors="replace")
-    assert status == 0, f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
-    scalars = read_scalars(directory / "tensorboard")
+    assert status == "0", f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
+    scalars = read_scalars(tensorboard)
     return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+
+
+@functools.cache
+def _preloaded() -> subprocess.Popen[str]:
+    """Importing takes longer than most trainings, so one process does it for all."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.preloaded"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        process_group=0,
+    )
+
+
+def _run(job: dict[str, object], timeout: float) -> str:
+    process = _preloaded()
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.flush()
+    if select.select([process.stdout], [], [], timeout)[0]:
+        return process.stdout.readline().strip()
+    os.killpg(process.pid, signal.SIGKILL)
+    _preloaded.cache_clear()
+    return f"none within {timeout} s"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float:

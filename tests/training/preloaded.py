@@ -1,0 +1,76 @@
+"""A process that has imported torch and Megatron once and forks the ranks of one job after another.
+
+Reads one job a line from its standard input, as JSON: the number of ranks, the command line of
+`megatron_burst.pretrain_gpt`, the file for the output and the port to meet at. Answers each with a
+line: the first exit status of a rank that is not 0, or 0. Ends when the input does.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from megatron_burst import launch
+
+
+def serve() -> None:
+    launch.prepare()
+    import megatron.training  # noqa: F401
+
+    from megatron_burst.plugin import gpt_training  # noqa: F401
+
+    gc.freeze()  # the children shall not copy what the collector would touch
+    for line in sys.stdin:
+        job = json.loads(line)
+        ranks = [_fork(rank, job) for rank in range(job["ranks"])]
+        print(_wait(ranks), flush=True)
+
+
+def _fork(rank: int, job: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        file = os.open(job["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        world = str(job["ranks"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
+        os.environ |= {"LOCAL_WORLD_SIZE": world}
+        sys.argv = ["pretrain_gpt", *job["flags"]]
+        launch.prepare()  # the log of this rank
+        from megatron_burst.pretrain_gpt import main
+
+        main()
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+        print(leaving.code or "", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(ranks: Sequence[int]) -> int:
+    """Wait for all; the first that fails ends the others."""
+    running, first_failure = set(ranks), 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status and not first_failure:
+            first_failure = os.waitstatus_to_exitcode(status)
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+    return first_failure
+
+
+if __name__ == "__main__":
+    serve()
