@@ -51,6 +51,7 @@ class GradDtype(StrEnum):
 class GradientReturn(StrEnum):
     """How a travelling gradient comes home."""
 
+    AUTO = "auto"
     CHAIN = "chain"
     HOME = "home"
 
@@ -99,9 +100,11 @@ class BurstConfig:
     """The dtype of gradients while they travel. float32: no rounding on the way. model: that of the
     tensors, half the bytes under bfloat16; one rounding a hop. Sums are float32 in both cases."""
 
-    gradient_return: GradientReturn = field(default=GradientReturn.CHAIN, metadata={"flag": None})
+    gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
     """How a travelling gradient comes home. chain: every rank adds its part and hands the sum on.
-    home: every part goes straight to the owner, those of another node summed there first."""
+    home: every part goes straight to the owner, those of another node summed there first, so that
+    one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves the
+    node, for every part would cross; chain for the baselines."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the
@@ -138,7 +141,7 @@ class BurstConfig:
                 "backward": (Backward.AUTO,),
                 "topology": (Topology.AUTO,),
                 "grad_dtype": (GradDtype.FLOAT32,),
-                "gradient_return": (GradientReturn.CHAIN,),
+                "gradient_return": (GradientReturn.AUTO,),
             }
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)

@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm import Communicator, check_agreement
-from megatron_burst.config import Algorithm, Backward, BurstConfig, GradDtype, Topology
+from megatron_burst.config import (
+    Algorithm,
+    Backward,
+    BurstConfig,
+    GradDtype,
+    GradientReturn,
+    Topology,
+)
 from megatron_burst.cost import Shape, Traffic, imbalance, traffic
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.groups import Channels, make_channels, nodes_of_ranks
@@ -178,10 +185,15 @@ class BurstContext:
 
     def _rings(self, tiling: Tiling, grid: Grid) -> dict[Kind, Ring]:
         gather = self.config.algorithm is Algorithm.ALLGATHER
-        return {
-            kind: Ring(tiling, grid, kind, self.config.gradient_return, gather)
-            for kind in (Kind.KV, Kind.QUERY)
-        }
+        back = self._gradient_return()
+        return {kind: Ring(tiling, grid, kind, back, gather) for kind in (Kind.KV, Kind.QUERY)}
+
+    def _gradient_return(self) -> GradientReturn:
+        if self.config.gradient_return is not GradientReturn.AUTO:
+            return self.config.gradient_return
+        leaves_the_node = self.grid.nodes == 1 and len(set(self._nodes)) > 1
+        chained = self.config.algorithm is not Algorithm.BURST or leaves_the_node
+        return GradientReturn.CHAIN if chained else GradientReturn.HOME
 
     def _choose_backward(self, costs: dict[Kind, Traffic]) -> Kind:
         """Return what is to travel: as configured, or what puts fewer bytes on the busiest link."""

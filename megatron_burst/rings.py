@@ -37,6 +37,7 @@ class Ring:
     travels: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
     gradient_return: GradientReturn = GradientReturn.CHAIN
+    """CHAIN or HOME."""
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
 
@@ -51,7 +52,7 @@ class Ring:
         """
         tiles = self._tiles_by_step(rank)
         if self.grid.ranks > 1 and not self.gather:
-            tiles |= _own_tiles_by_step(self.grid, tiles[0])
+            tiles |= self._own_tiles_by_step(tiles[0])
         return assemble(rank, [*self.reads(), *self.gradients()], tiles)
 
     def reads(self) -> list[Hop]:
@@ -91,6 +92,21 @@ class Ring:
         if self.gather:
             return {self._delay: [tile for visit in visits for tile in visit]}
         return dict(enumerate(visits))
+
+    def _own_tiles_by_step(self, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
+        """Spread the own tiles over the first step and the ends, where the last gradients travel.
+
+        A double ring ends with a message between nodes and one within the node: the half goes to
+        the first of the two, a quarter to the other and to the start, whose message is within.
+        """
+        parts = [thirds(tile) for tile in own]
+        halves, firsts, seconds = ([t for part in parts for t in part[i]] for i in range(3))
+        end = self.grid.ranks
+        if min(self.grid.nodes, self.grid.ranks_per_node) == 1:
+            return {0: halves, end: firsts + seconds}
+        if self.gradient_return is GradientReturn.CHAIN:
+            return {0: firsts, end: halves, end + 1: seconds}
+        return {0: firsts, end: seconds, end + 1: halves}
 
     def _reads(self, owner: int) -> _Hops:
         """The block's way: along its owner's column from node to node, and around each node."""
@@ -144,19 +160,6 @@ class Ring:
                 leaves = begin + length + tail
                 lands = leaves if p == grid.nodes - 1 else leaves + length - 1
                 yield Hop(item, home, owner, Channel.GRADIENT_BETWEEN, leaves, lands)
-
-
-def _own_tiles_by_step(grid: Grid, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
-    """Spread the own tiles over the first step and the ends, in which the last gradients travel.
-
-    Two messages in a row end a double ring: the half goes to the first of them, a quarter each to
-    the other one and to the start, whose message stays within the node.
-    """
-    parts = [thirds(tile) for tile in own]
-    halves, firsts, seconds = ([t for part in parts for t in part[i]] for i in range(3))
-    if min(grid.nodes, grid.ranks_per_node) > 1:
-        return {0: firsts, grid.ranks: halves, grid.ranks + 1: seconds}
-    return {0: halves, grid.ranks: firsts + seconds}
 
 
 def _needed(hops: Sequence[Hop], users: set[int]) -> Iterator[Hop]:
