@@ -1,0 +1,178 @@
+"""A cluster on one machine: network namespaces joined by links of a chosen speed.
+
+Every rank has a namespace of its own, because gloo does not bind the sockets that it connects: only
+a rank's own routes decide by which link its bytes leave.
+
+    rank --- near0, near1 ... --- the other ranks of its node: not shaped
+      \\---- card --- switch ----- the ranks of other nodes: shaped in both directions
+
+So traffic between nodes leaves by the sender's card, whichever rank it goes to. Needs root and
+iproute2. Nothing is made outside the new namespaces, and with them all of it disappears.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+CARD, SWITCH_ADDRESS = "card", "10.77.255.254"
+# Cubic is not permitted in every namespace; reno always is.
+SETTINGS = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.ip_forward=1")
+SHAPE = "root tbf rate {}mbit burst 256kb latency 50ms"
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class LinkError(RuntimeError):
+    """The links cannot be made here; the message says what is missing or what failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equally many ranks; a rank is known by its number in the job."""
+
+    nodes: int
+    ranks_per_node: int
+    prefix: str  # of the namespaces' names
+
+    @property
+    def ranks(self) -> range:
+        return range(self.nodes * self.ranks_per_node)
+
+    @property
+    def switch(self) -> str:
+        return f"{self.prefix}-switch"
+
+    @property
+    def namespaces(self) -> list[str]:
+        return [self.switch, *map(self.namespace, self.ranks)]
+
+    def namespace(self, rank: int) -> str:
+        return f"{self.prefix}-rank{rank}"
+
+    def address(self, rank: int) -> str:
+        node, local = divmod(rank, self.ranks_per_node)
+        return f"10.77.{node}.{local + 1}"
+
+    def share_a_node(self, rank: int, other: int) -> bool:
+        return rank // self.ranks_per_node == other // self.ranks_per_node
+
+
+@contextmanager
+def shaped_links(nodes: int, ranks_per_node: int, mbit: float) -> Iterator[Cluster]:
+    """Make the namespaces and links and remove them however the block ends.
+
+    SIGTERM and SIGHUP become SystemExit inside the block; SIGINT stays KeyboardInterrupt.
+
+    Raises:
+        LinkError: not root, no iproute2, or a command of it failed.
+    """
+    refuse_where_impossible()
+    cluster = Cluster(nodes, ranks_per_node, f"burst{os.getpid()}")
+    if found := set(cluster.namespaces) & set(namespaces()):
+        raise LinkError(f"namespaces of these names exist already: {', '.join(sorted(found))}")
+    with ExitStack() as made:  # removes again, should a signal come before the block below
+        for number in ENDINGS:
+            made.callback(signal.signal, number, signal.signal(number, _leave))
+        try:
+            with _undisturbed():
+                _build(cluster, mbit, made)
+            yield cluster
+        finally:
+            with _undisturbed():
+                made.close()
+
+
+def refuse_where_impossible() -> None:
+    """Raise a LinkError that says what is missing to make namespaces and shaped links."""
+    missing = [f"`{tool}` of iproute2" for tool in ("ip", "tc") if not shutil.which(tool)]
+    if os.geteuid() != 0:
+        missing.append("root, for network namespaces and tc")
+    if missing:
+        raise LinkError(f"shaped links need {', '.join(missing)}; --mbit 0 does without")
+
+
+def namespaces() -> list[str]:
+    """Return the names of all network namespaces of this machine."""
+    return [entry["name"] for entry in json.loads(_run("ip", "-j", "netns", "list") or "[]")]
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and the threads that it starts later, into the namespace."""
+    with Path("/run/netns", namespace).open() as handle:
+        os.setns(handle.fileno(), os.CLONE_NEWNET)
+
+
+def bytes_out() -> Mapping[str, int]:
+    """Return how many bytes each device of this thread's namespace has sent, headers included."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    rows = (line.split(":") for line in lines)
+    return {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
+
+
+def _build(cluster: Cluster, mbit: float, made: ExitStack) -> None:
+    for name in cluster.namespaces:
+        _run("ip", "netns", "add", name)
+        made.callback(_run, "ip", "netns", "delete", name)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "netns", "exec", name, "sysctl", "-qw", *SETTINGS)
+    _run("ip", "-n", cluster.switch, "address", "add", SWITCH_ADDRESS, "dev", "lo")
+    for rank in cluster.ranks:
+        _plug_in(cluster, rank, mbit)
+        for peer in range(rank):
+            if cluster.share_a_node(rank, peer):
+                _join(cluster, rank, peer)
+
+
+def _plug_in(cluster: Cluster, rank: int, mbit: float) -> None:
+    """Give the rank its address and its card, a link to the switch shaped at both ends."""
+    here, port, address = cluster.namespace(rank), f"port{rank}", cluster.address(rank)
+    _veth(here, CARD, cluster.switch, port)
+    _run("ip", "-n", here, "address", "add", address, "dev", CARD)
+    by_card = ("via", SWITCH_ADDRESS, "dev", CARD, "onlink")
+    _run("ip", "-n", here, "route", "add", "10.77.0.0/16", *by_card)
+    _run("ip", "-n", cluster.switch, "route", "add", address, "dev", port)
+    for name, device in ((here, CARD), (cluster.switch, port)):
+        _run("tc", "-n", name, "qdisc", "add", "dev", device, *SHAPE.format(mbit).split())
+
+
+def _join(cluster: Cluster, rank: int, peer: int) -> None:
+    """Link two ranks of a node directly."""
+    _veth(cluster.namespace(rank), f"near{peer}", cluster.namespace(peer), f"near{rank}")
+    for a, b in ((rank, peer), (peer, rank)):
+        to_b = (cluster.address(b), "dev", f"near{b}")
+        _run("ip", "-n", cluster.namespace(a), "route", "add", *to_b)
+
+
+def _veth(namespace: str, device: str, other_namespace: str, other_device: str) -> None:
+    """Make a pair of devices inside the two namespaces and switch both on."""
+    peer = ("peer", "name", other_device, "netns", other_namespace)
+    _run("ip", "-n", namespace, "link", "add", device, "type", "veth", *peer)
+    _run("ip", "-n", namespace, "link", "set", device, "up")
+    _run("ip", "-n", other_namespace, "link", "set", other_device, "up")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold signals back, also from the commands that are run, until the block is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *ENDINGS))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,244 @@
+"""Two nodes on one machine: links, clean-up and the tables of the benchmark. (fast tier)
+
+What needs namespaces is skipped where they cannot be made, with the reason.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+sys.path.append(str(BENCH))
+
+import shaped_links as links  # noqa: E402
+import two_nodes  # noqa: E402
+from two_nodes import Ratio, Situation  # noqa: E402
+
+PAYLOAD_BYTES = 2_000_000
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+needs_links = pytest.mark.usefixtures("links_can_be_made")
+
+
+@pytest.fixture(scope="module")
+def links_can_be_made() -> None:
+    try:
+        with links.shaped_links(1, 1, 100):
+            pass
+    except links.LinkError as error:
+        pytest.skip(str(error))
+
+
+class Ranks:
+    """A thread in every rank's namespace."""
+
+    def __init__(self, cluster: links.Cluster) -> None:
+        self.cluster = cluster
+        names = map(cluster.namespace, cluster.ranks)
+        self.threads = [ThreadPoolExecutor(1, "", links.enter, (name,)) for name in names]
+
+    def send(self, source: int, target: int) -> tuple[dict[str, int], str, float]:
+        """Return what each device of the source sent, what address it had, and the seconds."""
+        address = self.cluster.address(target)
+        listener = self.threads[target].submit(socket.create_server, (address, 0)).result()
+        received = self.threads[target].submit(receive, listener)
+        sent = self.threads[source].submit(send, listener.getsockname())
+        seconds, sender = received.result(30)
+        return sent.result(30), sender, seconds
+
+
+def receive(listener: socket.socket) -> tuple[float, str]:
+    start, missing = time.perf_counter(), PAYLOAD_BYTES
+    with listener, listener.accept()[0] as connection:
+        while missing:
+            missing -= len(connection.recv(1 << 20))
+        return time.perf_counter() - start, connection.getpeername()[0]
+
+
+def send(address: tuple[str, int]) -> dict[str, int]:
+    before = links.bytes_out()
+    with socket.create_connection(address) as connection:  # not bound, as gloo does it
+        connection.sendall(bytes(PAYLOAD_BYTES))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # the other side has everything
+    return {device: total - before[device] for device, total in links.bytes_out().items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(links_can_be_made: None) -> Iterator[Ranks]:
+    with links.shaped_links(2, 2, 100) as cluster:
+        yield Ranks(cluster)
+
+
+@needs_links
+@pytest.mark.parametrize(
+    "source, target, device",
+    [
+        (0, 1, "near1"),
+        (3, 2, "near2"),
+        (0, 2, "card"),
+        (0, 3, "card"),
+        (1, 2, "card"),
+        (3, 0, "card"),
+    ],
+)
+def test_a_message_leaves_by_the_senders_own_link(
+    ranks: Ranks, source: int, target: int, device: str
+) -> None:
+    sent, sender, seconds = ranks.send(source, target)
+    assert sender == ranks.cluster.address(source)
+    assert sent.pop(device) == pytest.approx(PAYLOAD_BYTES, rel=0.02)
+    assert max(sent.values()) < 0.01 * PAYLOAD_BYTES
+    if device == "card":  # both shapers let their burst pass at once
+        assert seconds > (PAYLOAD_BYTES - 2 * 256 * 1024) * 8 / 100e6
+
+
+def made_by(process: int) -> list[str]:
+    return [name for name in links.namespaces() if name.startswith(f"burst{process}-")]
+
+
+@needs_links
+@pytest.mark.parametrize(
+    "ending, status",
+    [
+        ("pass", 0),
+        ("raise RuntimeError", 1),
+        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGHUP)", 128 + signal.SIGHUP),
+    ],
+)
+def test_nothing_is_left_behind(ending: str, status: int) -> None:
+    # In a process of its own: the names of namespaces carry the process id.
+    code = f"""import os, signal, shaped_links as links
+with links.shaped_links(2, 1, 100) as cluster:
+    assert set(cluster.namespaces) <= set(links.namespaces())
+    print("made", flush=True)
+    {ending}
+"""
+    before = links.namespaces()
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=BENCH, **PIPES)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("made\n", status)
+    assert not made_by(process.pid)
+    assert set(before) <= set(links.namespaces())
+
+
+@needs_links
+def test_sigterm_ends_the_ranks_and_removes_the_namespaces() -> None:
+    command = "two_nodes.py --force --tokens 16 --repetitions 100000 --algorithms".split()
+    command = [sys.executable, *command, "ring flat"]
+    path = f"{BENCH.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    process = subprocess.Popen(command, cwd=BENCH, env={**os.environ, "PYTHONPATH": path}, **PIPES)
+    try:
+        assert process.stderr is not None
+        assert any("repetition 1/" in line for line in process.stderr)
+        assert len(made_by(process.pid)) == 5
+        inside = processes_in(made_by(process.pid))
+        assert len(inside) == 4
+        process.terminate()
+        process.communicate(timeout=30)
+    finally:
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not made_by(process.pid)
+    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+
+
+def processes_in(namespaces: list[str]) -> list[int]:
+    listed = [subprocess.check_output(["ip", "netns", "pids", n], text=True) for n in namespaces]
+    return [int(pid) for text in listed for pid in text.split()]
+
+
+def test_without_iproute2_the_script_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["two_nodes.py"])
+    with pytest.raises(SystemExit) as ended:
+        two_nodes.main()
+    assert ended.value.code == 2
+    assert "shaped links need `ip` of iproute2, `tc` of iproute2" in capsys.readouterr().err
+
+
+def test_without_root_the_script_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["two_nodes.py", "--suite"])
+    with pytest.raises(SystemExit) as ended:
+        two_nodes.main()
+    assert ended.value.code == 2
+    assert "root, for network namespaces and tc" in capsys.readouterr().err
+
+
+def test_a_loaded_machine_is_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
+    monkeypatch.setattr(two_nodes, "busy_share", lambda: 0.25)
+    with pytest.raises(SystemExit, match=r"\(3.50 in the last minute, 25 %"):
+        two_nodes.check_load(force=False)
+    assert two_nodes.check_load(force=True).startswith("3.50 in the last minute")
+
+
+def test_a_repetition_takes_as_long_as_its_slowest_rank() -> None:
+    fast_then_slow, slow_then_fast = [(1.0, 5.0), (2.0, 7.0)], [(3.0, 4.0), (1.0, 8.0)]
+    assert two_nodes.slowest([fast_then_slow, slow_then_fast]) == [(3, 5, 8), (2, 8, 10)]
+
+
+def launches(*steps: float) -> list[list[tuple[float, float, float]]]:
+    """Return two launches of three repetitions, the second launch twice as slow."""
+    return [[(s * k / 4, s * k * 3 / 4, s * k) for s in (steps[0], *steps)] for k in (1, 2)]
+
+
+TIMES = {
+    "ring flat": launches(4, 100),
+    "ring double": launches(3, 1),
+    "burst auto": launches(2, 9),
+    "ulysses": launches(1, 1),
+}
+
+
+def test_ratios_are_of_the_medians_of_each_launch() -> None:
+    assert Ratio("step", "burst auto").of_launches(TIMES) == [0.5, 0.5]
+    least = Ratio("backward", "burst auto", ("ring flat", "ring double"))
+    assert least.of_launches(TIMES) == pytest.approx([2 / 3, 2 / 3])
+    assert str(least) == "backward: burst auto / min(ring flat, ring double)"
+
+
+def test_the_table_says_which_targets_were_reached() -> None:
+    targets = (Ratio("step", "burst auto", limit=0.5), Ratio("forward", "ring double", limit=0.7))
+    situation = Situation(400, 512, targets=targets, auto_backward="kv")
+    rows = two_nodes.ratios_table(situation, TIMES, "query backward, flat ring").splitlines()[2:]
+    assert rows == [
+        "| step: burst auto / ring flat | 0.500 | 0.500 0.500 | <= 0.50 | yes |",
+        "| forward: ring double / ring flat | 0.750 | 0.750 0.750 | <= 0.70 | NO |",
+        "| step: ring double / ring flat | 0.750 | 0.750 0.750 |  |  |",
+        "| step: ulysses / ring flat | 0.250 | 0.250 0.250 |  |  |",
+        "| backward of burst auto | query backward, flat ring |  | kv | NO |",
+    ]
+
+
+def test_only_what_can_run_is_run() -> None:
+    assert Situation(400, 512).algorithms(4) == list(two_nodes.SETTINGS)
+    assert "ulysses" not in Situation(400, 512, kv_heads=2).algorithms(4)
+    assert "ring double" not in Situation(0, 512).algorithms(4)
+
+
+def test_loopback_makes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page, names = tmp_path / "page.md", ["ring flat", "burst auto", two_nodes.TILES]
+    counts = "--mbit 0 --tokens 16 --repetitions 1 --launches 1 --force".split()
+    arguments = ["two_nodes.py", *counts, "--output", str(page), "--algorithms", *names]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # main sets it; so it is restored
+    two_nodes.main()
+    text = page.read_text()
+    assert "Burst auto: query backward, flat ring." in text
+    assert all(f"\n| {name} | " in text for name in names)
