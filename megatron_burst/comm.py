@@ -153,7 +153,7 @@ class Flight:
                 block = outgoing[transfer.item]
             batch = batches[transfer.channel, transfer.lands]
             batch += self._communicator.messages(transfer, block)
-        for (_, lands), batch in batches.items():
+        for (_, lands), batch in sorted(batches.items(), key=_channel_order):
             pending = self._communicator.start(batch, f"{self._name} step {number}")
             self._pending[lands].append(pending)
 
@@ -208,6 +208,12 @@ class PendingTransfers:
             message.unload()
         received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
         return list(dict.fromkeys(received))
+
+
+def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:
+    """All ranks post in this order: NCCL wants one over all communicators of a device."""
+    channel, lands = batch[0]
+    return list(Channel).index(channel), lands
 
 
 @contextmanager

@@ -65,8 +65,8 @@ class Ring:
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        chained = self.gradient_return is GradientReturn.CHAIN
-        way = self._chain if chained else self._straight_home
+        ways = {GradientReturn.CHAIN: self._chain, GradientReturn.HOME: self._straight_home}
+        way = ways[self.gradient_return]
         return [hop for owner in self._owners for hop in _begun(way(owner), self._users(owner))]
 
     @property

@@ -19,7 +19,7 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
     Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
     lets through, where these are given; a send meets a receive of the same item in the same order,
-    nobody waits for ever even where the batches of a channel go one by one (as on NCCL), no buffer
+    nobody waits for ever even where a rank's batches go one by one (NCCL may run them so), no buffer
     is overwritten while its content is needed or on its way, a tile reads only blocks that its rank
     has, nothing is left over, and (backward) every gradient is at home at the end with each tile's
     partial in it exactly once.
@@ -29,13 +29,13 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
     """
     machine = _Machine([_Rank(plan, backward) for plan in plans])
     while any(not rank.done for rank in machine.ranks):
-        machine.move_channels()
+        machine.move_queues()
         moved = [machine.advance(rank) for rank in machine.ranks]
         if not any(moved):
-            waiting = [f"rank {r.plan.rank} in step {r.step}" for r in machine.ranks if not r.done]
-            raise PlanError(f"nobody can go on: {', '.join(waiting)}")
+            waiting = [str(rank) for rank in machine.ranks if not rank.done]
+            raise PlanError(f"nobody can go on: {'; '.join(waiting)}")
     machine.check_nothing_left()
-    _check_tiles([tile for plan in plans for tile in plan.tiles], pairs)
+    _check_tiles(plans, pairs)
     if backward:
         _check_gradients(machine.ranks)
 
@@ -45,14 +45,19 @@ class _Message:
     """One transfer at one of its ends."""
 
     transfer: Send | Receive
+    posted: int  # the step
     payload: _Sum = field(default_factory=Counter)  # of a gradient that is sent
     buffer: _Buffer | None = None  # what must not be overwritten until it has landed
     other_end: "_Message | None" = None
-    active: bool = False  # its batch is at the head of its channel
+    active: bool = False  # its batch is at the head of its rank's queue
 
     @property
     def through(self) -> bool:
         return self.other_end is not None and self.active and self.other_end.active
+
+    def __str__(self) -> str:
+        verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
+        return f"{verb} {self.transfer.item} {side} rank {self.transfer.peer}"
 
 
 @dataclass
@@ -65,7 +70,7 @@ class _Rank:
     sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
     adopted: dict[Item, _Buffer] = field(default_factory=dict)  # sums that live in a buffer
     flying: list[_Message] = field(default_factory=list)
-    channels: dict[Channel, list[list[_Message]]] = field(default_factory=lambda: defaultdict(list))
+    queue: list[list[_Message]] = field(default_factory=list)  # batches that are not through
 
     def __post_init__(self) -> None:
         self.blocks = {Item(kind, self.plan.rank): None for kind in (Kind.KV, Kind.QUERY)}
@@ -81,7 +86,8 @@ class _Rank:
     def compute(self) -> None:
         for tile in self.current.tiles:
             for item in tile.blocks:
-                self.need(item in self.blocks, f"computes with {item}, which it does not have")
+                if item not in self.blocks:
+                    raise self.error(f"computes with {item}, which it does not have")
             if self.backward:
                 for item in tile.gradients:
                     self.sums[item][tile] += 1
@@ -89,33 +95,44 @@ class _Rank:
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
         receives = [self._receive(receive) for receive in self.current.receives]
-        # What a channel takes together, and in which order, is as in `comm.Flight.post`.
+        # What goes together, and in which order, is as in `comm.Flight.post`.
         batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
         for message in (*receives, *sends):
             batches[message.transfer.channel, message.transfer.lands].append(message)
-        for (channel, _), batch in batches.items():
-            self.channels[channel].append(batch)
-        self.flying += receives + sends
-        return receives + sends
+        order = list(Channel)
+        for key in sorted(batches, key=lambda key: (order.index(key[0]), key[1])):
+            self.queue.append(batches[key])
+        return sends + receives
 
     def _send(self, send: Send) -> _Message:
         item = send.item
+        if item not in (self.sums if item.kind.is_gradient else self.blocks):
+            raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_gradient:
-            self.need(item in self.blocks, f"sends no {item}")
-            return _Message(send, buffer=self.blocks[item])
-        self.need(item in self.sums, f"sends no {item}")
-        return _Message(send, payload=self.sums.pop(item), buffer=self.adopted.pop(item, None))
+            return self._fly(_Message(send, self.step, buffer=self.blocks[item]))
+        payload, buffer = self.sums.pop(item), self.adopted.pop(item, None)
+        return self._fly(_Message(send, self.step, payload, buffer))
 
     def _receive(self, receive: Receive) -> _Message:
         buffer = (receive.item.kind, receive.buffer)
         taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
         taken += [item for item, held in self.adopted.items() if held == buffer]
-        self.need(not taken, f"receives {receive.item} over {', '.join(map(str, taken))}")
+        if taken:
+            raise self.error(f"receives {receive.item} over {', '.join(map(str, taken))}")
         self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
-        return _Message(receive, buffer=buffer)
+        return self._fly(_Message(receive, self.step, buffer=buffer))
+
+    def _fly(self, message: _Message) -> _Message:
+        self.flying.append(message)
+        return message
+
+    @property
+    def landing(self) -> list[_Message]:
+        """What has to be through before the step can end."""
+        return [m for m in self.flying if m.transfer.lands == self.step]
 
     def land(self) -> None:
-        landing = [m for m in self.flying if m.transfer.lands == self.step]
+        landing = self.landing
         self.flying = [m for m in self.flying if m.transfer.lands != self.step]
         for message in landing:
             assert message.other_end
@@ -124,19 +141,24 @@ class _Rank:
 
     def _take(self, receive: Receive, sent: _Message) -> None:
         item, arrived = receive.item, sent.transfer.item
-        self.need(arrived == item, f"expects {item} from {receive.peer}, gets {arrived}")
+        if arrived != item:
+            raise self.error(f"expects {item} from rank {receive.peer}, gets {arrived}")
         buffer = (item.kind, receive.buffer)
         if not item.kind.is_gradient:
-            self.need(item not in self.blocks, f"gets {item} twice")
+            if item in self.blocks:
+                raise self.error(f"gets {item} twice")
             self.blocks[item] = buffer
             return
         self.sums[item].update(sent.payload)
         if item.owner != self.plan.rank:
             self.adopted.setdefault(item, buffer)
 
-    def need(self, condition: bool, what: str) -> None:
-        if not condition:
-            raise PlanError(f"rank {self.plan.rank}, step {self.step}: {what}")
+    def __str__(self) -> str:
+        waiting = ", ".join(str(message) for message in self.landing if not message.through)
+        return f"rank {self.plan.rank}, step {self.step} waits to {waiting}"
+
+    def error(self, what: str) -> PlanError:
+        return PlanError(f"rank {self.plan.rank}, step {self.step}: {what}")
 
 
 @dataclass
@@ -157,8 +179,7 @@ class _Machine:
             rank.compute()
             rank.posted = True
             return True
-        waited = [m for m in rank.flying if m.transfer.lands == rank.step]
-        if not all(message.through for message in waited):
+        if not all(message.through for message in rank.landing):
             return False
         rank.land()
         rank.step, rank.posted = rank.step + 1, False
@@ -174,8 +195,8 @@ class _Machine:
         else:
             waiting.append(message)
 
-    def move_channels(self) -> None:
-        """Let every channel work on its first batch that is not through yet."""
+    def move_queues(self) -> None:
+        """Let every rank work on its first batch that is not through yet."""
         moved = True
         while moved:
             moved = False
@@ -186,24 +207,28 @@ class _Machine:
 
     def _heads(self) -> Iterator[list[_Message]]:
         for rank in self.ranks:
-            for batches in rank.channels.values():
-                while batches and all(message.through for message in batches[0]):
-                    batches.pop(0)
-                yield from batches[:1]
+            while rank.queue and all(message.through for message in rank.queue[0]):
+                rank.queue.pop(0)
+            yield from rank.queue[:1]
 
     def check_nothing_left(self) -> None:
-        for (source, peer, _), waiting in self.unmatched.items():
-            if waiting:
+        for rank in self.ranks:
+            for message in rank.flying:
                 raise PlanError(
-                    f"rank {source} sends {waiting[0].transfer.item} that rank {peer} never takes"
+                    f"rank {rank.plan.rank}, step {message.posted}: is to {message} by step "
+                    f"{message.transfer.lands}, at whose end it does not wait any more"
                 )
 
 
-def _check_tiles(tiles: Sequence[Tile], pairs: int | None) -> None:
-    for tile, times in Counter(tiles).items():
-        if times > 1:
-            raise PlanError(f"{tile} is computed {times} times")
-    found = sum(tile.pairs for tile in tiles)
+def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
+    computed: dict[Tile, str] = {}
+    for plan in plans:
+        for number, tile in ((n, tile) for n, step in enumerate(plan.steps) for tile in step.tiles):
+            where = f"rank {plan.rank}, step {number}"
+            if tile in computed:
+                raise PlanError(f"{where}: computes {tile}, as does {computed[tile]}")
+            computed[tile] = where
+    found = sum(tile.pairs for tile in computed)
     if pairs is not None and found != pairs:
         raise PlanError(f"the tiles have {found} pairs of tokens, the mask {pairs}")
 
@@ -218,7 +243,9 @@ def _check_gradients(ranks: Sequence[_Rank]) -> None:
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:
         for item in rank.sums:
-            rank.need(item.owner == rank.plan.rank, f"still has {item} at the end")
+            if item.owner != rank.plan.rank:
+                raise rank.error(f"still has {item} at the end")
     for item, total in expected.items():
-        if found.get(item) != total:
-            raise PlanError(f"{item} ends with {found.get(item)}, expected {total}")
+        there = found.get(item, Counter())
+        for tile in (total - there) + (there - total):
+            raise PlanError(f"{item} ends with the part of {tile} in it {there[tile]} times")

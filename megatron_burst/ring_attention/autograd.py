@@ -57,7 +57,8 @@ def ring_attention(
         whole = [context.unshard(x, dim=1) for x in (q, k, v)]
         out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
 
-    without ever holding more than three ranks' K and V: its own, those in use, those arriving.
+    without ever holding more than a few ranks' K and V: its own, those in use, those arriving (two
+    more on a flat ring, four on a double ring; `allgather` holds all).
     Shapes, dtype and mask may change from call to call, on all ranks together.
 
     Args:

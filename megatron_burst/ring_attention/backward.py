@@ -20,7 +20,8 @@ def backward(
     # A row that sees nothing: exp(score - inf) is 0, where exp(score + inf) would end in NaN.
     lse = lse.masked_fill(lse.isneginf(), torch.inf)
     query: Block = (q, dout, lse)
-    if any(send.item.kind is Kind.QUERY for send in plan.sends):
+    moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
+    if Kind.QUERY in moved:
         query = (*query, row_products(dout, out))
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)

@@ -1,42 +1,60 @@
 """Draws the plans of all ranks: which tiles are computed at each step, and what travels.
 
-    python -m megatron_burst.tools.plan_figure --ranks 4 --output docs/plan.svg
+    python -m megatron_burst.tools.plan_figure --ranks-per-node 4 --output docs/plan.svg
+    python -m megatron_burst.tools.plan_figure --nodes 2 --ranks-per-node 2 \\
+        --output docs/plan-double.svg
 
 A row is a rank, a column a step. Nothing is drawn that is not read from the plans.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import batched
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.path
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
+from megatron_burst.config import GradientReturn
 from megatron_burst.layout import Interval, Layout, zigzag
 from megatron_burst.mask import Mask, Relation
-from megatron_burst.plan import Plan, Tile, Transfer, flat_kv_backward, flat_ring_forward
+from megatron_burst.plan import Channel, Kind, Plan, Send, Tile
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
+from megatron_burst.topology import Grid
 
 MOST_RANKS = 8
 """More ranks than this cannot be read at the width of a page."""
 FORMATS = (".svg", ".png", ".pdf")
 
-# One for each rank's keys; dark enough to be read as text, apart for the colour-blind, too.
+# One for each rank's blocks; dark enough to be read as text, apart for the colour-blind, too.
 _COLORS = ("#1667ad", "#d1620a", "#26803a", "#8b3fb0", "#b8860b", "#0a7f86", "#c02c5e", "#6b4a2b")
-_NARROWEST = 7.6  # inches that the words of the key need
+_NARROWEST = 8.9  # inches that the words of the key need
 _GREY, _VISIBLE, _BAND = "#8a8f98", "#e9ebee", "#c9ced6"
-# Inches: of a cell of the grid, of a score matrix in it, of the space left of the grid.
-_COLUMN, _ROW, _MATRIX, _LEFT = 1.62, 1.32, 0.92, 0.85
+# Inches: of a cell of the grid, of a score matrix in it, of the space left of the grid, of a title,
+# of the space between nodes, of the key.
+_COLUMN, _ROW, _MATRIX, _LEFT, _TITLE, _NODE, _KEY = 1.62, 1.32, 0.92, 0.85, 0.75, 0.42, 2.15
+_DASHES: Any = (0, (3.2, 1.8))  # of gradients
+_BETWEEN: dict[Channel, float] = {Channel.READ_BETWEEN: 2.8, Channel.GRADIENT_BETWEEN: 2.8}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "megatron_burst",  # equal plans make equal files
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9.5,
+}
+_BLOCK = {Kind.KV: "K and V", Kind.QUERY: "Q, dO, lse and delta"}
+_GRADIENT = {Kind.KV: "dK and dV", Kind.QUERY: "dQ"}
+_WHOSE = {Kind.KV: "keys", Kind.QUERY: "queries"}
+_RETURN = {
+    GradientReturn.CHAIN: "the sums of {} follow them",
+    GradientReturn.HOME: "each part of {} goes home",
 }
 
 
@@ -51,170 +69,233 @@ class Piece(NamedTuple):
 def pieces(layout: Layout, tile: Tile) -> list[Piece]:
     """Cut a tile, which counts local rows, into the chunks of the sequence that it covers."""
     found = []
-    for query_rows, query in _chunks(layout, tile.query_owner, tile.query_rows):
-        for key_rows, key in _chunks(layout, tile.key_owner, tile.key_rows):
+    for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
+        for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
             relation = tile.relation
-            if relation is Relation.CAUSAL and key_rows != query_rows:
+            if relation is Relation.CAUSAL and key_offset != query_offset:
                 # Off the diagonal of a causal square; tile rows and columns start together.
-                below = key_rows.start < query_rows.start
-                relation = Relation.FULL if below else Relation.EMPTY
+                relation = Relation.FULL if key_offset < query_offset else Relation.EMPTY
             if relation is not Relation.EMPTY:
                 found.append(Piece(query, key, relation))
     return found
 
 
-def _chunks(layout: Layout, rank: int, rows: Interval) -> list[tuple[Interval, Interval]]:
-    """The (local rows, positions) of those intervals of a rank that lie in `rows`."""
-    pairs = zip(layout.local_rows(rank), layout.shards[rank], strict=True)
-    return [(r, p) for r, p in pairs if rows.start <= r.start and r.stop <= rows.stop]
+def _chunks(layout: Layout, rank: int, rows: Interval) -> list[tuple[int, Interval]]:
+    """The positions that `rows` of a rank hold, interval by interval, each with its first row."""
+    found = []
+    for local, positions in zip(layout.local_rows(rank), layout.shards[rank], strict=True):
+        start, stop = max(rows.start, local.start), min(rows.stop, local.stop)
+        if start < stop:
+            shift = positions.start - local.start
+            found.append((start - rows.start, Interval(start + shift, stop + shift)))
+    return found
 
 
-def draw(ranks: int, mask: Mask, path: Path) -> None:
-    """Write the forward and backward plans of `ranks` ranks to `path`, in its suffix's format.
+def columns(step: int, send: Send) -> tuple[int, int]:
+    """Return from which column to which a message goes that is posted in `step`.
+
+    A block is there for the step after the one it lands in; a gradient was made before it leaves,
+    and is added at the end of the step it lands in.
+    """
+    return (step - 1, send.lands) if send.item.kind.is_gradient else (step, send.lands + 1)
+
+
+def draw(
+    nodes: int,
+    ranks_per_node: int,
+    path: Path,
+    *,
+    mask: Mask,
+    travels: Kind = Kind.KV,
+    gradient_return: GradientReturn = GradientReturn.HOME,
+) -> None:
+    """Write the forward and the backward of a ring to `path`, in its suffix's format.
 
     Raises:
         ValueError: the number of ranks or the suffix is not one that can be drawn.
     """
-    if not 2 <= ranks <= MOST_RANKS:
-        raise ValueError(f"--ranks {ranks}: between 2 and {MOST_RANKS} can be drawn")
+    ranks = nodes * ranks_per_node
+    if nodes < 1 or not 2 <= ranks <= MOST_RANKS:
+        raise ValueError(
+            f"--nodes {nodes} x --ranks-per-node {ranks_per_node}: between 2 and {MOST_RANKS} "
+            "ranks can be drawn"
+        )
     if path.suffix not in FORMATS:
         raise ValueError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
     layout = zigzag(4 * ranks, ranks)  # two tokens a chunk: the fewest that have a diagonal
-    forward = [flat_ring_forward(layout, mask, rank) for rank in range(ranks)]
-    backward = [flat_kv_backward(layout, mask, rank) for rank in range(ranks)]
+    grid = Grid(tuple(batched(range(ranks), ranks_per_node)))
+    ring = Ring(Tiling(layout, mask), grid, travels, gradient_return)
+    figure = _figure(ring, layout, mask)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(_STYLE):
-        width, panel = max(_LEFT + (ranks + 1) * _COLUMN, _NARROWEST), ranks * _ROW + 0.75
-        figure = Figure(figsize=(width, 2 * panel + 2.15), dpi=120, facecolor="white")
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:
+    """The key, the forward, in which K and V travel, and the backward."""
+    grid, kv = ring.grid, Ring(ring.tiling, ring.grid)
+    forward = [kv.forward(rank) for rank in range(grid.ranks)]
+    backward = [ring.backward(rank) for rank in range(grid.ranks)]
+    steps = max(len(plan.steps) for plan in backward)
+    with rc_context(_STYLE):
+        width = max(_LEFT + steps * _COLUMN, _NARROWEST)
+        panel = grid.ranks * _ROW + (grid.nodes - 1) * _NODE + _TITLE
+        figure = Figure(figsize=(width, 2 * panel + _KEY), dpi=120, facecolor="white")
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, width), ylim=(2 * panel + 2.15, 0), aspect="equal")
+        axes.set(xlim=(0, width), ylim=(2 * panel + _KEY, 0), aspect="equal")
         axes.axis("off")
-        _draw_key(axes, layout, mask)
-        _Panel(axes, layout, mask, top=2.15).draw("Forward", forward)
-        _Panel(axes, layout, mask, top=2.15 + panel).draw("Backward", backward)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        _draw_key(axes, ring, layout, mask)
+        title = f"Forward: {_BLOCK[Kind.KV]} travel"
+        _Panel(axes, layout, mask, grid, Kind.KV, top=_KEY).draw(title, forward)
+        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.travels])
+        if grid.nodes > 1 and ring.gradient_return is GradientReturn.HOME:
+            way += ", summed once a node"
+        title = f"Backward: {_BLOCK[ring.travels]} travel, {way}"
+        _Panel(axes, layout, mask, grid, ring.travels, top=_KEY + panel).draw(title, backward)
+    return figure
 
 
 class _Panel:
     """One grid of ranks and steps; x to the right and y down, in inches."""
 
-    def __init__(self, axes: Axes, layout: Layout, mask: Mask, top: float) -> None:
+    def __init__(
+        self, axes: Axes, layout: Layout, mask: Mask, grid: Grid, travels: Kind, top: float
+    ) -> None:
         self._axes, self._layout, self._mask = axes, layout, mask
-        self._top = top + 0.72
+        self._grid, self._travels, self._top = grid, travels, top + 0.72
 
     def draw(self, title: str, plans: Sequence[Plan]) -> None:
-        self._axes.text(0.12, self._top - 0.46, title, fontsize=13, fontweight="bold")
+        self._axes.text(0.12, self._top - 0.53, title, fontsize=13, fontweight="bold")
         for number in range(max(len(plan.steps) for plan in plans)):
-            x, _ = self._corner(0, number)
+            x = _LEFT + number * _COLUMN
             self._axes.text(x + _MATRIX / 2, self._top - 0.3, f"step {number}", ha="center")
         for plan in plans:
-            y = self._corner(plan.rank, 0)[1] + _MATRIX / 2
-            self._axes.text(0.12, y, f"rank {plan.rank}", va="center", fontweight="bold")
+            self._row_name(plan.rank)
             for number, step in enumerate(plan.steps):
                 self._cell(plan.rank, number, step.tiles)
-                for transfer in step.sends:
-                    self._arrow(plan.rank, number, transfer)
-                if not step.tiles:
-                    self._homecoming(plan.rank, number, step.receives)
+                for send in step.sends:
+                    self._message(plan.rank, number, send)
+            if any(send.item.kind.is_gradient for send in plan.sends):
+                x, y = self._corner(plan.rank, len(plan.steps) - 1)
+                words = f"{_GRADIENT[self._travels]} whole"
+                self._label(x, y + _MATRIX + 0.04, words, plan.rank, va="top")
 
     def _corner(self, rank: int, step: int) -> tuple[float, float]:
-        return _LEFT + step * _COLUMN, self._top + rank * _ROW
+        node, local = self._grid.place(rank)
+        row = node * self._grid.ranks_per_node + local
+        return _LEFT + step * _COLUMN, self._top + row * _ROW + node * _NODE
+
+    def _row_name(self, rank: int) -> None:
+        y = self._corner(rank, 0)[1]
+        self._axes.text(0.12, y + _MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
+        node, local = self._grid.place(rank)
+        if self._grid.nodes > 1 and local == 0:
+            self._axes.text(0.12, y - 0.05, f"node {node}", va="bottom", color=_GREY)
 
     def _cell(self, rank: int, step: int, tiles: Sequence[Tile]) -> None:
         if not tiles:
             return
         x, y = self._corner(rank, step)
-        _matrix(self._axes, self._layout, self._mask, rank, tiles, (x, y), _MATRIX)
-        for owner in {tile.key_owner for tile in tiles}:
-            whose = "own keys" if owner == rank else f"keys of rank {owner}"
-            self._label(x, y - 0.05, whose, owner, va="bottom")
+        band = _seen_with(self._layout, self._mask, rank, self._travels)
+        colored = [(tile, _COLORS[self._owner(tile)]) for tile in tiles]
+        _matrix(self._axes, self._layout, self._mask, band, colored, (x, y), _MATRIX)
+        for owner in {self._owner(tile) for tile in tiles}:
+            own = owner == rank
+            whose = _WHOSE[self._travels]
+            self._label(
+                x, y - 0.05, f"own {whose}" if own else f"{whose} of rank {owner}", owner, "bottom"
+            )
 
-    def _homecoming(self, rank: int, step: int, receives: Sequence[Transfer]) -> None:
-        x, y = self._corner(rank, step)
-        for transfer in receives:
-            owner = transfer.item.owner
-            box = Rectangle((x, y + 0.23), _MATRIX, 0.46, fill=False, edgecolor=_COLORS[owner])
-            self._axes.add_patch(box)
-            self._label(x, y + _MATRIX / 2, f"dK, dV of\nrank {owner} whole", owner, va="center")
+    def _owner(self, tile: Tile) -> int:
+        return tile.key_owner if self._travels is Kind.KV else tile.query_owner
 
     def _label(self, x: float, y: float, text: str, owner: int, va: str) -> None:
         self._axes.text(
             x + _MATRIX / 2, y, text, color=_COLORS[owner], ha="center", va=va, fontsize=8.5
         )
 
-    def _arrow(self, rank: int, step: int, transfer: Transfer) -> None:
-        """What leaves at `step`: a block is there at the next, a gradient is added in this one."""
-        gradient = transfer.item.kind.is_gradient
-        column = step - 1 if gradient else step  # a gradient that leaves was made one step before
-        down = transfer.peer - rank
-        if abs(down) == 1:
-            self._one_arrow(rank, column, rank + down, transfer)
-            return
-        # Around the end of the ring: out of one edge of the grid and in at the other.
-        self._one_arrow(rank, column, rank + 1, transfer, part=(0.0, 0.5))
-        self._one_arrow(transfer.peer - 1, column, transfer.peer, transfer, part=(0.5, 1.0))
+    def _message(self, rank: int, step: int, send: Send) -> None:
+        """Draw a message from where it leaves to where it is used."""
+        first, last = columns(step, send)
+        shift = 0.14 if send.item.kind.is_gradient else -0.14
+        (x0, y0), (x1, y1) = self._corner(rank, first), self._corner(send.peer, last)
+        begin, end = (x0 + _MATRIX + 0.03, y0 + 0.5 + shift), (x1 - 0.03, y1 + 0.4 + shift)
+        if last - first > 1:  # below its row until its last step is over, past the other cells
+            lane = y0 + _MATRIX + (0.16 if shift > 0 else 0.08)
+            ways = ((begin[0] + 0.1, lane), (end[0] - (_COLUMN - _MATRIX) + 0.1, lane))
+            self._line(send, (begin, *ways, end))
+        elif self._goes_around(rank, send.peer):
+            # Out of one edge of its node's rows and in at the other.
+            middle = (begin[0] + end[0]) / 2
+            below, above = y0 + 0.45 + _ROW / 2 + shift, y1 + 0.45 - _ROW / 2 + shift
+            self._line(send, (begin, (middle, below)), arrow="-")
+            self._line(send, ((middle, above), end))
+        else:
+            self._line(send, (begin, end))
 
-    def _one_arrow(
-        self,
-        rank: int,
-        column: int,
-        peer: int,
-        transfer: Transfer,
-        part: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
-        gradient = transfer.item.kind.is_gradient
-        (x0, y0), (x1, y1) = self._corner(rank, column), self._corner(peer, column + 1)
-        shift = 0.14 if gradient else -0.14
-        x0, y0, x1, y1 = x0 + _MATRIX, y0 + 0.5 + shift, x1, y1 + 0.4 + shift
-        begin, end = ((x0 + f * (x1 - x0), y0 + f * (y1 - y0)) for f in part)
+    def _goes_around(self, rank: int, peer: int) -> bool:
+        (node, local), (other, place) = self._grid.place(rank), self._grid.place(peer)
+        return node == other and place == 0 and local == self._grid.ranks_per_node - 1 > 0
+
+    def _line(self, send: Send, points: Iterable[tuple[float, float]], arrow: str = "-|>") -> None:
         self._axes.add_patch(
             FancyArrowPatch(
-                begin,
-                end,
-                arrowstyle="-|>" if part[1] == 1.0 else "-",
+                path=matplotlib.path.Path(list(points)),
+                arrowstyle=arrow,
                 mutation_scale=11,
-                shrinkA=2,
-                shrinkB=2,
-                linewidth=1.5,
-                linestyle=(0, (3.2, 1.8)) if gradient else "-",
-                color=_COLORS[transfer.item.owner],
+                linewidth=_BETWEEN.get(send.channel, 1.5),
+                linestyle=_DASHES if send.item.kind.is_gradient else "-",
+                color=_COLORS[send.item.owner],
+                fill=arrow != "-",
             )
         )
+
+
+def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Piece]:
+    """The scores of what stays at a rank: of its queries, or where queries travel of its keys."""
+    end = layout.ranks * layout.local_tokens
+    found = []
+    for own in layout.shards[rank]:
+        others = Interval(0, end)
+        if mask.is_causal:
+            others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
+            found.append(Piece(own, own, Relation.CAUSAL))
+        pair = (own, others) if travels is Kind.KV else (others, own)
+        found.append(Piece(*pair, Relation.FULL))
+    return found
 
 
 def _matrix(
     axes: Axes,
     layout: Layout,
     mask: Mask,
-    rank: int | None,
-    tiles: Sequence[Tile],
+    band: Sequence[Piece],
+    tiles: Sequence[tuple[Tile, str]],
     corner: tuple[float, float],
     size: float,
 ) -> None:
-    """The score matrix at `corner`: what the mask shows, the rank's queries, the tiles computed."""
+    """The score matrix at `corner`: what the mask shows, the rank's part, the tiles computed."""
     (x, y), tokens = corner, layout.ranks * layout.local_tokens
     unit = size / tokens
 
     def at(key: int, query: int) -> tuple[float, float]:
         return x + key * unit, y + query * unit
 
-    def fill(query: Interval, key: Interval, triangle: bool, color: str) -> None:
+    def fill(piece: Piece, color: str) -> None:
+        query, key = piece.query, piece.key
         corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if triangle else [(key.stop, query.start)]
+        corners += [] if piece.relation is Relation.CAUSAL else [(key.stop, query.start)]
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
-    fill(everything, everything, mask.is_causal, _VISIBLE)
-    for query in layout.shards[rank] if rank is not None else ():
-        seen = Interval(0, query.start) if mask.is_causal else everything
-        fill(query, seen, False, _BAND)
-        if mask.is_causal:
-            fill(query, query, True, _BAND)
-    for tile in tiles:
+    shown = Relation.CAUSAL if mask.is_causal else Relation.FULL
+    fill(Piece(everything, everything, shown), _VISIBLE)
+    for piece in band:
+        fill(piece, _BAND)
+    for tile, color in tiles:
         for piece in pieces(layout, tile):
-            triangle = piece.relation is Relation.CAUSAL
-            fill(piece.query, piece.key, triangle, _COLORS[tile.key_owner])
+            fill(piece, color)
     for line in range(1, 2 * layout.ranks):
         cut = line * size / (2 * layout.ranks)
         across = ((x, x + size, nan, x + cut, x + cut), (y + cut, y + cut, nan, y, y + size))
@@ -222,10 +303,10 @@ def _matrix(
     axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=_GREY, linewidth=0.8))
 
 
-def _draw_key(axes: Axes, layout: Layout, mask: Mask) -> None:
+def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
     """How to read the figure: one large score matrix with its axes, and the signs in words."""
     size, x, y, chunks = 1.35, 0.62, 0.5, 2 * layout.ranks
-    _matrix(axes, layout, mask, 0, (), (x, y), size)
+    _matrix(axes, layout, mask, _seen_with(layout, mask, 0, Kind.KV), (), (x, y), size)
     holder = {chunk: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
     for index, chunk in enumerate(sorted(holder)):
         middle, rank = (index + 0.5) * size / chunks, holder[chunk]
@@ -239,31 +320,39 @@ def _draw_key(axes: Axes, layout: Layout, mask: Mask) -> None:
         axes.text(x - 0.1, y + middle, str(rank), **style)
     axes.text(x + size / 2, y - 0.22, "keys, by the rank that holds them", ha="center", fontsize=8)
     axes.text(x - 0.22, y + size / 2, "queries", ha="right", va="center", rotation=90, fontsize=8)
-    axes.text(2.7, 0.3, f"{layout.ranks} ranks, one ring, zigzag", fontsize=13, fontweight="bold")
+    title = f"{layout.ranks} ranks, {ring.grid}, zigzag"
+    axes.text(2.7, 0.3, title, fontsize=13, fontweight="bold")
     lines = (
         f"Each square is the whole score matrix, cut into {chunks} x {chunks} chunks.",
         f"Rank r holds the chunks r and {chunks - 1} - r of the sequence.",
     )
     for row, line in enumerate(lines):
         axes.text(2.7, 0.6 + 0.23 * row, line)
+    keys_stay = "; backward, what sees its keys"
     signs = (
         (_VISIBLE, "what the causal mask lets through" if mask.is_causal else "the scores"),
-        (_BAND, "what a rank's own queries see; here, above, rank 0's"),
-        (_COLORS[1], "computed in this step, in the colour of the keys' owner"),
+        (
+            _BAND,
+            "what a rank's own queries see (above, rank 0's)"
+            + (keys_stay if ring.travels is Kind.QUERY else ""),
+        ),
+        (_COLORS[1], "computed in this step, in the colour of the owner of what travels"),
     )
     for row, (color, words) in enumerate(signs):
         top = 1.07 + 0.23 * row
         axes.add_patch(Rectangle((2.7, top - 0.11), 0.24, 0.14, facecolor=color))
         axes.text(3.05, top, words)
-    axes.add_patch(FancyArrowPatch((2.7, 1.72), (2.98, 1.72), arrowstyle="-|>", mutation_scale=9))
-    axes.text(3.05, 1.76, "K and V travel")
-    dashed = (0, (3.2, 1.8))
-    axes.add_patch(
-        FancyArrowPatch(
-            (4.6, 1.72), (4.95, 1.72), arrowstyle="-|>", mutation_scale=9, linestyle=dashed
-        )
-    )
-    axes.text(5.02, 1.76, "the sum of their gradients follows")
+    arrows: list[tuple[float, str, dict[str, Any]]] = [
+        (2.7, "blocks travel", {}),
+        (4.15, "gradients", {"linestyle": _DASHES}),
+    ]
+    if ring.grid.nodes > 1:
+        thick = _BETWEEN[Channel.READ_BETWEEN]
+        arrows.append((5.4, "between nodes", {"linewidth": thick}))
+    for left, words, sign in arrows:
+        ends = (left, 1.72), (left + 0.3, 1.72)
+        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, **sign))
+        axes.text(left + 0.36, 1.76, words)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -271,12 +360,34 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_burst.tools.plan_figure", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="default: %(default)s")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=4, metavar="L", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--backward",
+        choices=[kind.value for kind in _BLOCK],
+        default=Kind.KV.value,
+        help="what travels in the backward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gradient-return",
+        choices=[way.value for way in _RETURN],
+        default=GradientReturn.HOME.value,
+        help="how the gradients of what travels come home (default: %(default)s)",
+    )
     parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--output", type=Path, required=True, help=f"ends in {', '.join(FORMATS)}")
     args = parser.parse_args(argv)
     try:
-        draw(args.ranks, Mask.causal() if args.mask == "causal" else Mask.full(), args.output)
+        draw(
+            args.nodes,
+            args.ranks_per_node,
+            args.output,
+            mask=Mask.causal() if args.mask == "causal" else Mask.full(),
+            travels=Kind(args.backward),
+            gradient_return=GradientReturn(args.gradient_return),
+        )
     except (ValueError, OSError) as error:
         parser.exit(1, f"plan_figure: {error}\n")
 

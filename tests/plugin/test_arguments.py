@@ -108,7 +108,7 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
         (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
             BURST + "--context-parallel-algo ring --burst-backward query",
-            "--burst-backward query has no effect under --context-parallel-algo ring: drop it or ta",
+            "--burst-backward query has no effect under --context-parallel-algo ring: drop it",
         ),
         (
             BURST + "--context-parallel-algo ulysses --burst-grad-dtype model",

@@ -1,64 +1,152 @@
 """The figure of the plans: it shows all of the mask and nothing twice, and it is a file. (fast)"""
 
+import re
+from itertools import batched
 from pathlib import Path
 
 import pytest
 
+from megatron_burst.config import GradientReturn
 from megatron_burst.layout import zigzag
 from megatron_burst.mask import Mask, Relation
-from megatron_burst.plan import flat_kv_backward, flat_ring_forward
+from megatron_burst.plan import Channel, Kind, Send
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
 from megatron_burst.tools import plan_figure
+from megatron_burst.topology import Grid
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+def make_ring(nodes: int, length: int, mask: Mask | None = None, **options: object) -> Ring:
+    ranks = nodes * length
+    grid = Grid(tuple(batched(range(ranks), length)))
+    return Ring(Tiling(zigzag(4 * ranks, ranks), mask or Mask.causal()), grid, **options)
+
+
+def words(svg: str) -> list[str]:
+    return sorted(re.findall(r">([^<>]+)</text>", svg))
+
+
+@pytest.mark.parametrize(("nodes", "length"), [(1, 2), (1, 3), (2, 2), (1, 8)])
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.full()], ids=["causal", "full"])
-@pytest.mark.parametrize("planned", [flat_ring_forward, flat_kv_backward])
-def test_the_pieces_of_all_ranks_are_the_mask_once(ranks: int, mask: Mask, planned) -> None:
-    layout = zigzag(6 * ranks, ranks)
+@pytest.mark.parametrize("make", [Ring.forward, Ring.backward])
+def test_the_pieces_of_all_ranks_are_the_mask_once(
+    nodes: int, length: int, mask: Mask, make
+) -> None:
+    ring = make_ring(nodes, length, mask)
+    layout = zigzag(4 * nodes * length, nodes * length)
     drawn = [
         (i, j)
-        for rank in range(ranks)
-        for tile in planned(layout, mask, rank).tiles
+        for rank in range(layout.ranks)
+        for tile in make(ring, rank).tiles
         for piece in plan_figure.pieces(layout, tile)
         for i in range(*piece.query)
         for j in range(*piece.key)
-        if piece.relation is Relation.FULL or j <= i
+        if piece.relation is Relation.FULL or j - piece.key.start <= i - piece.query.start
     ]
-    tokens = range(6 * ranks)
+    tokens = range(layout.ranks * layout.local_tokens)
     visible = [(i, j) for i in tokens for j in tokens if j <= i or not mask.is_causal]
     assert sorted(drawn) == visible
 
 
+@pytest.mark.parametrize(("nodes", "length"), [(1, 4), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("travels", [Kind.KV, Kind.QUERY])
+def test_a_block_comes_where_it_is_used_and_a_gradient_from_where_it_was_made(
+    nodes: int, length: int, travels: Kind
+) -> None:
+    ring = make_ring(nodes, length, travels=travels, gradient_return=GradientReturn.HOME)
+    plans = [ring.backward(rank) for rank in range(nodes * length)]
+
+    def computes(rank: int, column: int, owner: int) -> bool:
+        tiles = plans[rank].steps[column].tiles
+        return owner in {t.key_owner if travels is Kind.KV else t.query_owner for t in tiles}
+
+    for plan in plans:
+        for number, step in enumerate(plan.steps):
+            for send in step.sends:
+                first, last = plan_figure.columns(number, send)
+                if not send.item.kind.is_gradient:
+                    assert computes(send.peer, last, send.item.owner)
+                elif send.channel is Channel.GRADIENT_WITHIN:  # else a sum that has come together
+                    assert computes(plan.rank, first, send.item.owner)
+
+
+def test_a_message_between_nodes_takes_as_many_columns_as_a_pass_has_steps() -> None:
+    for number, step in enumerate(make_ring(2, 3).forward(0).steps):
+        for send in step.sends:
+            first, last = plan_figure.columns(number, send)
+            assert last - first == (3 if send.channel is Channel.READ_BETWEEN else 1)
+
+
+def test_every_message_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Send] = []
+    line = plan_figure._Panel._line
+
+    def count(self, send: Send, points, arrow: str = "-|>") -> None:
+        drawn.extend([send] * (arrow != "-"))  # not the first half of one that goes around
+        line(self, send, points, arrow)
+
+    monkeypatch.setattr(plan_figure._Panel, "_line", count)
+    plan_figure.main(["--nodes", "2", "--ranks-per-node", "3", "--output", str(tmp_path / "a.svg")])
+    ring = make_ring(2, 3, gradient_return=GradientReturn.HOME)
+    plans = [make(rank) for make in (ring.forward, ring.backward) for rank in range(6)]
+    assert sorted(drawn) == sorted(send for plan in plans for send in plan.sends)
+
+
 def test_the_svg_holds_its_words_as_text(tmp_path: Path) -> None:
     output = tmp_path / "new" / "plan.svg"
-    plan_figure.main(["--ranks", "3", "--output", str(output)])
-    svg = output.read_text()
-    for words in ("Forward", "Backward", "rank 2", "step 3", "keys of rank 1", "dK, dV of"):
-        assert f">{words}<" in svg
-    assert ">rank 3<" not in svg and ">step 4<" not in svg
+    plan_figure.main(["--ranks-per-node", "3", "--output", str(output)])
+    found = words(output.read_text())
+    assert {"rank 2", "step 3", "keys of rank 1", "own keys", "dK and dV whole"} <= set(found)
+    assert "Forward: K and V travel" in found
+    assert "Backward: K and V travel, each part of dK and dV goes home" in found
+    assert not {"rank 3", "step 4", "node 0", "between nodes"} & set(found)
+
+
+def test_the_options_are_in_the_figure(tmp_path: Path) -> None:
+    output = tmp_path / "double.svg"
+    options = "--nodes 2 --ranks-per-node 2 --backward query --gradient-return chain"
+    plan_figure.main([*options.split(), "--output", str(output)])
+    found = words(output.read_text())
+    assert "Backward: Q, dO, lse and delta travel, the sums of dQ follow them" in found
+    assert {"node 0", "node 1", "between nodes", "own queries", "dQ whole", "step 5"} <= set(found)
+    assert "4 ranks, double ring of 2 nodes x 2 ranks, zigzag" in found
 
 
 def test_equal_plans_make_equal_files_and_a_mask_another(tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.svg" for name in "abc"]
     for file, mask in zip(files, ("causal", "causal", "full"), strict=True):
-        plan_figure.main(["--ranks", "2", "--mask", mask, "--output", str(file)])
+        plan_figure.main(["--ranks-per-node", "2", "--mask", mask, "--output", str(file)])
     first, second, full = (file.read_bytes() for file in files)
     assert first == second != full
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "message"),
+    ("name", "options"), [("plan.svg", ""), ("plan-double.svg", "--nodes 2 --ranks-per-node 2")]
+)
+def test_the_figures_of_the_documentation_are_up_to_date(
+    tmp_path: Path, name: str, options: str
+) -> None:
+    plan_figure.main([*options.split(), "--output", str(tmp_path / name)])
+    assert words((tmp_path / name).read_text()) == words((DOCS / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "message"),
     [
-        ("1", "plan.svg", "--ranks 1: between 2 and 8"),
-        ("9", "plan.svg", "--ranks 9: between 2 and 8"),
-        ("4", "plan.bmp", "must end in .svg, .png, .pdf"),
+        ("--ranks-per-node 1", "plan.svg", "--nodes 1 x --ranks-per-node 1: between 2 and 8 ranks"),
+        ("--nodes 3 --ranks-per-node 3", "plan.svg", "between 2 and 8 ranks"),
+        ("--nodes -2 --ranks-per-node -2", "plan.svg", "between 2 and 8 ranks"),
+        ("--nodes 0", "plan.svg", "between 2 and 8 ranks"),
+        ("--ranks-per-node 4", "plan.bmp", "must end in .svg, .png, .pdf"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: str, name: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, name: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        plan_figure.main(["--ranks", ranks, "--output", str(tmp_path / name)])
+        plan_figure.main([*options.split(), "--output", str(tmp_path / name)])
     assert ended.value.code == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
