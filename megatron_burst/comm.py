@@ -124,7 +124,8 @@ class Message:
 
     def __str__(self) -> str:
         verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
-        return f"{verb} {self.transfer.item} {side} rank {self.peer}"
+        item = self.transfer.item  # its owner is counted in the group, the peer in the job
+        return f"{verb} {item.kind} of CP rank {item.owner} {side} rank {self.peer}"
 
 
 class Flight:

@@ -19,7 +19,7 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
     Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
     lets through, where these are given; a send meets a receive of the same item in the same order,
-    nobody waits for ever even where a rank's batches go one by one (NCCL may run them so), no buffer
+    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer
     is overwritten while its content is needed or on its way, a tile reads only blocks that its rank
     has, nothing is left over, and (backward) every gradient is at home at the end with each tile's
     partial in it exactly once.

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.comm import CommunicationError, Communicator, PendingTransfers
+from megatron_burst.comm import CommunicationError, PendingTransfers
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plan import Item, Kind, Step, Transfer
-from tests.workers import WorkerPool
+from megatron_burst.plan import Channel, Item, Kind, Receive, Send
+from tests.workers import Team, WorkerPool
 
-RANKS, BROKEN = 3, 1
+BROKEN = 1
 SLACK_SECONDS = 20  # for a machine with more to do
 NAMED = re.compile(
     r"rank (?P<rank>\d), (forward|backward) step (?P<step>\d): could not "
-    r"(receive|send) (kv|d_kv) of rank \d (from|to) rank (?P<peer>\d)"
+    r"(receive|send) (kv|d_kv|query|d_query) of CP rank \d (from|to) rank (?P<peer>\d)"
 )
 
 
@@ -53,26 +54,82 @@ def stall_in_the_first_call(context: BurstContext) -> None:
         attend(context)
 
 
+@dataclass(frozen=True)
+class StallInABackward:
+    """The broken rank computes so many tiles of its second backward and then no more."""
+
+    tiles: int
+
+    def __call__(self, context: BurstContext) -> None:
+        attend(context)
+        if context.rank == BROKEN:
+            left, backward = iter(range(self.tiles)), CpuKernel.backward
+
+            def stalling(*arguments: Any) -> Any:
+                if next(left, None) is None:
+                    time.sleep(600)
+                return backward(*arguments)
+
+            CpuKernel.backward = stalling  # type: ignore[method-assign]
+        attend(context)
+
+
+class Job:
+    """The processes of one job, each of which plays the same scenario."""
+
+    def __init__(self, members: list[tuple[Any, Connection]]) -> None:
+        self._members = members
+
+    def replies(self, ranks: list[int]) -> dict[int, tuple[str, str, float]]:
+        """For each rank: the kind of its error, the message, and after how many seconds."""
+        found = {}
+        for rank in ranks:
+            connection = self._members[rank][1]
+            assert connection.poll(60), f"rank {rank} hangs"
+            found[rank] = connection.recv()
+        return found
+
+    def ends_by_itself(self, rank: int) -> bool:
+        process, connection = self._members[rank]
+        connection.send("leave")
+        process.join(SLACK_SECONDS)
+        return process.exitcode == 0
+
+    def exit_code(self, rank: int) -> int | None:
+        process = self._members[rank][0]
+        process.join(SLACK_SECONDS)
+        return process.exitcode
+
+
+type Scenario = Callable[[BurstContext], None]
+
+
+def in_a_context(scenario: Scenario, config: BurstConfig) -> Callable[[], None]:
+    context = BurstContext.create(config)
+    return lambda: scenario(context)
+
+
 def member(
-    scenario: Callable[[BurstContext], None],
+    prepare: Callable[..., Callable[[], None]],
+    arguments: tuple[Any, ...],
     rank: int,
+    ranks: int,
     store: str,
-    timeout_seconds: float,
     group_seconds: float,
     connection: Connection,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, RANKS),
+        store=dist.FileStore(store, ranks),
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=group_seconds),
     )
-    context = BurstContext.create(BurstConfig(timeout_seconds=timeout_seconds))
+    action = prepare(*arguments)
     began = time.monotonic()
     try:
-        scenario(context)
+        action()
         connection.send(("no error", "", 0.0))
     except Exception as error:
         connection.send((type(error).__name__, str(error), time.monotonic() - began))
@@ -80,102 +137,145 @@ def member(
 
 
 @contextmanager
-def processes(
-    scenario: Callable[[BurstContext], None],
+def job(
     store: Path,
-    *,
-    timeout_seconds: float,
+    ranks: int,
+    prepare: Callable[..., Callable[[], None]],
+    *arguments: Any,
     group_seconds: float = 60,
-) -> Iterator[list[tuple[Any, Connection]]]:
+) -> Iterator[Job]:
+    """Start the ranks of a job; each makes its action and carries it out."""
     server = multiprocessing.get_context("forkserver")  # torch is imported once for all
     server.set_forkserver_preload(["megatron_burst"])
     members = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         here, there = server.Pipe()
-        arguments = (scenario, rank, str(store), timeout_seconds, group_seconds, there)
-        process = server.Process(target=member, args=arguments, daemon=True)
+        process = server.Process(
+            target=member,
+            args=(prepare, arguments, rank, ranks, str(store), group_seconds, there),
+            daemon=True,
+        )
         process.start()
         there.close()
         members.append((process, here))
     try:
-        yield members
+        yield Job(members)
     finally:
         for process, _ in members:
             process.kill()
             process.join()
 
 
-def replies(members: list[tuple[Any, Connection]], ranks: list[int]) -> dict[int, Any]:
-    found = {}
-    for rank in ranks:
-        assert members[rank][1].poll(60), f"rank {rank} hangs"
-        found[rank] = members[rank][1].recv()
-    return found
-
-
-def ends_by_itself(member: tuple[Any, Connection]) -> bool:
-    process, connection = member
-    connection.send("leave")
-    process.join(SLACK_SECONDS)
-    return process.exitcode == 0
-
-
 def test_when_a_rank_is_killed_its_neighbours_name_it_and_nobody_stays_behind(
     tmp_path: Path,
 ) -> None:
-    with processes(die_in_the_first_tile, tmp_path / "store", timeout_seconds=5) as members:
-        survivors = replies(members, [0, 2])
+    config = BurstConfig(timeout_seconds=5)
+    with job(tmp_path / "store", 3, in_a_context, die_in_the_first_tile, config) as broken_job:
+        survivors = broken_job.replies([0, 2])
         for rank, (kind, text, seconds) in survivors.items():
             assert kind == "CommunicationError", text
             named = NAMED.match(text)
             assert named and int(named["rank"]) == rank, text
             assert seconds < 5 + SLACK_SECONDS
         # Rank 2 receives from the dead one; what was sent before the end may still arrive.
-        assert re.search("could not receive kv of rank [01] from rank 1", survivors[2][1])
-        members[BROKEN][0].join(SLACK_SECONDS)
-        assert members[BROKEN][0].exitcode == -signal.SIGKILL
-        assert all(ends_by_itself(members[rank]) for rank in survivors)
+        assert re.search("could not receive kv of CP rank [01] from rank 1", survivors[2][1])
+        assert broken_job.exit_code(BROKEN) == -signal.SIGKILL
+        assert all(map(broken_job.ends_by_itself, survivors))
 
 
 def test_when_a_rank_stalls_the_one_that_waits_for_it_gives_up_in_time(tmp_path: Path) -> None:
-    with processes(stall, tmp_path / "store", timeout_seconds=2) as members:
-        found = replies(members, [0, 1, 2])
+    config = BurstConfig(timeout_seconds=2)
+    with job(tmp_path / "store", 3, in_a_context, stall, config) as broken_job:
+        found = broken_job.replies([0, 1, 2])
         assert found[BROKEN][0] == "no error"
         for rank in (0, 2):
             kind, text, seconds = found[rank]
             assert kind == "CommunicationError" and NAMED.match(text), text
             assert 1.9 < seconds < 2 + SLACK_SECONDS
-        assert "rank 2, forward step 0: could not receive kv of rank 1 from rank 1" in found[2][1]
-        assert all(map(ends_by_itself, members))
+        assert (
+            "rank 2, forward step 0: could not receive kv of CP rank 1 from rank 1" in found[2][1]
+        )
+        assert all(map(broken_job.ends_by_itself, found))
+
+
+QUERY_ON_TWO_NODES = BurstConfig(
+    timeout_seconds=2, backward="query", topology="double", ranks_per_node=2
+)
+
+
+def test_a_stall_in_a_query_ring_on_two_nodes_is_named_with_step_peer_and_item(
+    tmp_path: Path,
+) -> None:
+    scenario = StallInABackward(tiles=0)
+    with job(tmp_path / "store", 4, in_a_context, scenario, QUERY_ON_TWO_NODES) as broken_job:
+        found = broken_job.replies([0, 2, 3])
+        for rank, (kind, text, seconds) in found.items():
+            named = NAMED.match(text)
+            assert kind == "CommunicationError" and named and int(named["rank"]) == rank, text
+            assert 1.9 < seconds < 2 + SLACK_SECONDS
+        # Within the node a block that came from the other one, between nodes a gradient.
+        assert (
+            "rank 0, backward step 2: could not receive query of CP rank 3 from rank 1"
+            in found[0][1]
+        )
+        assert (
+            "rank 3, backward step 5: could not receive d_query of CP rank 3 from rank 1"
+            in found[3][1]
+        )
 
 
 def test_when_a_rank_never_calls_at_all_the_others_give_up_in_time(tmp_path: Path) -> None:
-    options = {"timeout_seconds": 2, "group_seconds": 6}
-    with processes(stall_in_the_first_call, tmp_path / "store", **options) as members:
-        for kind, text, _ in replies(members, [0, 2]).values():
+    scenario = in_a_context, stall_in_the_first_call, BurstConfig(timeout_seconds=2)
+    with job(tmp_path / "store", 3, *scenario, group_seconds=6) as broken_job:
+        for kind, text, _ in broken_job.replies([0, 2]).values():
             assert kind == "CommunicationError", text
 
 
+def make_two_contexts(timeout_seconds: float) -> Callable[[], None]:
+    """Two context-parallel groups, one of which never makes its context."""
+    groups = [dist.new_group(range(first, first + 2)) for first in (0, 2)]
+
+    def make() -> None:
+        if dist.get_rank() < 2:
+            BurstContext.create(BurstConfig(timeout_seconds=timeout_seconds), groups[0])
+
+    return make
+
+
+def test_when_another_group_makes_no_context_this_one_gives_up_in_time(tmp_path: Path) -> None:
+    # New process groups need all ranks of the job.
+    with job(tmp_path / "store", 4, make_two_contexts, 2) as broken_job:
+        found = broken_job.replies([0, 1, 2, 3])
+        assert [found[rank][0] for rank in (2, 3)] == ["no error"] * 2
+        for rank in (0, 1):
+            kind, text, seconds = found[rank]
+            assert kind == "CommunicationError", text
+            what = "could not make process groups with the whole job"
+            assert text.startswith(f"rank {rank}, at the start: {what}")
+            assert seconds < 2 + SLACK_SECONDS
+        assert re.search("2, ?3", found[0][1]), found[0][1]  # gloo's first rank knows who
+
+
 def test_transfers_are_waited_for_once() -> None:
-    arrived = {Item(Kind.KV, 1): (torch.zeros(1),)}
-    pending = PendingTransfers([], arrived, "forward step 0", None)
-    assert pending.wait() == arrived
+    pending = PendingTransfers([], [], "forward step 0", None)
+    assert pending.wait() == []
     with pytest.raises(RuntimeError, match="waited for already"):
         pending.wait()
 
 
-def wait_twice(group: dist.ProcessGroup) -> str:
-    rank, peer = group.rank(), 1 - group.rank()
-    block = (torch.full((3,), float(rank)),)
-    step = Step(
-        receives=(Transfer(Item(Kind.KV, peer), peer),),
-        sends=(Transfer(Item(Kind.KV, rank), peer),),
-    )
-    pending = Communicator(group, 30).post(
-        step, "step 0", {Item(Kind.KV, rank): block}, {Kind.KV: block}
-    )
-    (received,) = pending.wait()[Item(Kind.KV, peer)]
-    assert received.tolist() == [peer] * 3
+def wait_twice(team: Team) -> str:
+    rank, peer = team.rank, 1 - team.rank
+    communicator = team.context(BurstConfig()).communicator
+    way = (peer, Channel.READ_WITHIN, 0)
+    receive = Receive(Item(Kind.KV, peer), *way, buffer=0)
+    arriving = (torch.empty(3),)
+    messages = [
+        *communicator.messages(receive, arriving),
+        *communicator.messages(Send(Item(Kind.KV, rank), *way), (torch.full((3,), float(rank)),)),
+    ]
+    pending = communicator.start(messages, "step 0")
+    assert pending.wait() == [receive]
+    assert arriving[0].tolist() == [peer] * 3
     try:
         pending.wait()
     except RuntimeError as error:
@@ -188,6 +288,57 @@ def test_transfers_that_travelled_are_waited_for_once(workers: WorkerPool) -> No
     assert workers.run(2, wait_twice) == ["these transfers have been waited for already"] * 2
 
 
+class OneHandle:
+    """What NCCL returns for a batch: one work for all of its messages."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:  # with a time limit the host would block
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+def watched_names(team: Team, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    context = team.context(BurstConfig(backward="query"))
+    start, names = dist.batch_isend_irecv, []
+
+    class Recorder:
+        def watch(self, name: str, is_completed: Callable[[], bool]) -> None:
+            assert is_completed() in (True, False)
+            names.append(name)
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: [OneHandle(start(batch))])
+    context.communicator._watchdog = Recorder()
+    context.communicator._timeout = None
+    attend(context)
+    return names
+
+
+def watched(team: Team) -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return watched_names(team, monkeypatch)
+
+
+def test_as_on_nccl_each_batch_is_watched_under_the_names_of_its_messages(
+    workers: WorkerPool,
+) -> None:
+    for rank, names in enumerate(workers.run(2, watched)):
+        me, peer, other = 6 + rank, 7 - rank, 1 - rank
+        assert names == [
+            f"rank {me}, {step}: receive {arrives} of CP rank {owner} from rank {peer}; "
+            f"send {leaves} of CP rank {sender} to rank {peer}"
+            for step, arrives, owner, leaves, sender in (
+                ("forward step 0", "kv", other, "kv", rank),
+                ("backward step 0", "query", other, "query", rank),
+                ("backward step 2", "d_query", rank, "d_query", other),
+            )
+        ]
+
+
 def error_of(action: Callable[[], object]) -> str:
     try:
         action()
@@ -196,14 +347,14 @@ def error_of(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def disagree_on_the_configuration(group: dist.ProcessGroup) -> str:
-    config = BurstConfig(kernel="cpu" if group.rank() == 1 else "auto")
-    return error_of(lambda: BurstContext.create(config, group))
+def disagree_on_the_configuration(team: Team) -> str:
+    config = BurstConfig(kernel="cpu" if team.rank == 1 else "auto")
+    return error_of(lambda: team.context(config))
 
 
-def disagree_on_a_call(group: dist.ProcessGroup, what: str) -> str:
-    context = BurstContext.create(BurstConfig(), group)
-    odd = group.rank() == 1
+def disagree_on_a_call(team: Team, what: str) -> str:
+    context = team.context(BurstConfig())
+    odd = team.rank == 1
     tokens = 8 if what == "tokens" and odd else 4
     heads = 4 if what == "heads" and odd else 2
     dtype = torch.bfloat16 if what == "dtype" and odd else torch.float32

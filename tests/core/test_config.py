@@ -1,6 +1,7 @@
 """What BurstConfig accepts and refuses, and the flags that come from its fields. (fast tier)"""
 
 import dataclasses
+import itertools
 from enum import StrEnum
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_burst.config import (
     Algorithm,
     Backward,
     GradDtype,
+    GradientReturn,
     LayoutName,
     Topology,
     flags,
@@ -22,7 +24,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "layout": LayoutName,
     "grad_dtype": GradDtype,
 }
-BUILT = {flag.field: flag.values for flag in flags()}
+BUILT = {flag.field: flag.values for flag in flags() if flag.values}
 NOT_BUILT = [
     (name, value.value)
     for name, enum in ENUMS.items()
@@ -41,19 +43,33 @@ def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
 
 def test_flags_agree_with_the_fields() -> None:
     fields = {f.name: f for f in dataclasses.fields(BurstConfig)}
-    assert list(fields) == [*(flag.field for flag in flags()), "timeout_seconds"]
+    without_a_flag = {"gradient_return", "timeout_seconds"}
     names = {
         "algorithm": "--context-parallel-algo",
         "backward": "--burst-backward",
         "topology": "--burst-topology",
+        "ranks_per_node": "--burst-ranks-per-node",
         "layout": "--burst-layout",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
     }
     assert {flag.field: flag.name for flag in flags()} == names
+    assert list(fields) == [n for n in fields if n in without_a_flag or n in names]
+    assert fields.keys() == names.keys() | without_a_flag
     for flag in flags():
         assert flag.default == fields[flag.field].default == getattr(BurstConfig(), flag.field)
         assert not flag.values or flag.default in flag.values
+
+
+def test_flags_offer_what_is_built() -> None:
+    assert BUILT == {
+        "algorithm": ("burst", "ring", "allgather", "ulysses"),
+        "backward": ("auto", "query", "kv"),
+        "topology": ("auto", "flat", "double"),
+        "layout": ("zigzag",),
+        "grad_dtype": ("float32", "model"),
+    }
+    assert NOT_BUILT == [("layout", "segmented-zigzag")]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +81,6 @@ def test_every_offered_value_is_accepted_as_a_string_and_becomes_its_enum(
     found = getattr(BurstConfig(**{name: value}), name)
     assert found is ENUMS[name](value)
     assert BurstConfig(**{name: found}) == BurstConfig(**{name: value})
-
-
-def test_there_are_values_that_are_not_built_yet() -> None:
-    assert ("backward", "query") in NOT_BUILT and ("topology", "double") in NOT_BUILT
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_BUILT)
@@ -89,6 +101,65 @@ def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> Non
     assert str(error.value) == (
         f"{flag.name} brust is unknown; this version has: {', '.join(flag.values)}"
     )
+
+
+@pytest.mark.parametrize("value", [*GradientReturn])
+def test_the_gradient_return_has_no_flag_and_is_checked_too(value: GradientReturn) -> None:
+    assert BurstConfig(gradient_return=value.value).gradient_return is value  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="brust is unknown; this version has: auto, chain, home"):
+        BurstConfig(gradient_return="brust")  # type: ignore[arg-type]
+
+
+CHOICES = {
+    "backward": ("kv", "query"),
+    "topology": ("flat", "double"),
+    "grad_dtype": ("float32", "model"),
+    "gradient_return": ("chain", "home"),
+}
+# What a preset decides itself; all else may be chosen.
+FIXED = {
+    "burst": set[tuple[str, str]](),
+    "ring": {("backward", "query")},
+    "allgather": {("backward", "query")},
+    "ulysses": {
+        *itertools.product(("backward",), ("kv", "query")),
+        *itertools.product(("topology",), ("flat", "double")),
+        ("grad_dtype", "model"),
+        *itertools.product(("gradient_return",), ("chain", "home")),
+    },
+}
+FLAGS = {flag.field: flag.name for flag in flags()}
+
+
+@pytest.mark.parametrize("algorithm", FIXED)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values]
+)
+def test_a_preset_refuses_what_has_no_effect(algorithm: str, name: str, value: str) -> None:
+    settings = {"algorithm": algorithm, name: value}
+    if (name, value) not in FIXED[algorithm]:
+        assert getattr(BurstConfig(**settings), name) == value
+        return
+    with pytest.raises(ValueError) as error:
+        BurstConfig(**settings)
+    assert str(error.value) == (
+        f"{FLAGS.get(name, name)} {value} has no effect under --context-parallel-algo {algorithm}: "
+        "drop it or take burst"
+    )
+
+
+@pytest.mark.parametrize("algorithm", FIXED)
+def test_a_preset_takes_the_defaults(algorithm: str) -> None:
+    defaults = {name: getattr(BurstConfig(), name) for name in CHOICES}
+    assert BurstConfig(algorithm=algorithm, **defaults) == BurstConfig(algorithm=algorithm)
+
+
+@pytest.mark.parametrize("ranks", [0, -4])
+def test_a_node_has_ranks(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"--burst-ranks-per-node must be positive, got {ranks}"):
+        BurstConfig(ranks_per_node=ranks)
+    assert BurstConfig(ranks_per_node=1).ranks_per_node == 1
+    assert BurstConfig().ranks_per_node is None
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from tests.workers import WorkerPool
+from tests.workers import Team, WorkerPool
 
 
 @pytest.fixture
@@ -74,8 +73,8 @@ def test_an_unknown_kernel_is_refused_when_the_context_is_made() -> None:
         BurstContext.create(BurstConfig(kernel="flash9"))
 
 
-def shard_of_wrong_length(group: dist.ProcessGroup) -> str:
-    context = BurstContext.create(BurstConfig(), group)
+def shard_of_wrong_length(team: Team) -> str:
+    context = team.context(BurstConfig())
     try:
         context.shard(torch.zeros(2, 8), dim=1)
     except ValueError as error:

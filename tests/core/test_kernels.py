@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_burst.kernels import KERNELS, Kernel, Request, select_kernel
 from megatron_burst.mask import Relation
+from megatron_burst.ring_attention.stand_in import row_products, stand_in_output
 from tests import oracle
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -118,13 +119,26 @@ def test_any_out_with_the_same_row_products_serves_the_backward(
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
     out, lse = kernel.forward(q, k, v, relation, DIM**-0.5)
-    delta = (dout.double() * out.double()).sum(-1, keepdim=True)
-    stand_in = (dout.double() * delta / dout.double().square().sum(-1, keepdim=True)).to(dtype)
+    stand_in = stand_in_output(dout, row_products(dout, out))
     assert oracle.relative_error(stand_in, out) > 0.1
     by_out = kernel.backward(dout, q, k, v, out, lse, relation, DIM**-0.5)
     by_stand_in = kernel.backward(dout, q, k, v, stand_in, lse, relation, DIM**-0.5)
     for found, expected in zip(by_stand_in, by_out, strict=True):
         assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
+
+
+@EVERY_KERNEL
+def test_results_are_new_tensors(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+    # Whoever gets them writes into them.
+    q, k, v, dout = (draw(24, 4, device, dtype, seed) for seed in range(4))
+    tile = (Relation.FULL, DIM**-0.5)
+    out, lse = kernel.forward(q, k, v, *tile)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *tile)
+    tensors = (q, k, v, dout, out, lse, *gradients)
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
+    before = out.clone()
+    kernel.forward(q, k, v, *tile)[0].zero_()
+    assert torch.equal(out, before)
 
 
 def cpu_request(dtype: torch.dtype = torch.float32, dim: int = 16, value_dim: int = 16) -> Request:

@@ -1,0 +1,178 @@
+"""Attention calls spread over the ranks of a team, and the dense oracle's answers to them."""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.kernels import KERNELS
+from megatron_burst.layout import zigzag
+from megatron_burst.mask import Relation
+from megatron_burst.plan import Channel
+from tests import oracle
+from tests.workers import Team, WorkerPool
+
+FLOAT32_TOLERANCE = 3e-6
+HEADS = {"mha": (4, 4), "gqa 4:1": (8, 2), "gqa 8:1": (8, 1)}
+
+type Traffic = Counter[Channel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call; what a rank does with it follows from `config` and its team."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    chunk: int = 3  # tokens of half a rank's share
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 6
+    mask: Mask = Mask.causal()
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the whole q, k, v and dout."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = self.batch, 2 * ranks * self.chunk
+
+        def draw(heads: int) -> Tensor:
+            return torch.randn(*shape, heads, self.dim, generator=generator).to(self.dtype)
+
+        query_heads, kv_heads = self.heads
+        return draw(query_heads), draw(kv_heads), draw(kv_heads), draw(query_heads)
+
+    def expected(self, ranks: int) -> oracle.Result:
+        visible = oracle.visible_pairs(2 * ranks * self.chunk, self.mask.is_causal)
+        return oracle.attention(*self.inputs(ranks), visible)
+
+    def one_kernel_call(self, ranks: int, kernel_name: str, device: str = "cpu") -> oracle.Result:
+        """The same by one call of a kernel for the whole sequence."""
+        q, k, v, dout = (x.to(device) for x in self.inputs(ranks))
+        relation = Relation.CAUSAL if self.mask.is_causal else Relation.FULL
+        kernel, scale = KERNELS[kernel_name], self.dim**-0.5
+        out, lse = kernel.forward(q, k, v, relation, scale)
+        gradients = kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        return oracle.Result(*(x.cpu() for x in (out, lse, *gradients)))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one rank has to say of a case."""
+
+    results: tuple[Tensor, ...]  # its rows of out, lse, dq, dk and dv, all with the tokens second
+    forward: Traffic
+    backward: Traffic
+    grid: str
+
+
+type MakeContext = Callable[[Team, BurstConfig], BurstContext]
+
+
+def answer(
+    team: Team,
+    cases: Sequence[Case],
+    device: str = "cpu",
+    make_context: MakeContext = Team.context,
+) -> list[Reply]:
+    """One rank's part in the cases, one after the other."""
+    contexts: dict[str, BurstContext] = {}
+    replies = []
+    for case in cases:
+        if str(case.config) not in contexts:
+            contexts[str(case.config)] = make_context(team, BurstConfig(**case.config))
+        context = contexts[str(case.config)]
+        q, k, v, dout = (context.shard(x, dim=1).to(device) for x in case.inputs(context.ranks))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        sent = context.communicator.bytes_by_channel
+        before = sent.copy()
+        out, lse = ring_attention(q, k, v, context, mask=case.mask, return_lse=True)
+        between = sent.copy()
+        out.backward(dout)
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        results = (out.detach(), lse.transpose(1, 2), q.grad, k.grad, v.grad)
+        replies.append(
+            Reply(
+                tuple(x.cpu() for x in results), between - before, sent - between, str(context.grid)
+            )
+        )
+    return replies
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The whole results of a case, put together, and every rank's reply."""
+
+    found: oracle.Result
+    replies: list[Reply]
+
+
+def run_cases(
+    workers: WorkerPool,
+    ranks: int | Sequence[int],
+    cases: Sequence[Case],
+    *,
+    device: str = "cpu",
+    make_context: MakeContext = Team.context,
+) -> list[Answer]:
+    by_rank = workers.run(ranks, answer, cases, device, make_context)
+    return put_together(cases, by_rank)
+
+
+def put_together(cases: Sequence[Case], by_rank: Sequence[Sequence[Reply]]) -> list[Answer]:
+    by_case = zip(*by_rank, strict=True)
+    return [
+        Answer(_join(case, replies), list(replies))
+        for case, replies in zip(cases, by_case, strict=True)
+    ]
+
+
+def _join(case: Case, replies: Sequence[Reply]) -> oracle.Result:
+    layout = zigzag(2 * len(replies) * case.chunk, len(replies))
+    out, lse, dq, dk, dv = (
+        layout.unshard([reply.results[i] for reply in replies], dim=1) for i in range(5)
+    )
+    return oracle.Result(out, lse.transpose(1, 2), dq, dk, dv)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the context says in the meantime; pytest's own capture does not reach the workers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_burst.context")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def errors(found: oracle.Result, expected: oracle.Result) -> dict[str, float]:
+    return {
+        name: oracle.relative_error(getattr(found, name), getattr(expected, name))
+        for name in oracle.Result._fields
+    }
+
+
+def variants(topologies: Sequence[str]) -> list[dict[str, Any]]:
+    """Every setting that changes what travels."""
+    algorithms = [
+        {"algorithm": "burst", "backward": "kv"},
+        {"algorithm": "burst", "backward": "query"},
+        {"algorithm": "ring"},
+        {"algorithm": "allgather"},
+    ]
+    ways = itertools.product(algorithms, topologies, ("float32", "model"), ("chain", "home"))
+    rings = [
+        {**algorithm, "topology": topology, "grad_dtype": dtype, "gradient_return": way}
+        for algorithm, topology, dtype, way in ways
+    ]
+    return [*rings, {"algorithm": "ulysses"}]
