@@ -2,10 +2,12 @@
 """Measures how far attention in bfloat16 is from float64 as the number of ranks grows.
 
     python scripts/bench/accuracy.py [--tokens 1024] [--head-dim 64] [--ranks 1 2 4 8 16]
+    python scripts/bench/accuracy.py --ring kv query --return chain home \\
+        --grad-dtype float32 model --nodes 1 2 4
 
 The ranks are threads of this process. They run the library's own plans, loops, kernels, merges and
 sums; only the transport is another one: what a rank sends is handed over in memory. The yardstick
-is the same kernel in one call on the whole sequence. Prints a Markdown table and writes it, with
+is the same kernel in one call on the whole sequence. Prints Markdown tables and writes them, with
 the date, the device, the versions and the command, to scripts/bench/results/.
 """
 
@@ -16,79 +18,116 @@ import queue
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.comm import Block, Communicator
+from megatron_burst.comm import Block, Communicator, Flight
+from megatron_burst.config import GradDtype, GradientReturn
 from megatron_burst.context import AttentionCall
+from megatron_burst.cost import Shape, traffic
 from megatron_burst.kernels import Kernel, Request, select_kernel
-from megatron_burst.layout import Layout, zigzag
+from megatron_burst.layout import zigzag
 from megatron_burst.mask import Relation
-from megatron_burst.plan import Item, Kind, Step, flat_kv_backward, flat_ring_forward
+from megatron_burst.plan import Item, Kind, Receive, Step
 from megatron_burst.ring_attention.backward import backward
 from megatron_burst.ring_attention.forward import forward
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
+from megatron_burst.topology import Grid, by_node
 
-HEADS = {"MHA 8:8": (8, 8), "GQA 4:1 (8:2)": (8, 2), "GQA 8:1 (8:1)": (8, 1)}
 RESULTS = ("out", "dq", "dk", "dv")
-PATIENCE_SECONDS = 300
+TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
+PATIENCE_SECONDS = 120
+BYTES_TOKENS = 65536  # tokens of a rank in the table of bytes, which grow in proportion
 HERE = Path(__file__).resolve().parent
 
 type Tensors = tuple[Tensor, ...]
-type Channels = Mapping[tuple[int, int], queue.SimpleQueue[tuple[Item, Block]]]
+type Wires = Mapping[tuple[int, int, Item], queue.SimpleQueue[Block]]
+type Errors = dict[str, float]  # by the names in RESULTS
 
 
-class ThreadCommunicator(Communicator):
+class Way(NamedTuple):
+    """What travels in the backward, and how its gradients do."""
+
+    ring: Kind
+    dtype: GradDtype
+    back: GradientReturn
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+
+    def __str__(self) -> str:
+        return f"{self.query}:{self.kv}"
+
+
+class MemoryCommunicator(Communicator):
     """Hands tensors to the other ranks' threads instead of sending them."""
 
-    def __init__(self, rank: int, channels: Channels) -> None:
-        super().__init__(None, timeout_seconds=PATIENCE_SECONDS)
-        self._rank, self._channels = rank, channels
+    def __init__(self, rank: int, wires: Wires) -> None:
+        super().__init__((), {}, PATIENCE_SECONDS)
+        self._rank, self._wires = rank, wires
 
-    def post(
-        self, step: Step, where: str, outgoing: Mapping[Item, Block], like: Mapping[Kind, Block]
-    ) -> SimpleNamespace:
-        for item, peer in step.sends:
-            self._channels[self._rank, peer].put((item, outgoing[item]))
-        return SimpleNamespace(wait=lambda: dict(self._take(t.item, t.peer) for t in step.receives))
-
-    def _take(self, item: Item, peer: int) -> tuple[Item, Block]:
-        arrived, block = self._channels[peer, self._rank].get(timeout=PATIENCE_SECONDS)
-        if arrived != item:
-            raise RuntimeError(f"rank {self._rank} expects {item} from {peer}, gets {arrived}")
-        return arrived, block
+    def begin(self, name: str, like: Mapping[Kind, Block]) -> Flight:
+        return MemoryFlight(self._rank, self._wires)
 
 
-def ring(inputs: Tensors, ranks: int, kernel: Kernel) -> Tensors:
-    """Return (out, dq, dk, dv) of causal attention computed by `ranks` ranks."""
-    layout = zigzag(inputs[0].shape[1], ranks)
-    pairs = [(a, b) for a in range(ranks) for b in range(ranks)]
-    channels = {pair: queue.SimpleQueue[tuple[Item, Block]]() for pair in pairs}
-    with ThreadPoolExecutor(max_workers=ranks) as threads:
-        shares = list(
-            threads.map(lambda rank: one_rank(inputs, layout, rank, kernel, channels), range(ranks))
+class MemoryFlight(Flight):
+    """Moves references, no bytes, and so has no buffers.
+
+    Nothing needs a copy. Blocks are never written to. A gradient's receiver may write to it, but it
+    is the only one that has it then: the sender hands on its sum and starts anew.
+    """
+
+    def __init__(self, rank: int, wires: Wires) -> None:
+        self._rank, self._wires = rank, wires
+        self._landing: dict[int, list[Receive]] = defaultdict(list)
+
+    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
+        for send in step.sends:
+            self._wires[self._rank, send.peer, send.item].put(outgoing[send.item])
+        for receive in step.receives:
+            self._landing[receive.lands].append(receive)
+
+    def land(self, number: int) -> list[tuple[Item, Block]]:
+        return [(r.item, self._take(r)) for r in self._landing.pop(number, [])]
+
+    def _take(self, receive: Receive) -> Block:
+        wire = self._wires[receive.peer, self._rank, receive.item]
+        return wire.get(timeout=PATIENCE_SECONDS)
+
+
+def ring(inputs: Tensors, grid: Grid, way: Way, kernel: Kernel) -> Tensors:
+    """Return (out, dq, dk, dv) of causal attention computed by the ranks of `grid`."""
+    layout = zigzag(inputs[0].shape[1], grid.ranks)
+    tiling = Tiling(layout, Mask.causal())
+    there, back = Ring(tiling, grid), Ring(tiling, grid, way.ring, way.back)
+    hops = [*there.reads(), *back.reads(), *back.gradients()]
+    wires = {(h.source, h.target, h.item): queue.SimpleQueue[Block]() for h in hops}
+
+    def one_rank(rank: int) -> Tensors:
+        q, k, v, dout = (layout.shard(x, rank, dim=1) for x in inputs)
+        call = AttentionCall(
+            there.forward(rank),
+            back.backward(rank),
+            kernel,
+            q.shape[-1] ** -0.5,
+            MemoryCommunicator(rank, wires),
+            q.dtype if way.dtype is GradDtype.MODEL else None,
         )
+        out, lse = forward(q, k, v, call)
+        return out, *backward(dout, q, k, v, out, lse, call)
+
+    with ThreadPoolExecutor(max_workers=grid.ranks) as threads:
+        shares = list(threads.map(one_rank, range(grid.ranks)))
     return tuple(layout.unshard([share[i] for share in shares], dim=1) for i in range(4))
-
-
-def one_rank(
-    inputs: Tensors, layout: Layout, rank: int, kernel: Kernel, channels: Channels
-) -> Tensors:
-    q, k, v, dout = (layout.shard(x, rank, dim=1) for x in inputs)
-    call = AttentionCall(
-        flat_ring_forward(layout, Mask.causal(), rank),
-        flat_kv_backward(layout, Mask.causal(), rank),
-        kernel,
-        q.shape[-1] ** -0.5,
-        ThreadCommunicator(rank, channels),
-    )
-    out, lse = forward(q, k, v, call)
-    return out, *backward(dout, q, k, v, out, lse, call)
 
 
 def whole(inputs: Tensors, kernel: Kernel) -> Tensors:
@@ -110,95 +149,235 @@ def oracle(inputs: Tensors) -> Tensors:
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
-def errors(args: argparse.Namespace, heads: tuple[int, int]) -> dict[int, list[float]]:
-    """Return the mean relative errors of RESULTS by number of ranks; 0 ranks is the yardstick."""
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(RESULTS))
-    for seed in range(args.seeds):
-        inputs = make_inputs(args, heads, seed)
-        kernel = select_kernel(args.kernel, Request.of(*inputs[:3]))
-        expected = oracle(inputs)
-        runs: dict[int, Callable[[], Tensors]] = {0: lambda: whole(inputs, kernel)}  # noqa: B023
-        for ranks in args.ranks:
-            runs[ranks] = lambda ranks=ranks: ring(inputs, ranks, kernel)  # noqa: B023
-        for ranks, run in runs.items():
-            for index, (found, want) in enumerate(zip(run(), expected, strict=True)):
-                error = (found.double() - want).norm() / want.norm()
-                sums[ranks][index] += error.item() / args.seeds
-    return sums
-
-
-def make_inputs(args: argparse.Namespace, heads: tuple[int, int], seed: int) -> Tensors:
+def make_inputs(args: argparse.Namespace, heads: Heads, seed: int) -> Tensors:
     """Draw q, k, v and dout, normal with variance 1, rounded to bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randn(1, args.tokens, n, args.head_dim, generator=generator).to(
             args.device, torch.bfloat16
         )
-        for n in (heads[0], heads[1], heads[1], heads[0])
+        for n in (heads.query, heads.kv, heads.kv, heads.query)
     )
 
 
-def table(measured: Mapping[str, Mapping[int, list[float]]]) -> str:
-    """Return the errors in Markdown, each with its ratio to the yardstick's."""
-    lines = [f"| heads | ranks | {' | '.join(RESULTS)} |", "|---|---:" + "|---" * 4 + "|"]
-    for name, rows in measured.items():
-        for ranks, values in rows.items():
-            cells = [f"{v:.3e} ({v / one:.3f})" for v, one in zip(values, rows[0], strict=True)]
-            lines.append(f"| {name} | {ranks or 'one call'} | {' | '.join(cells)} |")
+def errors(found: Tensors, expected: Tensors) -> Errors:
+    """Return the relative error of each result in the Frobenius norm."""
+    pairs = zip(RESULTS, found, expected, strict=True)
+    return {name: ((f.double() - e).norm() / e.norm()).item() for name, f, e in pairs}
+
+
+def mean(measured: list[Errors]) -> Errors:
+    return {name: sum(one[name] for one in measured) / len(measured) for name in RESULTS}
+
+
+def measure(
+    args: argparse.Namespace, heads: Heads, grids: Mapping[str, Grid]
+) -> tuple[Errors, dict[Way, dict[str, Errors]]]:
+    """Return the mean errors of one call, and those of every way on every grid."""
+    one_call: list[Errors] = []
+    rings: dict[tuple[Way, str], list[Errors]] = defaultdict(list)
+    for seed in range(args.seeds):
+        inputs = make_inputs(args, heads, seed)
+        kernel = select_kernel(args.kernel, Request.of(*inputs[:3]))
+        expected = oracle(inputs)
+        one_call.append(errors(whole(inputs, kernel), expected))
+        for way in ways(args):
+            for name, grid in grids.items():
+                found = ring(inputs, grid, way, kernel)
+                rings[way, name].append(errors(found, expected))
+    by_way = {way: {name: mean(rings[way, name]) for name in grids} for way in ways(args)}
+    return mean(one_call), by_way
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
+    return [
+        Way(*way) for way in ((r, d, b) for r in args.ring for d in args.dtype for b in args.back)
+    ]
+
+
+def grids(args: argparse.Namespace) -> dict[str, Grid]:
+    """Return flat rings of every number of ranks, and double rings of the largest, by name."""
+    most = max(args.ranks)
+    flat = {str(ranks): by_node([0] * ranks) for ranks in args.ranks if 1 in args.nodes}
+    double = {f"{n} x {most // n}": by_node(nodes_of(most, n)) for n in args.nodes if n > 1}
+    return {name: Grid(rows) for name, rows in (flat | double).items()}
+
+
+def nodes_of(ranks: int, nodes: int) -> list[int]:
+    """Return the node of each rank."""
+    return [rank * nodes // ranks for rank in range(ranks)]
+
+
+def error_table(args: argparse.Namespace) -> str:
+    """Return the errors in Markdown, each with its ratio to that of one call."""
+    shapes = grids(args)
+    lines = [
+        f"| heads | ring | result | gradients travel | one call | {' | '.join(shapes)} |",
+        "|---|---|---|---|" + "---|" * (1 + len(shapes)),
+    ]
+    for heads in args.heads:
+        one, by_way = measure(args, heads, shapes)
+        for kind in args.ring:
+            for name in RESULTS:
+                for label, row in _rows(by_way, kind, name):
+                    cells = [f"{error:.3e} ({error / one[name]:.3f})" for error in row]
+                    cells = [str(heads), kind, name, label, f"{one[name]:.3e}", *cells]
+                    lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def page(args: argparse.Namespace, content: str) -> str:
-    """Return the table with all that is needed to measure it again."""
+def _rows(
+    by_way: Mapping[Way, Mapping[str, Errors]], kind: Kind, name: str
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield a result's errors by grid for each way; what does not travel is the same for all."""
+    of_ring = [way for way in by_way if way.ring is kind]
+    travels = name in TRAVELLING[kind]
+    for way in of_ring if travels else of_ring[:1]:
+        label = f"{way.dtype}, {way.back}" if travels else "stays"
+        yield label, [errors[name] for errors in by_way[way].values()]
+
+
+def bytes_table(args: argparse.Namespace) -> str:
+    """Return what the ranks send in one backward, in Markdown."""
+    ranks, nodes = max(args.ranks), _nodes_of_bytes(args)
+    flat, double = Grid(by_node([0] * ranks)), Grid(by_node(nodes_of(ranks, nodes)))
+    lines = [
+        f"| heads | on {nodes} nodes | ring | gradients travel in | {' | '.join(args.back)} |",
+        "|---|---|---|---|" + "---:|" * len(args.back),
+    ]
+    for heads in args.heads:
+        for grid in flat, double:
+            for kind in args.ring:
+                for dtype in args.dtype:
+                    row = [_bytes(args, heads, grid, Way(kind, dtype, back)) for back in args.back]
+                    lines.append(f"| {' | '.join([str(heads), str(grid), kind, dtype, *row])} |")
+    return "\n".join(lines)
+
+
+def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> str:
+    tiling = Tiling(zigzag(2 * grid.ranks, grid.ranks), Mask.causal())
+    plans = Ring(tiling, grid, way.ring, way.back)
+    shape = Shape(
+        tokens=BYTES_TOKENS,
+        query_heads=heads.query,
+        kv_heads=heads.kv,
+        head_dim=args.head_dim,
+        value_head_dim=args.head_dim,
+        element_bytes=2,
+        gradient_bytes=2 if way.dtype is GradDtype.MODEL else 4,
+    )
+    nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
+    sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
+    return " / ".join(f"{n / 2**20:.0f}" for n in (sent.card, sent.node, sent.rank))
+
+
+def _nodes_of_bytes(args: argparse.Namespace) -> int:
+    return min(n for n in args.nodes if n > 1)
+
+
+def page(args: argparse.Namespace) -> str:
+    """Return the tables with all that is needed to measure them again."""
     if torch.device(args.device).type == "cpu":
         device = f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     else:
         device = torch.cuda.get_device_name(args.device)
     command = shlex.join(["python", "scripts/bench/accuracy.py", *sys.argv[1:]])
-    return f"""# Error of bfloat16 attention against the number of ranks
+    text = f"""# {args.title}
 
 Relative error (Frobenius norm) of causal attention against dense attention in float64; in brackets
-the ratio to one call of the same kernel on the whole sequence. {args.tokens} tokens, head size
-{args.head_dim}, mean of {args.seeds} seeds, inputs normal with variance 1. Flat kv ring, zigzag;
-gradients are summed and travel in float32. The ranks are simulated in one process.
+the ratio to one call of the same kernel on the whole sequence. The columns are numbers of ranks on
+a flat ring, or nodes x ranks on a double ring. {args.tokens} tokens, head size {args.head_dim},
+mean of {args.seeds} seeds, inputs normal with variance 1, zigzag. "dtype, return": the dtype of
+gradients while they travel (sums are float32) and how they come home; what stays does not depend
+on it. The ranks are simulated in one process.
 
 * date: {datetime.date.today()}
 * device: {device}; kernel: {args.kernel}
 * versions: torch {torch.__version__}, Python {platform.python_version()}
 * command: `{command}`
 
-{content}
+{error_table(args)}
+"""
+    if max(args.nodes) == 1:
+        return text
+    nodes = _nodes_of_bytes(args)
+    return f"""{text}
+MiB that leave in one backward, blocks and gradients, of {max(args.ranks)} ranks on {nodes} nodes at
+{BYTES_TOKENS} tokens a rank, counted from the plans: through the busiest rank's own network card /
+out of the busiest node / from the busiest rank, to its own node and others.
+
+{bytes_table(args)}
 """
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     about = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument(
+        "--heads", type=_heads, nargs="+", default=[Heads(8, 8), Heads(8, 2), Heads(8, 1)]
+    )
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[1], help="1: flat; more: a double ring of the most"
+    )
+    parser.add_argument("--ring", type=Kind, nargs="+", choices=[*TRAVELLING], default=[Kind.KV])
+    parser.add_argument(
+        "--return",
+        type=GradientReturn,
+        nargs="+",
+        choices=[GradientReturn.CHAIN, GradientReturn.HOME],
+        default=[GradientReturn.CHAIN],
+        dest="back",
+    )
+    parser.add_argument(
+        "--grad-dtype",
+        type=GradDtype,
+        nargs="+",
+        choices=[*GradDtype],
+        default=[GradDtype.FLOAT32],
+        dest="dtype",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="inputs to average over")
     parser.add_argument("--kernel", default="auto", help="as --burst-kernel")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="default: DATE_DEVICE_... in results/")
-    args = parser.parse_args()
-    if min(args.tokens, args.head_dim, args.seeds, *args.ranks) < 1:
-        parser.error("--tokens, --head-dim, --seeds and --ranks must be positive")
-    name = f"{datetime.date.today()}_{torch.device(args.device).type}_bf16_error_against_ranks.md"
-    args.output = args.output or HERE / "results" / name
+    args = parser.parse_args(arguments)
+    if min(args.tokens, args.head_dim, args.seeds, *args.ranks, *args.nodes) < 1:
+        parser.error("--tokens, --head-dim, --seeds, --ranks and --nodes must be positive")
+    if any(max(args.ranks) % nodes for nodes in args.nodes):
+        parser.error(f"--nodes {args.nodes} must divide the most --ranks, {max(args.ranks)}")
+    _name(args)
     return args
 
 
+def _heads(text: str) -> Heads:
+    query, kv = map(int, text.split(":"))
+    return Heads(query, kv)
+
+
+def _name(args: argparse.Namespace) -> None:
+    if len(args.back) > 1:
+        args.title = "Error and bytes of gradients that return by a chain or straight home"
+        name = "gradient_return"
+    else:
+        args.title = "Error of bfloat16 attention against the number of ranks"
+        name = "bf16_error_against_ranks"
+    name = f"{datetime.date.today()}_{torch.device(args.device).type}_{name}.md"
+    args.output = args.output or HERE / "results" / name
+
+
 def main() -> None:
-    args = parse()
+    args = parse(sys.argv[1:])
     torch.set_num_threads(1)  # the ranks are threads already
     try:
-        content = table({name: errors(args, heads) for name, heads in HEADS.items()})
+        text = page(args)
     except ValueError as error:
         sys.exit(f"accuracy: {error}")
-    print(content)
+    print(text)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(page(args, content))
+    args.output.write_text(text)
     print(f"written to {args.output}")
 
 

@@ -1,0 +1,487 @@
+#!/usr/bin/env python
+"""Times the tile loops of the ranks, without messages, against one flash call.
+
+    python scripts/bench/tiles.py
+    PYTHONPATH=. python scripts/bench/tiles.py --device cuda
+
+The ranks run the library's own plans, loops, kernels, merges and sums, one after another in this
+process; what would arrive lies in local buffers. On the CPU it is the CPU time of all ranks, on a
+GPU that of one rank in the middle, between CUDA events. Repetitions of all that is compared take
+turns. Prints a Markdown table and writes it, with the date, the device, the load, the versions and
+the command, to scripts/bench/results/. Needs torch and this checkout alone.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst import Mask
+from megatron_burst.comm import Block, Communicator, Flight
+from megatron_burst.config import GradientReturn
+from megatron_burst.context import AttentionCall
+from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.layout import zigzag
+from megatron_burst.mask import Relation
+from megatron_burst.plan import Item, Kind, Plan, Receive, Step, assemble
+from megatron_burst.ring_attention.backward import backward
+from megatron_burst.ring_attention.forward import forward
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling, thirds
+from megatron_burst.topology import flat_grid
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {
+        "ranks": 4,
+        "tokens_per_rank": [4096],
+        "heads": 8,
+        "kv_heads": [8],
+        "head_dim": 64,
+        "dtype": ["float32", "bfloat16"],
+        "kernel": ["cpu"],
+    },
+    "cuda": {
+        "ranks": 8,
+        "tokens_per_rank": [16384, 131072],
+        "heads": 32,
+        "kv_heads": [32, 8],
+        "head_dim": 128,
+        "dtype": ["bfloat16"],
+        "kernel": ["cudnn", "aten_flash"],
+    },
+}
+LONGEST_CALL = 131072  # tokens; one call on all ranks' would not fit at every length
+MATMULS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
+HERE = Path(__file__).resolve().parent
+
+type Tensors = tuple[Tensor, ...]
+
+
+class LocalCommunicator(Communicator):
+    """Has in memory, from the first use on, whatever a plan receives."""
+
+    def __init__(self) -> None:
+        super().__init__((), {}, timeout_seconds=1)
+        self._buffers: dict[tuple[Kind, int], Block] = {}
+
+    def begin(self, name: str, like: Mapping[Kind, Block]) -> Flight:
+        return LocalFlight(self._buffers, like)
+
+
+class LocalFlight(Flight):
+    """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
+
+    def __init__(self, buffers: dict[tuple[Kind, int], Block], like: Mapping[Kind, Block]) -> None:
+        self._buffers, self._like = buffers, like
+        self._landing: dict[int, list[Receive]] = defaultdict(list)
+
+    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
+        for receive in step.receives:
+            self._landing[receive.lands].append(receive)
+
+    def land(self, number: int) -> list[tuple[Item, Block]]:
+        return [(r.item, self._buffer(r)) for r in self._landing.pop(number, [])]
+
+    def _buffer(self, receive: Receive) -> Block:
+        kind = receive.item.kind
+        if (kind, receive.buffer) not in self._buffers:
+            self._buffers[kind, receive.buffer] = tuple(
+                t.new_zeros(t.shape) if kind.is_gradient else t.clone() for t in self._like[kind]
+            )
+        return self._buffers[kind, receive.buffer]
+
+
+class CpuClock:
+    """CPU seconds of this process; it does not count while others have the core."""
+
+    mark = staticmethod(time.process_time)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return end - start
+
+
+class CudaClock:
+    """Seconds between two events of the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class TimedKernel:
+    """A kernel that notes when each call began and ended, and counts its pairs of tokens."""
+
+    def __init__(self, kernel: Kernel, clock: CpuClock | CudaClock) -> None:
+        self.name = kernel.name
+        self._kernel, self._clock = kernel, clock
+        self.calls: list[tuple[Any, Any]] = []
+        self.pairs = 0
+
+    def reasons_against(self, request: Request) -> list[str]:
+        return self._kernel.reasons_against(request)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        start = self._clock.mark()
+        result = self._kernel.forward(q, k, v, relation, scale)
+        self._note(start, q, k, relation)
+        return result
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        relation: Relation,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        start = self._clock.mark()
+        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        self._note(start, q, k, relation)
+        return result
+
+    def _note(self, start: Any, q: Tensor, k: Tensor, relation: Relation) -> None:
+        self.calls.append((start, self._clock.mark()))
+        queries, keys = q.shape[1], k.shape[1]
+        causal = relation is Relation.CAUSAL
+        self.pairs += queries * (queries + 1) // 2 if causal else queries * keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is attended to, and by which kernel."""
+
+    kernel: str
+    dtype: str
+    back: GradientReturn
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int  # of a rank
+    ranks: int
+    device: str
+
+    @property
+    def tokens_of_one_call(self) -> int:
+        return min(self.ranks * self.tokens, LONGEST_CALL)
+
+    @property
+    def ranks_run(self) -> range:
+        """All on the CPU, so that their work is that of the one call; else the middle one."""
+        middle = self.ranks // 2
+        return range(self.ranks) if self.device == "cpu" else range(middle, middle + 1)
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def draw(self, tokens: int) -> Tensors:
+        """Return q, k, v and dout, normal with variance 1."""
+        dtype = getattr(torch, self.dtype)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, tokens, n, self.head_dim) for n in heads]
+        return tuple(torch.randn(shape, device=self.device).to(dtype) for shape in shapes)
+
+    def flops(self, phase: str, pairs: int) -> int:
+        return MATMULS[phase] * 2 * self.heads * self.head_dim * pairs
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}:{self.kv_heads} x {self.head_dim}"
+        return f"{self.kernel} | {self.dtype} | {heads} | {self.tokens}"
+
+
+class Times(NamedTuple):
+    """What one thing took, by repetition."""
+
+    seconds: list[float]
+    in_kernels: list[float]
+    calls: int
+    pairs: int
+
+
+class Comparison(NamedTuple):
+    """Two of the things that were timed."""
+
+    phase: str
+    what: str
+    against: str
+
+
+COMPARISONS = (
+    Comparison("forward", "tiles", "one call"),
+    Comparison("backward", "tiles, kv ring", "one call"),
+    Comparison("backward", "tiles, query ring", "one call"),
+    Comparison("backward", "own tile in thirds", "own tile in one"),
+)
+# What is compared runs one after the other, in case the machine changes its pace.
+IN_TURN = tuple(dict.fromkeys((c.phase, what) for c in COMPARISONS for what in (c.what, c.against)))
+
+type Jobs = dict[tuple[str, str], Callable[[], object]]  # by phase and what
+
+
+def make_jobs(case: Case, kernel: Kernel) -> Jobs:
+    """Return everything to be timed; the results that a backward needs are made here."""
+    tiling = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())
+    grid = flat_grid(case.ranks)
+    rings = {kind: Ring(tiling, grid, kind, case.back) for kind in (Kind.KV, Kind.QUERY)}
+    communicator = LocalCommunicator()
+
+    def call(rank: int, kind: Kind) -> AttentionCall:
+        plans = rings[Kind.KV].forward(rank), rings[kind].backward(rank)
+        return AttentionCall(*plans, kernel, case.scale, communicator)
+
+    calls = {kind: [call(rank, kind) for rank in case.ranks_run] for kind in rings}
+    shards = [case.draw(case.tokens) for _ in case.ranks_run]
+    results = [
+        forward(q, k, v, one) for (q, k, v, _), one in zip(shards, calls[Kind.KV], strict=True)
+    ]
+
+    def tiles_forward() -> None:
+        for (q, k, v, _), one in zip(shards, calls[Kind.KV], strict=True):
+            forward(q, k, v, one)
+
+    def tiles_backward(kind: Kind) -> None:
+        for (q, k, v, dout), result, one in zip(shards, results, calls[kind], strict=True):
+            backward(dout, q, k, v, *result, one)
+
+    jobs: Jobs = {
+        ("forward", "tiles"): tiles_forward,
+        ("backward", "tiles, kv ring"): lambda: tiles_backward(Kind.KV),
+        ("backward", "tiles, query ring"): lambda: tiles_backward(Kind.QUERY),
+    }
+    jobs |= one_call(case, kernel) | own_tile(case, kernel, shards[0], communicator)
+    return {name: jobs[name] for name in IN_TURN}
+
+
+def one_call(case: Case, kernel: Kernel) -> Jobs:
+    """Return the forward and the backward of one flash call."""
+    q, k, v, dout = case.draw(case.tokens_of_one_call)
+    relation, scale = Relation.CAUSAL, case.scale
+    out, lse = kernel.forward(q, k, v, relation, scale)
+    return {
+        ("forward", "one call"): lambda: kernel.forward(q, k, v, relation, scale),
+        ("backward", "one call"): lambda: kernel.backward(dout, q, k, v, out, lse, relation, scale),
+    }
+
+
+def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
+    """Return the backward of a rank's own causal tile, in one and in thirds."""
+    q, k, v, dout = shard
+    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, case.scale)
+    (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
+    plans: dict[str, Plan] = {
+        "own tile in one": assemble(0, [], {0: (own,)}),
+        "own tile in thirds": assemble(0, [], {0: [t for part in thirds(own) for t in part]}),
+    }
+
+    def run(plan: Plan) -> None:
+        call = AttentionCall(plan, plan, kernel, case.scale, communicator)
+        backward(dout, q, k, v, out, lse, call)
+
+    return {("backward", name): lambda plan=plan: run(plan) for name, plan in plans.items()}  # type: ignore[misc]
+
+
+def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
+    """Run all jobs in turns; the first round warms up and does not count.
+
+    Raises:
+        ValueError: the kernel cannot serve the case.
+    """
+    clock = CpuClock() if case.device == "cpu" else CudaClock()
+    request = Request.of(*(x[:, :1] for x in case.draw(1)[:3]))
+    kernel = TimedKernel(select_kernel(case.kernel, request), clock)
+    jobs = make_jobs(case, kernel)
+    times: dict[tuple[str, str], Times] = {}
+    for repetition in range(1 + repetitions):
+        for name, job in list(jobs.items())[:: 1 if repetition % 2 else -1]:
+            kernel.calls, kernel.pairs = [], 0
+            start = clock.mark()
+            job()
+            end = clock.mark()
+            seconds = clock.seconds(start, end)
+            in_kernels = sum(clock.seconds(*call) for call in kernel.calls)
+            if repetition == 0:
+                times[name] = Times([], [], len(kernel.calls), kernel.pairs)
+            else:
+                times[name].seconds.append(seconds)
+                times[name].in_kernels.append(in_kernels)
+    return times
+
+
+def rows(case: Case, times: Mapping[tuple[str, str], Times]) -> Iterator[str]:
+    """Yield the comparisons of one case as lines of a Markdown table."""
+    for phase, what, against in COMPARISONS:
+        ours, theirs = times[phase, what], times[phase, against]
+        work = ours.pairs / theirs.pairs
+        ratios = [a / b / work for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
+        ratio, of_least = median(ratios), min(ours.seconds) / min(theirs.seconds) / work
+        share = median(k / s for k, s in zip(ours.in_kernels, ours.seconds, strict=True))
+        cells = (
+            str(case),
+            f"{phase}: {what}",
+            f"{_speed(case, phase, ours)} in {ours.calls} calls",
+            against,
+            _speed(case, phase, theirs),
+            f"{ratio:.3f} ({min(ratios):.3f} … {max(ratios):.3f})",
+            f"{of_least:.3f}",
+            f"{1 / ratio:.1%}",
+            f"{share:.1%}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _speed(case: Case, phase: str, times: Times) -> str:
+    seconds = median(times.seconds)
+    return f"{seconds:.4f} s, {case.flops(phase, times.pairs) / seconds / 1e12:.4g} TFLOP/s"
+
+
+def table(args: argparse.Namespace) -> str:
+    """Measure every case; what no kernel can serve is said below the table."""
+    head = "kernel, dtype, heads, tokens a rank, what, takes, against, takes, time a pair of tokens"
+    names = [*head.split(", "), "the same of the least times", "share of its FLOP/s", "in kernels"]
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    refused = []
+    for case in cases(args):
+        try:
+            times = measure(case, args.repetitions)
+        except ValueError as error:
+            refused.append(f"\n```\n{error}\n```")
+        else:
+            lines += rows(case, times)
+            print("\n".join(lines[-len(COMPARISONS) :]), flush=True)
+    return "\n".join(lines + refused)
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    return [
+        Case(
+            kernel,
+            dtype,
+            args.back,
+            args.heads,
+            kv_heads,
+            args.head_dim,
+            tokens,
+            args.ranks,
+            args.device,
+        )
+        for kernel in args.kernel
+        for dtype in args.dtype
+        for kv_heads in args.kv_heads
+        for tokens in args.tokens_per_rank
+    ]
+
+
+def page(args: argparse.Namespace) -> str:
+    """Return the table with all that is needed to measure it again."""
+    before, content, after = os.getloadavg(), table(args), os.getloadavg()
+    cpu = args.device == "cpu"
+    which = f"all {args.ranks} ranks, one after another" if cpu else f"rank {args.ranks // 2}"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if not cpu:
+        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    command = shlex.join(["python", "scripts/bench/tiles.py", *sys.argv[1:]])
+    return f"""# The tiles of a ring against one flash call
+
+Causal attention over {args.ranks} ranks (zigzag, flat ring, gradients return by {args.back}): the
+loops of {which}, with all merges and sums but no messages, against
+one causal call of the same kernel on the tokens of all ranks, or on {LONGEST_CALL} where they have
+more. Medians of {args.repetitions} repetitions that take turns;
+{"CPU time of one thread" if cpu else "time between CUDA events"}. "Time a pair of tokens": ours
+over theirs for each (query, key) pair that is computed, the median of the repetitions' ratios and
+in brackets the least and the most; the target is at most 1.05. Beside it the ratio of the least
+times, which others on the machine disturb least. FLOP/s count 4 forward and 10 backward for each
+pair, head and element of the head size. "In kernels": the share of the loop's time; the rest is
+merges, sums and Python. "In thirds" is how a backward that has messages splits its own causal tile.
+
+* date: {datetime.date.today()}
+* device: {device_name(args.device)}
+* load average over 1, 5 and 15 minutes: {_loads(before)} before, {_loads(after)} after, on
+  {os.cpu_count()} cores
+* versions: {versions}
+* command: `{command}`
+
+{content}
+"""
+
+
+def _loads(loads: tuple[float, ...]) -> str:
+    return ", ".join(f"{load:.1f}" for load in loads)
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        return f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread"
+    return torch.cuda.get_device_name(device)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    about = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about[0], epilog=about[2], argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--device", choices=[*DEFAULTS], default="cpu")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--tokens-per-rank", type=int, nargs="+")
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--kv-heads", type=int, nargs="+")
+    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--kernel", nargs="+", help="as --burst-kernel")
+    parser.add_argument(
+        "--return",
+        type=GradientReturn,
+        choices=[GradientReturn.CHAIN, GradientReturn.HOME],
+        default=GradientReturn.HOME,
+        dest="back",
+        help="how gradients come home; default: home, burst's own on one node",
+    )
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="default: DATE_DEVICE_tiles.md in results/")
+    given = vars(parser.parse_args(arguments))
+    args = argparse.Namespace(**{"output": None, **DEFAULTS[given["device"]], **given})
+    if min(args.ranks, *args.tokens_per_rank, args.repetitions) < 1:
+        parser.error("--ranks, --tokens-per-rank and --repetitions must be positive")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
+    if args.output is None:
+        device = "cpu" if args.device == "cpu" else device_name(args.device)
+        slug = re.sub(r"[^a-z0-9]+", "-", device.lower())
+        args.output = HERE / "results" / f"{datetime.date.today()}_{slug}_tiles.md"
+    return args
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(1)  # CPU time is then that of one core
+    torch.manual_seed(0)
+    text = page(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(text)
+    print(f"{text}\nwritten to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
