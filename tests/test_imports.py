@@ -17,12 +17,14 @@ ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
-    ("config", "layout", "dtypes"),
-    ("mask",),
+    ("config", "layout", "dtypes", "watchdog"),
+    ("mask", "topology"),
     ("plan",),
-    ("comm", "kernels", "cost", "simulator"),
+    ("tiles",),
+    ("rings", "comm", "kernels", "cost", "simulator"),
+    ("groups",),
     ("context",),
-    ("ring_attention",),
+    ("ring_attention", "linear_cross_entropy"),
     ("",),  # megatron_burst/__init__.py
     ("plugin", "tools"),
     ("launch",),
