@@ -1,4 +1,4 @@
-"""What a user can choose: one frozen dataclass whose field docstrings are the flags' help texts."""
+"""What a user can choose: frozen dataclasses whose field docstrings are the flags' help texts."""
 
 import ast
 import dataclasses
@@ -54,6 +54,13 @@ class GradientReturn(StrEnum):
     AUTO = "auto"
     CHAIN = "chain"
     HOME = "home"
+
+
+class LmHeadLoss(StrEnum):
+    """Who turns the last hidden states into losses."""
+
+    MEGATRON = "megatron"
+    CHUNKED = "chunked"
 
 
 # Values of the design that this version refuses; everything else in the enums works.
@@ -153,28 +160,80 @@ class BurstConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LmHeadConfig:
+    """Settings of the LM head and its loss; the same names, with a prefix, as the flags.
+
+    Raises:
+        ValueError: a size is not positive, both are given, or one without the chunked loss.
+    """
+
+    loss: LmHeadLoss = field(default=LmHeadLoss.MEGATRON, metadata={"flag": "--lm-head-loss"})
+    """Who turns the last hidden states into losses. megatron: its output layer and its cross
+    entropy, with the logits of all tokens in memory. chunked: both together, a chunk of tokens at
+    a time; the losses of the tokens are the same. It goes with every --context-parallel-algo."""
+
+    chunk_size: int | None = field(default=None, metadata={"flag": "--lm-head-chunk-size"})
+    """How many tokens a chunk of --lm-head-loss chunked has (default: as many as
+    --lm-head-memory-mb allows)."""
+
+    memory_mb: int | None = field(
+        default=None, metadata={"flag": "--lm-head-memory-mb", "shown": "512"}
+    )
+    """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
+    the weight and their gradients (default: 512)."""
+
+    def __post_init__(self) -> None:
+        """Check every value; a string becomes a member of its enum."""
+        if self.loss not in list(LmHeadLoss):
+            raise ValueError(
+                f"--lm-head-loss {self.loss} is unknown; this version has: {', '.join(LmHeadLoss)}"
+            )
+        object.__setattr__(self, "loss", LmHeadLoss(self.loss))
+        sizes = {
+            name: value
+            for name, value in (
+                ("--lm-head-chunk-size", self.chunk_size),
+                ("--lm-head-memory-mb", self.memory_mb),
+            )
+            if value is not None
+        }
+        given = " and ".join(f"{name} {value}" for name, value in sizes.items())
+        if self.loss is LmHeadLoss.MEGATRON and sizes:
+            raise ValueError(
+                f"{given} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
+                f"add --lm-head-loss {LmHeadLoss.CHUNKED}"
+            )
+        if len(sizes) > 1:
+            raise ValueError(f"{given} both say how large a chunk is: drop one of them")
+        if any(value < 1 for value in sizes.values()):
+            raise ValueError(f"{given}: it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One command-line flag, derived from a field of `BurstConfig`."""
+    """One command-line flag, derived from a field of a configuration."""
 
     field: str
     name: str
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
+    shown_default: str
     help: str
 
 
-def flags() -> tuple[Flag, ...]:
-    """Return every command-line flag that `BurstConfig` describes, in the order of its fields."""
-    docs = _field_docstrings()
+def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
+    """Return every command-line flag that a configuration describes, in the order of its fields."""
+    docs = _field_docstrings(config)
     return tuple(
         Flag(
             field=spec.name,
             name=_flag_name(spec),
             values=_built_values(spec),
             default=spec.default,
+            shown_default=spec.metadata.get("shown", str(spec.default)),
             help=docs[spec.name],
         )
-        for spec in dataclasses.fields(BurstConfig)
+        for spec in dataclasses.fields(config)
         if _flag_name(spec) is not None
     )
 
@@ -190,9 +249,9 @@ def _built_values(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _field_docstrings() -> dict[str, str]:
+def _field_docstrings(config: type) -> dict[str, str]:
     """Python drops the string after a field, so read it from the source."""
-    (cls,) = ast.parse(inspect.getsource(BurstConfig)).body
+    (cls,) = ast.parse(inspect.getsource(config)).body
     assert isinstance(cls, ast.ClassDef)
     docs = {}
     for node, following in zip(cls.body, cls.body[1:], strict=False):

@@ -3,19 +3,28 @@
 import argparse
 import importlib.util
 
-from megatron_burst.config import Algorithm, BurstConfig, Topology, flags
+from megatron_burst.config import (
+    Algorithm,
+    BurstConfig,
+    LmHeadConfig,
+    LmHeadLoss,
+    Topology,
+    flags,
+)
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.layout import zigzag
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 
 def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "burst", one flag for each field of `BurstConfig`, and return the parser."""
-    group = parser.add_argument_group("burst", "context-parallel attention of megatron_burst")
-    for flag in flags():
+    """Add the group "burst", one flag for each field of our configurations; return the parser."""
+    group = parser.add_argument_group(
+        "burst", "context-parallel attention and chunked LM-head loss of megatron_burst"
+    )
+    for flag in (*flags(), *flags(LmHeadConfig)):
         values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
         default = values[0] if flag.field == "algorithm" else flag.default
         number = flag.default is None  # what is detected unless it is given
@@ -54,6 +63,24 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     return BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
 
 
+def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
+    """Return the settings of the chunked loss; None for Megatron's own.
+
+    Raises:
+        ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
+            cannot be honoured.
+    """
+    values = {flag.field: getattr(args, _destination(flag.name)) for flag in flags(LmHeadConfig)}
+    config = LmHeadConfig(**values)
+    if config.loss is LmHeadLoss.MEGATRON:
+        return None
+    if reasons := lm_head_refusals(args):
+        raise ValueError(
+            f"--lm-head-loss {config.loss} cannot run this:\n  " + "\n  ".join(reasons)
+        )
+    return config
+
+
 def configure(args: argparse.Namespace) -> None:
     """Check the parsed arguments and set what our flags imply, before Megatron validates them.
 
@@ -63,6 +90,7 @@ def configure(args: argparse.Namespace) -> None:
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
+    lm_head_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:
         _check_megatron_algorithm(args)

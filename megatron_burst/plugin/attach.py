@@ -16,9 +16,11 @@ from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
     configure,
+    lm_head_config_from_args,
 )
 from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
+from megatron_burst.plugin.lm_head import ChunkedHead
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,9 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             logger.info("%s", config)
         pool = None if config is None else ContextPool(config)
         model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
+        head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
+        if head is not None:
+            model_config.pre_wrap_hooks.append(ChunkedHead(head))
         return model_config
 
     return build

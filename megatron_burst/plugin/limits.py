@@ -1,4 +1,4 @@
-"""What of Megatron our attention cannot honour, each with the reason: refused, never ignored."""
+"""What of Megatron our parts cannot honour, each with the reason: refused, never ignored."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ class Limit:
     reason: str
 
 
+# Of our attention.
 LIMITS: tuple[Limit, ...] = (
     Limit(
         "attention_dropout",
@@ -99,6 +100,74 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 
+# Of the chunked LM head and loss.
+LM_HEAD_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        "mtp_num_layers",
+        (None, 0),
+        "Megatron's MTP makes losses from all logits by itself: drop --mtp-num-layers",
+    ),
+    Limit(
+        "hybrid_layer_pattern",
+        (None,),
+        "HybridModel has no hook for its output: drop --hybrid-layer-pattern",
+    ),
+    Limit("logits_save_dir", (None,), "it saves logits, which never exist: drop --logits-save-dir"),
+    Limit(
+        "logits_load_dir",
+        (None,),
+        "it compares logits, which never exist: drop --logits-load-dir",
+    ),
+    Limit(
+        "config_logger_dir",
+        ("", None),
+        "it writes logits, which never exist: drop --config-logger-dir",
+    ),
+    Limit(
+        "modelopt_enabled",
+        (False,),
+        "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)",
+    ),
+    Limit(
+        "cross_entropy_loss_fusion",
+        (False,),
+        "it chooses among Megatron's own losses: drop --cross-entropy-loss-fusion",
+    ),
+    Limit(
+        "overlap_moe_expert_parallel_comm",
+        (False,),
+        "its schedule plan calls the output layer by itself: "
+        "drop --overlap-moe-expert-parallel-comm",
+    ),
+    Limit(
+        "defer_embedding_wgrad_compute",
+        (False,),
+        "it keeps the gradients of all logits of a batch: drop --defer-embedding-wgrad-compute",
+    ),
+    Limit(
+        "use_megatron_fsdp",
+        (False,),
+        "it was not shown to be right with weights that Megatron-FSDP shards: "
+        "drop --use-megatron-fsdp",
+    ),
+    Limit(
+        "use_torch_fsdp2",
+        (False,),
+        "it was not shown to be right with weights that FSDP shards: drop --use-torch-fsdp2",
+    ),
+    Limit(
+        "cuda_graph_impl",
+        (None, "none", "local", "transformer_engine"),
+        "gradients made in forward may ask the host: drop --cuda-graph-impl full_iteration",
+    ),
+    Limit(
+        "batch_invariant_mode",
+        (False,),
+        "chunks are other shapes than Megatron's: drop --batch-invariant-mode",
+    ),
+)
+
+
 def refusals(settings: Any) -> list[str]:
     """Return why our attention cannot run with these settings, one line each; empty if it can.
 
@@ -106,11 +175,7 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    reasons = [
-        f"{limit.name} = {value}: {limit.reason}"
-        for limit in LIMITS
-        if (value := getattr(settings, limit.name, limit.working[0])) not in limit.working
-    ]
+    reasons = _beyond(LIMITS, settings)
     backend = getattr(settings, "attention_backend", None)
     name = getattr(backend, "name", backend)
     if name not in (None, "auto"):
@@ -119,3 +184,16 @@ def refusals(settings: Any) -> list[str]:
             "drop --attention-backend, or choose with --burst-kernel"
         )
     return reasons
+
+
+def lm_head_refusals(settings: Any) -> list[str]:
+    """Return why the chunked loss cannot run with these settings; see `refusals`."""
+    return _beyond(LM_HEAD_LIMITS, settings)
+
+
+def _beyond(limits: tuple[Limit, ...], settings: Any) -> list[str]:
+    return [
+        f"{limit.name} = {value}: {limit.reason}"
+        for limit in limits
+        if (value := getattr(settings, limit.name, limit.working[0])) not in limit.working
+    ]

@@ -1,4 +1,4 @@
-"""Writes the table of flags from the fields of `BurstConfig`, so that no table is out of date.
+"""Writes the table of flags from the fields of the configurations, so that none is out of date.
 
 python -m megatron_burst.tools.flags_table [--write README.md]
 """
@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_burst.config import Flag, flags
+from megatron_burst.config import Flag, LmHeadConfig, flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
 
@@ -18,7 +18,7 @@ END = "<!-- end of flags -->"
 def table() -> str:
     """Return the flags as a Markdown table, the default of each first among its values."""
     rows = ["| flag | values, the default first | what it does |", "|---|---|---|"]
-    for flag in flags():
+    for flag in (*flags(), *flags(LmHeadConfig)):
         values = ", ".join(f"`{value}`" for value in _values(flag))
         rows.append(f"| `{flag.name}` | {values} | {flag.help.replace('|', '\\|')} |")
     return "\n".join(rows)
@@ -30,7 +30,7 @@ def _values(flag: Flag) -> list[str]:
         return [MEGATRON, *values]
     if flag.field == "kernel":
         values = ["auto", *KERNELS]
-    default = str(flag.default)
+    default = flag.shown_default
     return [default, *(value for value in values if value != default)]
 
 

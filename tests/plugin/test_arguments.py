@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.config import flags
+from megatron_burst.config import LmHeadConfig, LmHeadLoss, flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
     configure,
+    lm_head_config_from_args,
 )
-from megatron_burst.plugin.limits import LIMITS, Limit, refusals
+from megatron_burst.plugin.limits import (
+    LIMITS,
+    LM_HEAD_LIMITS,
+    Limit,
+    lm_head_refusals,
+    refusals,
+)
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
@@ -47,7 +54,7 @@ def refusal(parser: argparse.ArgumentParser, line: str, **settings: Any) -> str:
 def test_the_help_shows_the_group_burst_with_every_flag() -> None:
     text = add_burst_arguments(argparse.ArgumentParser()).format_help()
     (group,) = re.findall(r"\nburst:\n(.*)", text, re.DOTALL)
-    for flag in flags():
+    for flag in (*flags(), *flags(LmHeadConfig)):
         assert f"\n  {flag.name} " in group
         help_text = flag.help.replace("-", "").replace(" ", "")
         assert help_text in re.sub(r"[-\s]", "", group), flag.name
@@ -299,3 +306,105 @@ def test_limits_do_not_keep_megatron_from_its_own_attention(
     parser: argparse.ArgumentParser,
 ) -> None:
     configure(parse(parser, "--sft --window-size 128,0 --attention-dropout 0.1"))
+
+
+# The LM head and its loss.
+
+CHUNKED = "--lm-head-loss chunked "
+
+
+def test_the_flags_become_the_settings_of_the_lm_head(parser: argparse.ArgumentParser) -> None:
+    assert lm_head_config_from_args(parse(parser)) is None
+    assert lm_head_config_from_args(parse(parser, "--lm-head-loss megatron")) is None
+    for line, expected in (
+        (CHUNKED, LmHeadConfig(loss=LmHeadLoss.CHUNKED)),
+        (CHUNKED + "--lm-head-chunk-size 7", LmHeadConfig(loss="chunked", chunk_size=7)),
+        (CHUNKED + "--lm-head-memory-mb 64", LmHeadConfig(loss="chunked", memory_mb=64)),
+    ):
+        assert lm_head_config_from_args(parse(parser, line)) == expected
+
+
+@pytest.mark.parametrize("attention", ["", BURST])
+def test_the_chunked_loss_goes_with_any_attention(
+    parser: argparse.ArgumentParser, attention: str
+) -> None:
+    configure(parse(parser, attention + CHUNKED))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lm-head-loss chunky", "--lm-head-loss chunky is unknown; .*: megatron, chunked"),
+        (
+            CHUNKED + "--lm-head-chunk-size 4 --lm-head-memory-mb 5",
+            "--lm-head-chunk-size 4 and --lm-head-memory-mb 5 both say how large a chunk is: drop",
+        ),
+        (CHUNKED + "--lm-head-chunk-size 0", "--lm-head-chunk-size 0: it must be positive"),
+        (CHUNKED + "--lm-head-memory-mb -1", "--lm-head-memory-mb -1: it must be positive"),
+        (
+            "--lm-head-memory-mb 512",
+            "--lm-head-memory-mb 512 has no effect under --lm-head-loss megatron; add --lm-head-lo",
+        ),
+        (BURST + "--lm-head-chunk-size 4", "--lm-head-chunk-size 4 has no effect"),
+    ],
+)
+def test_what_the_flags_of_the_lm_head_cannot_be_is_refused(
+    parser: argparse.ArgumentParser, line: str, message: str
+) -> None:
+    assert re.search(message, refusal(parser, line))
+
+
+LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
+    "mtp_num_layers": "--mtp-num-layers 1",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
+    "logits_save_dir": "--logits-save-dir here",
+    "logits_load_dir": "--logits-load-dir there",
+    "config_logger_dir": "--config-logger-dir here",
+    "modelopt_enabled": {"modelopt_enabled": True},
+    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "cuda_graph_impl": "--cuda-graph-impl full_iteration",
+    "batch_invariant_mode": "--batch-invariant-mode",
+}
+EACH_LM_HEAD_LIMIT = pytest.mark.parametrize(
+    "limit", LM_HEAD_LIMITS, ids=[limit.name for limit in LM_HEAD_LIMITS]
+)
+
+
+def test_every_limit_of_the_lm_head_has_its_refused_case() -> None:
+    assert list(LM_HEAD_REFUSED) == [limit.name for limit in LM_HEAD_LIMITS]
+
+
+@EACH_LM_HEAD_LIMIT
+def test_the_working_values_of_a_limit_of_the_lm_head_pass(
+    parser: argparse.ArgumentParser, limit: Limit
+) -> None:
+    args = parse(parser, CHUNKED)
+    # Megatron-LM's own script sets this one after parsing.
+    assert hasattr(args, limit.name) or limit.name == "modelopt_enabled"
+    for value in limit.working:
+        setattr(args, limit.name, value)
+        assert lm_head_refusals(args) == []
+        args.cp_comm_type = None
+        configure(args)
+
+
+@EACH_LM_HEAD_LIMIT
+def test_what_a_limit_of_the_lm_head_refuses_is_named_with_its_reason_and_the_flag(
+    parser: argparse.ArgumentParser, limit: Limit
+) -> None:
+    case = LM_HEAD_REFUSED[limit.name]
+    line, settings = (case, {}) if isinstance(case, str) else ("", case)
+    text = refusal(parser, CHUNKED + line, **settings)
+    value = {**vars(parse(parser, line)), **settings}[limit.name]
+    assert text.splitlines() == [
+        "--lm-head-loss chunked cannot run this:",
+        f"  {limit.name} = {value}: {limit.reason}",
+    ]
+    assert (line.split(maxsplit=1)[0] if line else limit.name) in limit.reason
+    args = parse(parser, line)
+    vars(args).update(settings)
+    assert lm_head_config_from_args(args) is None  # Megatron's own loss has no such limit

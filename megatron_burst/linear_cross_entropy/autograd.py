@@ -1,0 +1,101 @@
+"""The autograd node: what is kept between forward and backward, and which gradients are used."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.dtypes import accumulation_dtype
+from megatron_burst.linear_cross_entropy.expected import expected_factor, read_later
+from megatron_burst.linear_cross_entropy.loops import (
+    Head,
+    LogitsAgain,
+    gradients_again,
+    loss_alone,
+    loss_and_gradients,
+)
+from megatron_burst.linear_cross_entropy.weight_sum import WeightSum
+
+
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """Gradients made in forward: right if that of the losses is `expected` times one factor."""
+
+    expected: Tensor  # [tokens]
+    d_hidden: Tensor  # [this rank's tokens, d]
+    d_weight: Tensor | None  # [rows, d] in the dtype of sums
+
+    def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Turn them, in place, into the gradients for `grad`; None if no factor does."""
+        factor, matches = expected_factor(grad, self.expected)
+        is_right = read_later(matches)
+        self.d_hidden.mul_(factor)
+        if self.d_weight is not None:
+            self.d_weight.mul_(factor)
+        return (self.d_hidden, self.d_weight) if is_right() else None
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Losses of all tokens; keeps their log-sum-exps, and gradients where these are made early."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        loss_mask: Tensor | None,
+        head: Head,
+        weight_sum: Callable[[Tensor], WeightSum],
+        on_mismatch: Callable[[], None],
+    ) -> Tensor:
+        """Return losses of targets' shape."""
+        ctx.head, ctx.weight_sum, ctx.on_mismatch = head, weight_sum, on_mismatch
+        ctx.unscaled = None
+        tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
+        where = head.locate(targets)
+        if head.chunking.in_forward:
+            expected = where.counted.to(accumulation_dtype(hidden.dtype))
+            if loss_mask is not None:
+                expected *= loss_mask.reshape(-1)
+            loss, lse, d_hidden, d_weight = loss_and_gradients(
+                head, tokens, where, expected, with_weight=ctx.needs_input_grad[1]
+            )
+            d_hidden = head.vocabulary.sum_gradient(d_hidden)
+            ctx.unscaled = Unscaled(expected, d_hidden, d_weight)
+        else:
+            loss, lse = loss_alone(head, tokens, where)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        return loss.view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weight`."""
+        hidden, weight, targets, lse = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        d_weight = ctx.weight_sum(weight) if wants_weight else None
+        vocabulary, where = ctx.head.vocabulary, ctx.head.locate(targets)
+        grad = (grad.reshape(-1) * where.counted).to(lse.dtype)
+        unscaled, ctx.unscaled = ctx.unscaled, None  # scaled in place: good for one backward
+        found = None if unscaled is None else unscaled.scaled(grad)
+        if found is not None:
+            d_hidden, product = found
+            result = None
+            if d_weight is not None and product is not None:
+                d_weight.add(product)
+                result = d_weight.result()
+            return d_hidden.view(hidden.shape), result, *[None] * 5
+        if unscaled is not None:
+            ctx.on_mismatch()
+        tokens = vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
+        d_hidden = torch.empty_like(tokens) if wants_hidden else None
+        result = gradients_again(
+            LogitsAgain(ctx.head, tokens, where, lse, grad), d_hidden, d_weight
+        )
+        if d_hidden is not None:
+            d_hidden = vocabulary.sum_gradient(d_hidden).view(hidden.shape)
+        return d_hidden, result, *[None] * 5

@@ -1,0 +1,152 @@
+"""The loops over chunks: losses alone, gradients from logits computed again, and both at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_burst.dtypes import accumulation_dtype
+from megatron_burst.linear_cross_entropy.chunk import Workspace
+from megatron_burst.linear_cross_entropy.chunk_size import Chunking
+from megatron_burst.linear_cross_entropy.objective import Objective
+from megatron_burst.linear_cross_entropy.products import LogitsGradient
+from megatron_burst.linear_cross_entropy.vocabulary import Targets, Vocabulary, losses
+from megatron_burst.linear_cross_entropy.weight_sum import OwnSum, WeightSum
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all loops of a call share."""
+
+    weight: Tensor  # [rows of this rank, d]
+    objective: Objective
+    vocabulary: Vocabulary
+    chunking: Chunking
+
+    def workspace(self, *, slopes: bool) -> Workspace:
+        """Make the buffers of one chunk and all rows."""
+        return Workspace(self.weight, self.chunking.tokens, self.objective, slopes=slopes)
+
+    def locate(self, targets: Tensor) -> Targets:
+        """Find the targets, of any shape, in this rank's shard."""
+        return self.vocabulary.locate(targets.reshape(-1).long(), self.objective.ignore_index)
+
+    def chunks(self, hidden: Tensor) -> Iterator[slice]:
+        """Cut the tokens into chunks."""
+        return slices(hidden.shape[0], self.chunking.tokens)
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Cut [0, total) into slices of `size`; the last may be shorter."""
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def loss_alone(head: Head, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Return losses and log-sum-exps; the shards' statistics are combined once for all chunks."""
+    workspace = head.workspace(slopes=False)
+    of_shard = hidden.new_empty(
+        head.objective.statistics, hidden.shape[0], dtype=accumulation_dtype(hidden.dtype)
+    )
+    for chunk in head.chunks(hidden):
+        logits = workspace.logits(hidden[chunk], head.weight)
+        of_shard[:, chunk] = workspace.statistics(logits, targets.of(chunk))
+    return losses(head.vocabulary.combine(of_shard), targets, head.vocabulary.size, head.objective)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsAgain:
+    """Computes logits a second time, and their gradients."""
+
+    head: Head
+    hidden: Tensor  # [tokens, d]
+    targets: Targets
+    lse: Tensor  # [tokens]
+    grad: Tensor  # [tokens], of the losses
+
+    def gradients(self, rows: slice, tokens: int) -> Iterator[tuple[slice, LogitsGradient]]:
+        """Yield the gradient of some columns of the logits, chunk by chunk in the same memory."""
+        weight = self.head.weight[rows]
+        workspace = Workspace(weight, tokens, self.head.objective, slopes=True)
+        for chunk in slices(self.hidden.shape[0], tokens):
+            logits = workspace.logits(self.hidden[chunk], weight)
+            yield (
+                chunk,
+                workspace.gradient(
+                    logits.sub_(self.lse[chunk, None]).exp_(),
+                    None,
+                    self.lse[chunk],
+                    self.targets.of(chunk, rows),
+                    self.grad[chunk],
+                    self.head.vocabulary.size,
+                ),
+            )
+
+
+def gradients_again(
+    again: LogitsAgain, d_hidden: Tensor | None, d_weight: WeightSum | None
+) -> Tensor | None:
+    """Fill `d_hidden` and return the gradient of the weight, from logits computed again.
+
+    Where the memory limit has no room for the sum of all of dW, dW is made in blocks of rows
+    afterwards, and the logits are computed a third time.
+    """
+    weight, chunking = again.head.weight, again.head.chunking
+    blocks = list(slices(weight.shape[0], chunking.rows))
+    if d_weight is None or len(blocks) == 1:
+        _all_rows(again, d_hidden, d_weight)
+        return None if d_weight is None else d_weight.result()
+    if d_hidden is not None:
+        _all_rows(again, d_hidden, None)
+    result = torch.empty_like(weight)
+    for block in blocks:
+        result[block] = _some_rows(again, block)
+    return result
+
+
+def _all_rows(again: LogitsAgain, d_hidden: Tensor | None, d_weight: WeightSum | None) -> None:
+    weight = again.head.weight
+    every = slice(0, weight.shape[0])
+    for chunk, gradient in again.gradients(every, again.head.chunking.tokens):
+        if d_hidden is not None:
+            torch.mm(gradient.narrow, weight, out=d_hidden[chunk])
+        if d_weight is not None:
+            d_weight.add_product(gradient, again.hidden[chunk])
+
+
+def _some_rows(again: LogitsAgain, rows: slice) -> Tensor:
+    total = OwnSum(again.head.weight[rows])
+    for chunk, gradient in again.gradients(rows, again.head.chunking.tokens_of_rows):
+        total.add_product(gradient, again.hidden[chunk])
+    return total.total
+
+
+def loss_and_gradients(
+    head: Head, hidden: Tensor, targets: Targets, grad: Tensor, *, with_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return losses, log-sum-exps and the gradients for the given `grad` of the losses.
+
+    dW is a tensor in the dtype of sums. The shards' statistics are combined chunk by chunk.
+    """
+    workspace = head.workspace(slopes=True)
+    loss, lse = torch.empty_like(grad), torch.empty_like(grad)
+    d_hidden = torch.empty_like(hidden)
+    d_weight = OwnSum(head.weight)
+    for chunk in head.chunks(hidden):
+        where = targets.of(chunk)
+        logits = workspace.logits(hidden[chunk], head.weight)
+        of_shard = workspace.statistics(logits, where)
+        loss[chunk], lse[chunk] = losses(
+            head.vocabulary.combine(of_shard),
+            where,
+            head.vocabulary.size,
+            head.objective,
+        )
+        to_probability = (of_shard[0] - lse[chunk]).exp_()
+        gradient = workspace.gradient(
+            logits, to_probability, lse[chunk], where, grad[chunk], head.vocabulary.size
+        )
+        torch.mm(gradient.narrow, head.weight, out=d_hidden[chunk])
+        if with_weight:
+            d_weight.add_product(gradient, hidden[chunk])
+    return loss, lse, d_hidden, d_weight.total if with_weight else None

@@ -1,0 +1,87 @@
+"""Chunks from a memory limit or a number of tokens, and when gradients are made. (fast tier)"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_burst.linear_cross_entropy.chunk_size import (
+    MIB,
+    Sizes,
+    of_tokens,
+    pays_in_forward,
+    within,
+)
+from tests.loss.oracle import make_case, ours
+
+SIZES = Sizes(tokens=8192, vocabulary=32768, hidden=1024, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("limit", [16, 64, 512, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sums_apart", [False, True])
+def test_chunks_are_the_largest_even_ones_within_the_limit(
+    limit: int, dtype: torch.dtype, sums_apart: bool
+) -> None:
+    sizes = dataclasses.replace(SIZES, dtype=dtype, sums_apart=sums_apart)
+    found = within(sizes, limit * MIB, in_forward=False)
+    assert found.peak <= limit * MIB
+    chunks = -(-sizes.tokens // found.tokens)
+    assert found.tokens * (chunks - 1) < sizes.tokens <= found.tokens * chunks
+    if chunks > 1:  # one chunk less would not fit
+        larger = -(-sizes.tokens // (chunks - 1))
+        more = (larger - found.tokens) * sizes.for_a_token_of_the_chunk()
+        assert found.peak + more > limit * MIB
+
+
+def test_a_token_of_logits_in_every_copy_that_lives() -> None:
+    row = SIZES.vocabulary
+    expected = {
+        (torch.float32, False): 4 * row,
+        (torch.bfloat16, False): 6 * row + 4 * 1024,
+        (torch.float16, True): 10 * row + 4 * 1024,
+        (torch.float64, True): 16 * row,
+    }
+    for (dtype, slopes), most in expected.items():
+        sizes = dataclasses.replace(SIZES, dtype=dtype, slopes=slopes)
+        assert 0 <= sizes.for_a_token_of_the_chunk() - most <= 80
+
+
+def test_one_token_that_does_not_fit_is_an_error_with_what_is_needed() -> None:
+    tight = dataclasses.replace(SIZES, vocabulary=2**20, tokens=1000)
+    with pytest.raises(ValueError, match=r"too small for one token of 1000.*at least 5 MiB"):
+        within(tight, 4 * MIB, in_forward=False)
+    assert within(tight, 5 * MIB, in_forward=False).tokens == 1
+
+
+def test_sums_of_dw_that_do_not_fit_are_made_in_blocks() -> None:
+    apart = dataclasses.replace(SIZES, dtype=torch.bfloat16, sums_apart=True)
+    assert within(apart, 512 * MIB, in_forward=False).rows == SIZES.vocabulary
+    found = within(apart, 64 * MIB, in_forward=False)
+    assert found.rows * apart.row_of_sums <= 32 * MIB and found.peak <= 64 * MIB
+    assert of_tokens(apart, 100, in_forward=False).rows == SIZES.vocabulary
+
+
+@pytest.mark.parametrize("objective", [{}, {"label_smoothing": 0.1, "logit_softcap": 4.0}])
+def test_dw_in_blocks_is_the_same(objective: dict[str, float]) -> None:
+    case = make_case((40,), 3000, 64, torch.bfloat16)
+    arguments = {"gradients": "backward", **objective}
+    at_once = ours(case, memory_mb=8, **arguments)
+    in_blocks = ours(case, memory_mb=0.5, **arguments)  # dW alone takes 0.73 MiB in float32
+    for a, b in zip(at_once, in_blocks, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+
+
+def test_gradients_in_forward_pay_with_room_for_dw_on_one_rank() -> None:
+    sums = SIZES.sums
+    assert pays_in_forward(SIZES, 2 * sums)
+    assert not pays_in_forward(SIZES, 2 * sums - 1)
+    assert not pays_in_forward(SIZES, None)
+    assert not pays_in_forward(dataclasses.replace(SIZES, ranks=2), 2 * sums)
+
+
+def test_a_chunk_size_is_taken_as_it_is() -> None:
+    assert of_tokens(SIZES, 100, in_forward=False).tokens == 100
+    assert of_tokens(SIZES, 10**9, in_forward=False).tokens == SIZES.tokens
+    with pytest.raises(ValueError, match="--lm-head-chunk-size.*positive, got 0"):
+        of_tokens(SIZES, 0, in_forward=False)

@@ -1,0 +1,70 @@
+"""What linear_cross_entropy refuses, and with which words. (fast tier)"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+
+HIDDEN, WEIGHT = torch.zeros(2, 3, 4), torch.zeros(10, 4)
+TARGETS = torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunk_size": 4, "memory_mb": 100}, "chunk_size = 4 and memory_mb = 100.*one of them"),
+        ({"chunk_size": 0}, "chunk size .--lm-head-chunk-size. must be positive, got 0"),
+        (
+            {"memory_mb": 0.0001},
+            r"--lm-head-memory-mb\) 9.9\S+ is too small for one token of 6.*1 MiB",
+        ),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 1\), got -0.1"),
+        ({"z_loss": -1.0}, "z_loss must not be negative, got -1.0"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be positive or None, got 0.0"),
+        ({"gradients": "sometimes"}, "'sometimes' is not a valid Gradients"),
+        ({"weight": WEIGHT.double()}, "hidden is torch.float32 and weight torch.float64"),
+        ({"weight": torch.zeros(10, 5)}, r"hidden \(2, 3, 4\) does not fit weight \(10, 5\)"),
+        ({"weight": torch.zeros(4)}, r"hidden \(2, 3, 4\) does not fit weight \(4,\)"),
+        ({"targets": TARGETS.float()}, "targets are torch.float32, not integers"),
+        ({"targets": TARGETS.t()}, r"targets \(3, 2\) do not fit hidden \(2, 3, 4\)"),
+        ({"loss_mask": torch.zeros(6)}, r"loss_mask \(6,\) has not the shape of targets \(2, 3\)"),
+        ({"targets": TARGETS + 10}, "target 10 is outside the vocabulary of 10 rows"),
+        ({"targets": TARGETS - 1}, "target -1 is outside the vocabulary of 10 rows and not ignore"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
+    tensors = {"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**tensors, **arguments})
+
+
+def test_integers_that_are_not_are_refused() -> None:
+    whole = (HIDDEN.long(), WEIGHT.long(), TARGETS)
+    with pytest.raises(ValueError, match="in one floating dtype"):
+        linear_cross_entropy(*whole)
+
+
+def test_a_target_outside_the_vocabulary_makes_nan_where_looking_would_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the host does not look; the tensors of this test only say that they are on one."""
+    from megatron_burst.linear_cross_entropy.objective import Objective
+    from megatron_burst.linear_cross_entropy.vocabulary import Targets, losses
+
+    counted = torch.tensor([True, True, False])
+    where = Targets(torch.zeros(3), counted, counted, torch.tensor([True, False, True]))
+    loss, _ = losses(torch.ones(3, 3), where, 10, Objective())
+    assert loss.isnan().tolist() == [False, True, False] and loss[2] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_targets_of_any_integer_type(dtype: torch.dtype) -> None:
+    targets: Tensor = (TARGETS + 3).to(dtype)
+    hidden = torch.randn(2, 3, 4)
+    weight = torch.randn(10, 4)
+    expected = linear_cross_entropy(hidden, weight, TARGETS + 3)
+    assert torch.equal(linear_cross_entropy(hidden, weight, targets), expected)

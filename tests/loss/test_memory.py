@@ -1,0 +1,157 @@
+"""Memory stays within the limit asked for, counted in live bytes. (fast tier; long ones slow)
+
+On the device "meta" nothing is computed, so that real sizes can be counted; a few cases are
+computed, which must give the same counts.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+from megatron_burst.linear_cross_entropy import autograd, products
+from megatron_burst.linear_cross_entropy.call import Call
+from megatron_burst.linear_cross_entropy.chunk_size import MIB, Chunking
+from megatron_burst.linear_cross_entropy.objective import Objective
+from tests.loss.oracle import OBJECTIVES
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+from live_bytes import LiveBytes  # noqa: E402
+
+K = 1024
+VOCABULARIES = (32 * K, 128 * K, 256 * K)
+TOKENS = (8 * K, 16 * K, 32 * K, 64 * K)
+LIMIT_MB = 512
+
+
+def peak_bytes(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    tokens: int,
+    vocabulary: int,
+    hidden: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "meta",
+) -> int:
+    """Bytes of the largest moment of forward and backward, without inputs, weight, gradients."""
+    states = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, device=device, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), device=device)
+    with LiveBytes((states, weight, targets)) as live:
+        function(states, weight, targets).sum().backward()
+    gradients = (tokens + vocabulary) * hidden * dtype.itemsize
+    assert live.now >= gradients, "the gradients have been counted"
+    return live.peak - gradients
+
+
+@pytest.fixture(autouse=True)
+def meta_tensors_have_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = autograd.read_later
+    # The way of a GPU: products are made in parts, in memory that the logits have left.
+    monkeypatch.setattr(products, "best_way", lambda *_: products.rounded_parts)
+    monkeypatch.setattr(
+        autograd,
+        "read_later",
+        lambda answer: (lambda: True) if answer.is_meta else original(answer),
+    )
+
+
+def chunked(**arguments: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda *tensors: linear_cross_entropy(*tensors, **arguments)
+
+
+def unfused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="none")
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 64), (torch.bfloat16, 4096)])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_limit_holds(vocabulary: int, tokens: int, dtype: torch.dtype, hidden: int) -> None:
+    size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": hidden, "dtype": dtype}
+    peak = peak_bytes(chunked(memory_mb=LIMIT_MB), **size)
+    assert 0.4 * LIMIT_MB * MIB < peak <= LIMIT_MB * MIB
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_limit_holds_for_every_objective(
+    objective: str, gradients: str, dtype: torch.dtype
+) -> None:
+    function = chunked(memory_mb=48, gradients=gradients, **OBJECTIVES[objective])
+    size = {"tokens": 8 * K, "vocabulary": 32 * K, "hidden": 64, "dtype": dtype}
+    assert peak_bytes(function, **size) <= 48 * MIB
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_takes_what_is_foretold(gradients: str, dtype: torch.dtype) -> None:
+    foretold: list[Chunking] = []
+    call = Call(
+        objective=Objective(), memory_mb=16, gradients=gradients, on_chunking=foretold.append
+    )
+    function = lambda *tensors: call_of(call, *tensors)  # noqa: E731
+    size = {"tokens": 1 * K, "vocabulary": 8 * K, "hidden": 64, "dtype": dtype}
+    computed = peak_bytes(function, **size, device="cpu")
+    assert computed <= foretold[0].peak <= 16 * MIB
+    assert foretold[0].tokens < 1 * K
+    assert computed > 0.9 * foretold[0].peak
+
+
+def call_of(call: Call, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from megatron_burst.linear_cross_entropy.call import apply
+
+    return apply(hidden, weight, targets, None, call)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary"),
+    [(8 * K, 32 * K), (8 * K, 256 * K), (16 * K, 128 * K), (64 * K, 32 * K)],
+)
+def test_the_limit_holds_when_computed(tokens: int, vocabulary: int) -> None:
+    size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": 16}
+    for gradients in ("forward", "backward"):
+        function = chunked(memory_mb=LIMIT_MB, gradients=gradients)
+        assert peak_bytes(function, **size, device="cpu") <= LIMIT_MB * MIB
+
+
+def test_sixteen_times_less_than_all_logits() -> None:
+    """Measured at 4k x 32k; beyond, what all logits take grows with tokens x vocabulary."""
+    small = {"tokens": 4 * K, "vocabulary": 32 * K, "hidden": 16}
+    measured = peak_bytes(unfused, **small, device="cpu")
+    assert measured == pytest.approx(peak_bytes(unfused, **small), rel=0.01)
+    copies = measured / (4 * K * 32 * K * 4)
+    assert 2 <= copies < 4
+    large = {"tokens": 32 * K, "vocabulary": 128 * K, "hidden": 16}
+    by_formula = copies * large["tokens"] * large["vocabulary"] * 4
+    assert by_formula == pytest.approx(peak_bytes(unfused, **large), rel=0.01)
+    ours = peak_bytes(chunked(), **large)
+    print(f"all logits {by_formula / MIB:.0f} MiB, in chunks {ours / MIB:.0f} MiB")
+    assert by_formula >= 16 * ours
+
+
+@pytest.mark.parametrize("parts", ["with the limit", "with the chunk size"])
+def test_memory_grows_with_the_tokens_by_some_numbers_each(parts: str) -> None:
+    """Between forward and backward one log-sum-exp a token is kept, not a row of logits."""
+    arguments = {"memory_mb": 64} if parts == "with the limit" else {"chunk_size": 100}
+    arguments |= {"gradients": "backward"}
+    weight = torch.randn(32 * K, 16, device="meta").requires_grad_()
+    kept = []
+    for tokens in (8 * K, 64 * K):
+        hidden = torch.randn(tokens, 16, device="meta").requires_grad_()
+        targets = torch.zeros(tokens, dtype=torch.long, device="meta")
+        with LiveBytes((hidden, weight, targets)) as live:
+            loss = linear_cross_entropy(hidden, weight, targets, **arguments)
+        kept.append(live.now / tokens)
+        del loss
+    assert kept == [8, 8]  # the loss and the log-sum-exp

@@ -1,0 +1,221 @@
+"""The vocabulary over 2 and 4 ranks, sequence parallelism, and Megatron's own path. (fast tier)"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+from tests.loss.oracle import (
+    OBJECTIVES,
+    Case,
+    Result,
+    errors,
+    from_logits,
+    make_case,
+    oracle,
+    relative_error,
+)
+from tests.workers import Team, WorkerPool
+
+TOLERANCE = 2e-6
+
+
+class Counted(NamedTuple):
+    result: Result
+    collectives: list[str]
+
+
+def on_a_rank(team: Team, case: Case, sequence_parallel: bool, arguments: Any) -> Counted:
+    """One rank's share: its rows of the weight and, under sequence parallelism, its tokens."""
+    ranks, rank = team.group.size(), team.rank
+    hidden = case.hidden.chunk(ranks)[rank] if sequence_parallel else case.hidden
+    hidden = hidden.clone().requires_grad_()
+    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    called: list[str] = []
+    originals = {
+        name: getattr(dist, name)
+        for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+    }
+
+    def counting(name: str) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return originals[name](*args, **kwargs)
+
+        return collective
+
+    try:
+        for name in originals:
+            setattr(dist, name, counting(name))
+        loss = linear_cross_entropy(
+            *(hidden, weight, case.targets),
+            group=team.group,
+            sequence_parallel=sequence_parallel,
+            **arguments,
+        )
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), case.grad.to(loss.dtype))
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return Counted(Result(loss.detach(), d_hidden, d_weight), called)
+
+
+def together(shares: list[Counted], sequence_parallel: bool) -> Result:
+    """The whole result; every rank must have the same losses."""
+    results = [share.result for share in shares]
+    first = results[0]
+    assert all(torch.equal(r.loss, first.loss) for r in results)
+    if sequence_parallel:
+        d_hidden = torch.cat([r.d_hidden for r in results])
+    else:
+        d_hidden = first.d_hidden
+        assert all(torch.equal(r.d_hidden, d_hidden) for r in results)
+    return Result(first.loss, d_hidden, torch.cat([r.d_weight for r in results]))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_float32_equals_float64(
+    workers: WorkerPool, ranks: int, objective: str, sequence_parallel: bool
+) -> None:
+    arguments = OBJECTIVES[objective]
+    case = make_case((8, 3), ignore_index=arguments.get("ignore_index", -100))
+    for gradients in ("forward", "backward"):
+        if gradients == "forward":
+            case = case._replace(grad=torch.full_like(case.grad, 0.37))
+        options = {"chunk_size": 5, "gradients": gradients, **arguments}
+        shares = workers.run(ranks, on_a_rank, case, sequence_parallel, options)
+        found = together(shares, sequence_parallel)
+        assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [(4,), (4, 1), (4, 0)])
+def test_a_token_a_rank_and_none(workers: WorkerPool, tokens: tuple[int, ...]) -> None:
+    case = make_case(tokens)
+    case = case._replace(grad=torch.ones_like(case.grad))
+    for sequence_parallel in (False, True):
+        shares = workers.run(4, on_a_rank, case, sequence_parallel, {})
+        found = together(shares, sequence_parallel)
+        assert found.loss.shape == tokens
+        if case.targets.numel():
+            assert max(errors(found, oracle(case))) < TOLERANCE
+
+
+def test_all_tokens_ignored(workers: WorkerPool) -> None:
+    case = make_case()
+    case.targets.fill_(-100)
+    found = together(workers.run(2, on_a_rank, case, False, {"chunk_size": 4}), False)
+    assert not any(part.any() for part in found)
+
+
+def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
+    case = make_case((8, 3))
+    options = {"chunk_size": 2, "gradients": "backward"}
+    (whole, _) = workers.run(2, on_a_rank, case, False, options)
+    assert whole.collectives == ["all_gather_into_tensor", "all_reduce"]
+    (spread, _) = workers.run(2, on_a_rank, case, True, options)
+    # Forward gathers the tokens and the statistics; backward the tokens, and spreads the gradient.
+    assert spread.collectives == [*["all_gather_into_tensor"] * 3, "reduce_scatter_tensor"]
+    constant = case._replace(grad=torch.ones_like(case.grad))
+    options = {"chunk_size": 12, "gradients": "forward"}
+    (early, _) = workers.run(2, on_a_rank, constant, False, options)
+    assert early.collectives == [*["all_gather_into_tensor"] * 2, "all_reduce"]
+
+
+def test_a_gradient_of_another_direction_is_computed_again(workers: WorkerPool) -> None:
+    case = make_case((8, 3))
+    options = {"chunk_size": 5, "gradients": "forward"}
+    for sequence_parallel in (False, True):
+        shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
+        assert max(errors(together(shares, sequence_parallel), oracle(case))) < TOLERANCE
+
+
+def test_smoothing_is_over_the_whole_vocabulary(workers: WorkerPool) -> None:
+    """Megatron's own smooths over the rank's part of it, so its loss depends on their number."""
+    case = make_case((8, 3))
+    arguments = {"label_smoothing": 0.1}
+    found = together(workers.run(4, on_a_rank, case, False, arguments), False)
+    alone = linear_cross_entropy(case.hidden, case.weight, case.targets, **arguments)
+    torch.testing.assert_close(found.loss, alone)
+
+
+def megatrons_path(team: Team, case: Case, smoothing: float) -> Result:
+    """What Megatron does with a rank's logits, by Megatron's own code."""
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    ranks, rank = team.group.size(), team.rank
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        F.linear(hidden, weight), case.targets, smoothing, tp_group=team.group
+    )
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), case.grad.to(loss.dtype))
+    dist.all_reduce(d_hidden, group=team.group)
+    return Result(loss.detach(), d_hidden, d_weight)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_same_as_megatron_with_a_padded_vocabulary(workers: WorkerPool, ranks: int) -> None:
+    """Megatron's padding rows are in its softmax, so they are in ours."""
+    pytest.importorskip("megatron.core")
+    case = make_case((8, 3), vocabulary=64, ignore_index=0)
+    case = case._replace(targets=case.targets.clamp_max(49), grad=case.grad)
+    ours = together(
+        workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5, "gradients": "backward"}),
+        False,
+    )
+    theirs = together(
+        [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)], False
+    )
+    assert max(errors(ours, theirs)) < TOLERANCE
+
+
+WAYS = {
+    "backward": ({"gradients": "backward"}, 1.0),
+    "forward, the factor is known": ({"gradients": "forward"}, 1.0),
+    # d_hidden is rounded once more.
+    "forward, another factor": ({"gradients": "forward"}, 1.1),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_is_no_worse_than_megatron(workers: WorkerPool, ranks: int, way: str) -> None:
+    """Mean error over draws and factors; with a single factor either may be lucky."""
+    pytest.importorskip("megatron.core")
+    ours: list[list[float]] = []
+    theirs: list[list[float]] = []
+    options, allowed = WAYS[way]
+    for seed in range(6):
+        case = make_case((256,), 1024, 64, torch.bfloat16, seed, ignore_index=0)
+        factor = torch.rand((), generator=torch.Generator().manual_seed(seed)) / 256
+        case = case._replace(grad=torch.full_like(case.grad, factor))
+        mask = case.grad * 1024 if way.endswith("known") else None
+        expected = oracle(case)
+        arguments = {**options, "chunk_size": 100, "loss_mask": mask}
+        found = together(workers.run(ranks, on_a_rank, case, False, arguments), False)
+        ours.append(errors(found, expected))
+        megatron = [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)]
+        theirs.append(errors(together(megatron, False), expected))
+    means = [torch.tensor(many).mean(0) for many in (ours, theirs)]
+    print(f"{way}, TP {ranks}, loss, d_hidden, d_weight: ours {means[0]}, theirs {means[1]}")
+    assert (means[0] <= allowed * 1.001 * means[1]).all()
+
+
+def test_megatrons_smoothing_depends_on_the_number_of_ranks(workers: WorkerPool) -> None:
+    """Why ours does not follow it; fails when Megatron has mended it."""
+    pytest.importorskip("megatron.core")
+    case = make_case((8, 3), ignore_index=0)
+    losses: dict[int, Tensor] = {
+        ranks: workers.run(ranks, megatrons_path, case, 0.1)[0].loss for ranks in (1, 2)
+    }
+    assert relative_error(losses[2], losses[1]) > 1e-3
+    # Its smoothing spares the target: p / (1 - 1/V) of it is torch's.
+    logits = F.linear(case.hidden.double(), case.weight.double())
+    torchs = from_logits(logits, case.targets, label_smoothing=0.1 * 48 / 47)
+    assert relative_error(losses[1], torchs) < TOLERANCE

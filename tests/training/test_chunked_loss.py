@@ -1,0 +1,154 @@
+"""20 steps with the chunked LM head loss equal 20 steps with Megatron's own. (fast tier)
+
+By --lm-head-chunk-size gradients are made in backward; the default makes them in forward on one
+tensor-parallel rank.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.launcher import BURST, Log, largest_difference, report, train
+
+TOLERANCE = 1e-5
+PER_TOKEN = "--calculate-per-token-loss"
+CHUNKED = ("--lm-head-loss", "chunked")
+IN_CHUNKS = (*CHUNKED, "--lm-head-chunk-size", "100")  # of 256 tokens
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+CASES = {
+    "alone": (1, ""),
+    "CP 2": (2, "--context-parallel-size 2"),
+    "TP 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "PP 2": (2, "--pipeline-model-parallel-size 2"),
+    "DP 2, distributed optimizer, overlap": (2, OVERLAP),
+    "accumulation over 4 micro-batches": (1, "--global-batch-size 8"),
+}
+
+
+def losses_differ(found: Log, expected: Log) -> float:
+    return max(abs(found.losses[step] / expected.losses[step] - 1) for step in expected.losses)
+
+
+def check(case: str, found: Log, expected: Log) -> None:
+    """Losses are to agree; gradient norms show more of the roundings of earlier steps."""
+    assert found.losses.keys() == expected.losses.keys()
+    report(case, losses_differ(found, expected), TOLERANCE)
+    difference = largest_difference(found, expected, list(expected.losses))
+    report(f"{case}, with gradient norms", difference, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], case: str) -> None:
+    ranks, flags = CASES[case]
+    expected = runs(ranks, PER_TOKEN, *flags.split())
+    found = runs(ranks, PER_TOKEN, *flags.split(), *IN_CHUNKS)
+    assert "gradients from logits computed again" in found.text
+    check(case, found, expected)
+
+
+@pytest.mark.parametrize("case", ["alone", "PP 2", "DP 2, distributed optimizer, overlap"])
+def test_gradients_made_in_forward(runs: Callable[..., Log], case: str) -> None:
+    ranks, flags = CASES[case]
+    expected = runs(ranks, PER_TOKEN, *flags.split())
+    found = runs(ranks, PER_TOKEN, *flags.split(), *CHUNKED)
+    assert found.text.count("MiB, gradients in forward") == 1, "said once"
+    assert "from now on" not in found.text, "they were of use"
+    check(case, found, expected)
+
+
+@pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
+@pytest.mark.parametrize("head", [CHUNKED, IN_CHUNKS], ids=["in forward", "in backward"])
+def test_masked_losses(
+    masked_run: Callable[..., Log],
+    per_token: tuple[str, ...],
+    head: tuple[str, ...],
+) -> None:
+    """Half of the tokens of some samples are masked; Megatron averages by its own rules."""
+    expected, found = masked_run(*per_token), masked_run(*per_token, *head)
+    assert "from now on" not in found.text
+    check("masked", found, expected)
+
+
+@pytest.fixture(scope="module")
+def masked_run(
+    tmp_path_factory: pytest.TempPathFactory, short_documents: tuple[str, ...]
+) -> Callable[..., Log]:
+    finished: dict[tuple[str, ...], Log] = {}
+
+    def run(*flags: str) -> Log:
+        if flags not in finished:
+            finished[flags] = train(
+                tmp_path_factory.mktemp("masked"),
+                1,
+                *(*short_documents, *BURST, "--eod-mask-loss", "--train-iters", "5", *flags),
+            )
+        return finished[flags]
+
+    return run
+
+
+def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, ...]) -> None:
+    """Untied, and gathered while forward runs: the output layer is never called, but waited for.
+
+    Buckets of 4000 elements, so that the output layer's is not the first's. It also evaluates.
+    """
+    flags = (*data, *BURST, PER_TOKEN, "--untie-embeddings-and-output-weights", *OVERLAP.split())
+    flags += ("--ddp-bucket-size", "4000", "--split", "90,10,0", "--eval-iters", "1")
+    flags += ("--eval-interval", "10")
+    expected = train(tmp_path / "megatron", 2, *flags)
+    found = train(tmp_path / "chunked", 2, *flags, *IN_CHUNKS)
+    check("untied, overlap", found, expected)
+    evaluated = [_validation_losses(log) for log in (found, expected)]
+    assert len(evaluated[0]) == 3  # at steps 10 and 20, and at the end
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=TOLERANCE)
+
+
+def _validation_losses(log: Log) -> list[float]:
+    lines = [line for line in log.text.splitlines() if "validation loss at iteration" in line]
+    return [float(line.split("lm loss value:")[1].split()[0]) for line in lines]
+
+
+def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None:
+    """--lm-head-loss needs no other flag of ours."""
+    expected = train(tmp_path / "megatron", 1, *start, PER_TOKEN)
+    found = train(tmp_path / "chunked", 1, *start, PER_TOKEN, *CHUNKED)
+    check("Megatron's attention", found, expected)
+
+
+def test_width_scaled_logits(tmp_path: Path, data: tuple[str, ...]) -> None:
+    flags = (*data, *BURST, PER_TOKEN, "--use-mup", "--mup-base-hidden-size", "16")
+    flags += ("--train-iters", "5")
+    expected = train(tmp_path / "megatron", 1, *flags)
+    found = train(tmp_path / "chunked", 1, *flags, *IN_CHUNKS)
+    check("MuP", found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--tensor-model-parallel-size 2",
+        ),
+        (4, f"--context-parallel-size 2 {OVERLAP}"),
+    ],
+)
+def test_more_ranks(runs: Callable[..., Log], ranks: int, flags: str) -> None:
+    expected = runs(ranks, PER_TOKEN, *flags.split())
+    found = runs(ranks, PER_TOKEN, *flags.split(), *IN_CHUNKS)
+    check(flags, found, expected)
+
+
+@pytest.mark.parametrize("head", [CHUNKED, IN_CHUNKS], ids=["in forward", "in backward"])
+def test_bfloat16(runs: Callable[..., Log], head: tuple[str, ...]) -> None:
+    """Half a unit in the last place of a bfloat16, as between numbers of ranks."""
+    difference = losses_differ(runs(1, PER_TOKEN, "--bf16", *head), runs(1, PER_TOKEN, "--bf16"))
+    report("bfloat16", difference, 2**-8)
