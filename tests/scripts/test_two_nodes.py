@@ -118,7 +118,9 @@ def made_by(process: int) -> list[str]:
 )
 def test_nothing_is_left_behind(ending: str, status: int) -> None:
     # In a process of its own: the names of namespaces carry the process id.
+    # In a job in the background of a shell SIGINT is ignored; here it shall count.
     code = f"""import os, signal, shaped_links as links
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with links.shaped_links(2, 1, 100) as cluster:
     assert set(cluster.namespaces) <= set(links.namespaces())
     print("made", flush=True)
