@@ -79,17 +79,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_weight = ctx.weight_sum(weight) if wants_weight else None
         vocabulary, where = ctx.head.vocabulary, ctx.head.locate(targets)
-        grad = (grad.reshape(-1) * where.counted).to(lse.dtype)
+        grad = grad.reshape(-1).to(lse.dtype).masked_fill(~where.counted, 0.0)
         unscaled, ctx.unscaled = ctx.unscaled, None  # scaled in place: good for one backward
-        found = None if unscaled is None else unscaled.scaled(grad)
-        if found is not None:
-            d_hidden, product = found
-            result = None
-            if d_weight is not None and product is not None:
-                d_weight.add(product)
-                result = d_weight.result()
-            return d_hidden.view(hidden.shape), result, *[None] * 5
         if unscaled is not None:
+            found = unscaled.scaled(grad)
+            if found is not None:
+                d_hidden, product = found
+                return d_hidden.view(hidden.shape), _finish(d_weight, product), *[None] * 5
+            del unscaled  # its memory is needed
             ctx.on_mismatch()
         tokens = vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
         d_hidden = torch.empty_like(tokens) if wants_hidden else None
@@ -99,3 +96,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = vocabulary.sum_gradient(d_hidden).view(hidden.shape)
         return d_hidden, result, *[None] * 5
+
+
+def _finish(d_weight: WeightSum | None, product: Tensor | None) -> Tensor | None:
+    if d_weight is None or product is None:
+        return None
+    d_weight.add(product)
+    return d_weight.result()

@@ -67,14 +67,15 @@ class Chunking:
     """
 
     tokens: int  # of a chunk
-    rows: int  # of dW that are summed at a time
+    rows: int | None  # of dW that are summed at a time; None: all
     tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
     in_forward: bool  # gradients are made in forward
     peak: int  # bytes
 
     def __str__(self) -> str:
         made = "in forward" if self.in_forward else "from logits computed again"
-        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB, gradients {made}"
+        blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
+        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB, gradients {made}{blocks}"
 
 
 def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
@@ -89,7 +90,7 @@ def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
     sums = sizes.sums if in_forward or sizes.sums_apart else 0
     return Chunking(
         tokens=tokens,
-        rows=sizes.vocabulary,
+        rows=None,
         tokens_of_rows=tokens,
         in_forward=in_forward,
         peak=sizes.tokens * sizes.for_each_token + tokens * sizes.for_a_token_of_the_chunk() + sums,
@@ -121,7 +122,7 @@ def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
     tokens = _even(sizes.tokens, (limit - fixed) // each)
     return Chunking(
         tokens=tokens,
-        rows=rows,
+        rows=rows if rows < sizes.vocabulary else None,
         tokens_of_rows=_even(sizes.tokens, tokens * each // sizes.for_a_token_of_the_chunk(rows)),
         in_forward=in_forward,
         peak=fixed + tokens * each,

@@ -49,8 +49,10 @@ def linear_cross_entropy(
         targets: [...], integers; the same on all ranks of the group.
         chunk_size: tokens a chunk.
         memory_mb: limit in MiB for all that is alive beside the inputs, the weight and their
-            gradients (under sequence parallelism these are whole); chunks are as large as it
-            allows. 512 if neither this nor chunk_size is given.
+            gradients (under sequence parallelism `hidden` counts whole); chunks are as large as it
+            allows. 512 if neither this nor chunk_size is given. Where the weight is narrower than
+            float32 the sum of dW counts; if it takes more than half of the limit, dW is made in
+            blocks of rows, for which the logits are computed once more.
         ignore_index: targets that make no loss and no gradient.
         label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread.
         z_loss: weight of the squared log-sum-exp.

@@ -91,15 +91,14 @@ def gradients_again(
     Where the memory limit has no room for the sum of all of dW, dW is made in blocks of rows
     afterwards, and the logits are computed a third time.
     """
-    weight, chunking = again.head.weight, again.head.chunking
-    blocks = list(slices(weight.shape[0], chunking.rows))
-    if d_weight is None or len(blocks) == 1:
+    weight, rows = again.head.weight, again.head.chunking.rows
+    if d_weight is None or rows is None:
         _all_rows(again, d_hidden, d_weight)
         return None if d_weight is None else d_weight.result()
     if d_hidden is not None:
         _all_rows(again, d_hidden, None)
     result = torch.empty_like(weight)
-    for block in blocks:
+    for block in slices(weight.shape[0], rows):
         result[block] = _some_rows(again, block)
     return result
 

@@ -267,7 +267,8 @@ def page(args: argparse.Namespace) -> str:
 Forward and backward of the mean loss, {str(args.dtype).removeprefix("torch.")}, median of
 {args.repetitions} repetitions in turns. "all logits": `F.cross_entropy(F.linear(hidden, weight)
 .float(), targets)`. "in backward", "in forward": `linear_cross_entropy` with
-`memory_mb={args.memory_mb}` and its gradients made there. {_clock(args)}
+`memory_mb={args.memory_mb}` and its gradients made there.
+{_clock(args)}
 
 * date: {datetime.date.today()}
 * device: {device}
@@ -278,9 +279,10 @@ Forward and backward of the mean loss, {str(args.dtype).removeprefix("torch.")},
 
 Memory in MiB beside inputs, weight and gradients at the largest moment of forward and backward,
 bfloat16, hidden size {args.hidden}: live bytes counted operation by operation, on tensors without
-data. Gradients are made in backward. Where dW in float32 takes more than half of the limit it is
-summed in blocks of rows, for which the logits are computed once more; with Megatron's `main_grad`
-there is no such sum.
+data. For all logits it is too little by the gradients, which do not exist yet at that moment.
+Gradients are made in backward. Where dW in float32 takes more than half of the limit it is summed
+in blocks of rows, for which the logits are computed once more; with Megatron's `main_grad` there is
+no such sum.
 
 {memory_table(args, peaks)}
 """
@@ -289,7 +291,9 @@ there is no such sum.
 def _clock(args: argparse.Namespace) -> str:
     if args.device == "cpu":
         return "CPU time of the process: other load does not count, but shares the caches."
-    return "Time between CUDA events; MiB: the allocator's peak beside what the page names below."
+    return (
+        "Time between CUDA events. MiB: the allocator's peak beside inputs, weight and gradients."
+    )
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -52,6 +52,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 64,
         "dtype": ["float32", "bfloat16"],
         "kernel": ["cpu"],
+        "repetitions": 9,
     },
     "cuda": {
         "ranks": 8,
@@ -61,6 +62,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "dtype": ["bfloat16"],
         "kernel": ["cudnn", "aten_flash"],
+        "repetitions": 5,
     },
 }
 LONGEST_CALL = 131072  # tokens; one call on all ranks' would not fit at every length
@@ -458,7 +460,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         dest="back",
         help="how gradients come home; default: home, burst's own on one node",
     )
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int)
     parser.add_argument("--output", type=Path, help="default: DATE_DEVICE_tiles.md in results/")
     given = vars(parser.parse_args(arguments))
     args = argparse.Namespace(**{"output": None, **DEFAULTS[given["device"]], **given})

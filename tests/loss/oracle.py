@@ -88,9 +88,9 @@ def ours(case: Case, grad: Tensor | None = None, **arguments: Any) -> Result:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The Frobenius norm of the difference over that of what is expected."""
+    """The Frobenius norm of the difference over that of what is expected; NaN is infinite."""
     difference = (found.double() - expected.double()).norm()
-    return (difference / expected.double().norm().clamp_min(1e-300)).item()
+    return (difference / expected.double().norm().clamp_min(1e-300)).nan_to_num(torch.inf).item()
 
 
 def errors(found: Result, expected: Result) -> list[float]:

@@ -149,3 +149,13 @@ def test_nothing_expected_and_nothing_there() -> None:
 
 def test_auto_is_the_default() -> None:
     assert call.Call(objective=call.Objective()).gradients is call.Gradients.AUTO
+
+
+def test_a_gradient_that_is_nan_where_it_does_not_count_stays_there(
+    computed_again: list[int],
+) -> None:
+    case = make_case()
+    grad = torch.where(case.targets == -100, torch.nan, torch.randn(3, 7))
+    for gradients in ("forward", "backward"):
+        found = run(case, None, grad, gradients=gradients)
+        assert max(errors(found, oracle(case, grad.nan_to_num(0)))) < TOLERANCE
