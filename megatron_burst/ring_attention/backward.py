@@ -9,7 +9,7 @@ from megatron_burst.comm import Block
 from megatron_burst.context import AttentionCall
 from megatron_burst.plan import Item, Kind, Tile
 from megatron_burst.ring_attention.gradient_sums import GradientSums
-from megatron_burst.ring_attention.stand_in import row_products, stand_in_output
+from megatron_burst.ring_attention.stand_in import stand_in_factor, stand_in_output
 
 
 def backward(
@@ -22,7 +22,7 @@ def backward(
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (*query, row_products(dout, out))
+        query = (*query, stand_in_factor(dout, out))
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
     sums = GradientSums(plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype)
@@ -76,6 +76,6 @@ class _Outputs:
         if item == self._own:
             return self._out
         if item != self._visitor:
-            _, dout, _, delta = block
-            self._visitor, self._stand_in = item, stand_in_output(dout, delta)
+            _, dout, _, factor = block
+            self._visitor, self._stand_in = item, stand_in_output(dout, factor)
         return self._stand_in
