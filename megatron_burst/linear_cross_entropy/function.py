@@ -54,7 +54,8 @@ def linear_cross_entropy(
             float32 the sum of dW counts; if it takes more than half of the limit, dW is made in
             blocks of rows, for which the logits are computed once more.
         ignore_index: targets that make no loss and no gradient.
-        label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread.
+        label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread
+            (Megatron's own smooths over a rank's part, so its loss depends on the ranks).
         z_loss: weight of the squared log-sum-exp.
         logit_softcap: logits are bounded by this, smoothly.
         logit_scale: factor of the logits, before the soft cap.

@@ -113,6 +113,17 @@ def test_all_tokens_ignored(workers: WorkerPool) -> None:
     assert not any(part.any() for part in found)
 
 
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_large_logits_of_one_rank_do_not_overflow(workers: WorkerPool, gradients: str) -> None:
+    """The largest logit of all ranks counts, whichever rank has it."""
+    case = make_case((8, 3))
+    case = case._replace(hidden=case.hidden * 1e3, grad=torch.ones_like(case.grad))
+    options = {"chunk_size": 5, "gradients": gradients}
+    found = together(workers.run(2, on_a_rank, case, False, options), False)
+    assert errors(found, oracle(case))[0] < TOLERANCE
+    assert all(part.isfinite().all() for part in found)
+
+
 def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case = make_case((8, 3))
     options = {"chunk_size": 2, "gradients": "backward"}

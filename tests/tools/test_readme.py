@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.plugin.limits import LIMITS
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -29,6 +29,13 @@ def test_links_lead_to_files(page: str) -> None:
 def test_every_refusal_is_among_the_known_limitations() -> None:
     section = _section("Known limitations")
     flags = [f"`--{limit.name.replace('_', '-')}`" for limit in LIMITS]
+    assert [flag for flag in flags if flag not in section] == []
+
+
+def test_every_refusal_of_the_chunked_loss_is_in_its_section() -> None:
+    section = README.partition("### LM head and loss in chunks\n")[2].partition("\n### ")[0]
+    flags = [f"`--{limit.name.replace('_', '-')}" for limit in LM_HEAD_LIMITS]
+    flags[flags.index("`--modelopt-enabled")] = "ModelOpt's"  # no flag, but set by several
     assert [flag for flag in flags if flag not in section] == []
 
 
