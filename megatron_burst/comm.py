@@ -9,7 +9,7 @@ queued so far, waiting for it makes the current stream wait, and the host goes o
 
 import datetime
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.blocks import Block
 from megatron_burst.plan import Channel, Item, Kind, Receive, Send, Step
 from megatron_burst.watchdog import Watchdog
-
-type Block = tuple[Tensor, ...]
 
 
 class CommunicationError(RuntimeError):
@@ -54,12 +53,12 @@ class Communicator:
         """Payload bytes that this rank has sent so far."""
         return self.bytes_by_channel.total()
 
-    def begin(self, name: str, like: Mapping[Kind, Block]) -> "Flight":
+    def begin(self, name: str, like: Callable[[Item], Block]) -> "Flight":
         """Start the transfers of a forward or backward.
 
         Args:
             name: which it is, for error messages.
-            like: for each kind that arrives, tensors of the shape and dtype to receive.
+            like: returns tensors of the shape and dtype in which an item arrives.
         """
         return Flight(self, name, like)
 
@@ -131,9 +130,11 @@ class Message:
 class Flight:
     """The transfers of one forward or backward: its buffers, and what is on its way."""
 
-    def __init__(self, communicator: Communicator, name: str, like: Mapping[Kind, Block]) -> None:
+    def __init__(
+        self, communicator: Communicator, name: str, like: Callable[[Item], Block]
+    ) -> None:
         self._communicator, self._name, self._like = communicator, name, like
-        self._buffers: dict[tuple[Kind, int], Block] = {}
+        self._buffers: dict[tuple[Kind, int, int | None], Block] = {}
         self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -171,9 +172,12 @@ class Flight:
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:
-        key = (receive.item.kind, receive.buffer)
+        item = receive.item
+        key = (item.kind, receive.buffer, item.part.length if item.part else None)
         if key not in self._buffers:
-            self._buffers[key] = tuple(torch.empty_like(t) for t in self._like[receive.item.kind])
+            self._buffers[key] = tuple(
+                t.new_empty(t.shape) for t in self._like(item)
+            )  # not empty_like, which would keep the strides of a slice
         return self._buffers[key]
 
 

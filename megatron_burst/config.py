@@ -39,6 +39,8 @@ class LayoutName(StrEnum):
 
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
+    CONTIGUOUS = "contiguous"
+    STRIPED = "striped"
 
 
 class GradDtype(StrEnum):
@@ -61,10 +63,6 @@ class LmHeadLoss(StrEnum):
 
     MEGATRON = "megatron"
     CHUNKED = "chunked"
-
-
-# Values of the design that this version refuses; everything else in the enums works.
-_NOT_BUILT: dict[str, tuple[str, ...]] = {"layout": (LayoutName.SEGMENTED_ZIGZAG,)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +94,17 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
-    layout: LayoutName = LayoutName.ZIGZAG
-    """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P."""
+    layout: LayoutName = field(
+        default=LayoutName.ZIGZAG,
+        metadata={"values": (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)},
+    )
+    """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
+    segmented-zigzag: every one of --burst-segments pieces of the sequence in zigzag by itself, so
+    that documents and block masks spread more evenly; tokens move there and losses back inside the
+    model."""
+
+    segments: int = 2
+    """Into how many equal pieces segmented-zigzag cuts the sequence."""
 
     kernel: str = "auto"
     """The attention kernel of one tile. auto: the first of cudnn, aten_flash and cpu that can serve
@@ -122,20 +129,24 @@ class BurstConfig:
         """Check every value; strings become members of their enum."""
         for spec in dataclasses.fields(self):
             if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
-                built = _built_values(spec)
                 value = str(getattr(self, spec.name))
-                if value not in built:
-                    known = value in list(spec.type)
+                if value not in list(spec.type):
                     raise ValueError(
-                        f"{_flag_name(spec)} {value} is "
-                        f"{'not built yet' if known else 'unknown'}; "
-                        f"this version has: {', '.join(built)}"
+                        f"{_flag_name(spec)} {value} is unknown; "
+                        f"this version has: {', '.join(spec.type)}"
                     )
                 object.__setattr__(self, spec.name, spec.type(value))
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"--burst-ranks-per-node must be positive, got {self.ranks_per_node}")
+        if self.segments < 2 and self.layout is LayoutName.SEGMENTED_ZIGZAG:
+            raise ValueError(f"--burst-segments must be at least 2, got {self.segments}")
+        if self.segments != 2 and self.layout is not LayoutName.SEGMENTED_ZIGZAG:
+            raise ValueError(
+                f"--burst-segments {self.segments} has no effect under --burst-layout "
+                f"{self.layout}; take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
+            )
         self._check_preset()
 
     def _check_preset(self) -> None:
@@ -228,7 +239,7 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         Flag(
             field=spec.name,
             name=_flag_name(spec),
-            values=_built_values(spec),
+            values=_values(spec),
             default=spec.default,
             shown_default=spec.metadata.get("shown", str(spec.default)),
             help=docs[spec.name],
@@ -242,10 +253,10 @@ def _flag_name(spec: dataclasses.Field[Any]) -> Any:
     return spec.metadata.get("flag", f"--burst-{spec.name.replace('_', '-')}")
 
 
-def _built_values(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
+def _values(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
     if not (isinstance(spec.type, type) and issubclass(spec.type, StrEnum)):
         return ()
-    return tuple(v.value for v in spec.type if v not in _NOT_BUILT.get(spec.name, ()))
+    return tuple(value.value for value in spec.metadata.get("values", spec.type))
 
 
 @functools.cache

@@ -9,34 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm import Communicator, check_agreement
-from megatron_burst.config import (
-    Algorithm,
-    Backward,
-    BurstConfig,
-    GradDtype,
-    GradientReturn,
-    Topology,
-)
-from megatron_burst.cost import Shape, Traffic, imbalance, traffic
+from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
+from megatron_burst.cost import Shape
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.groups import Channels, make_channels, nodes_of_ranks
 from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
-from megatron_burst.layout import Layout, zigzag
+from megatron_burst.layout import Layout
 from megatron_burst.mask import Mask
-from megatron_burst.plan import Kind, Plan
-from megatron_burst.rings import Ring
+from megatron_burst.plan import Plan
+from megatron_burst.planning import Choice, Plans, choose, make_layout
 from megatron_burst.tiles import Tiling
 from megatron_burst.topology import Grid, choose_grid, flat_grid
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Plans:
-    """This rank's plans for one length and mask."""
-
-    forward: Plan
-    backward: Plan
+_PLANS_KEPT = 64  # of one context: more than the masks of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +118,7 @@ class BurstContext:
         Raises:
             ValueError: the sequence does not divide over the ranks.
         """
-        return zigzag(tokens, self.ranks)
+        return make_layout(self.config, tokens, self.ranks)
 
     def positions(self, tokens: int) -> Tensor:
         """Return the positions of this rank's rows in a sequence: int64 [local tokens]."""
@@ -152,56 +139,40 @@ class BurstContext:
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`."""
-        kernel = select_kernel(self.config.kernel, Request.of(q, k, v))
         shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
-        if shapes not in self._plans:
+        plans = self._plans.get(shapes)
+        if plans is None:
             if self.group is not None:
                 check_agreement(
                     self.group, "the shapes or the mask", shapes, self.config.timeout_seconds
                 )
-            self._plans[shapes] = self._make_plans(q, k, v, kernel, mask)
-        plans = self._plans[shapes]
+            plans = self._make_plans(q, k, v, mask)
+        self._remember(shapes, plans)
+        request = Request.of(q, k, v, is_banded=plans.is_banded)
+        kernel = select_kernel(self.config.kernel, request)
         travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
         return AttentionCall(
             plans.forward, plans.backward, kernel, scale, self.communicator, travel
         )
 
-    def _make_plans(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask) -> Plans:
-        """Choose the cheaper backward, make this rank's plans and say once what they are."""
+    def _remember(self, shapes: str, plans: Plans) -> None:
+        """Keep the plans that were used last: with documents every batch has a mask of its own."""
+        self._plans.pop(shapes, None)
+        self._plans[shapes] = plans
+        while len(self._plans) > _PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+
+    def _make_plans(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Plans:
+        """Choose the cheaper ways, make this rank's plans and say once what they are."""
         ulysses = self.config.algorithm is Algorithm.ULYSSES
         grid, rank = (flat_grid(1), 0) if ulysses else (self.grid, self.rank)
-        tiling = Tiling(zigzag(q.shape[1] * grid.ranks, grid.ranks), mask)
-        rings = self._rings(tiling, grid)
+        tiling = Tiling(make_layout(self.config, q.shape[1] * grid.ranks, grid.ranks), mask)
         sizes = self._shape(q, k, v).item_bytes()
-        costs = {
-            kind: traffic([*ring.reads(), *ring.gradients()], sizes, self._nodes[: grid.ranks])
-            for kind, ring in rings.items()
-        }
-        backward = self._choose_backward(costs)
+        choice = choose(self.config, tiling, grid, sizes, self._nodes[: grid.ranks])
+        plans = choice.plans(rank)
         if self.rank == 0:
-            forward = traffic(rings[Kind.KV].reads(), sizes, self._nodes[: grid.ranks])
-            self._log(Request.of(q, k, v), kernel, tiling, forward, costs, backward)
-        return Plans(rings[Kind.KV].forward(rank), rings[backward].backward(rank))
-
-    def _rings(self, tiling: Tiling, grid: Grid) -> dict[Kind, Ring]:
-        gather = self.config.algorithm is Algorithm.ALLGATHER
-        back = self._gradient_return()
-        return {kind: Ring(tiling, grid, kind, back, gather) for kind in (Kind.KV, Kind.QUERY)}
-
-    def _gradient_return(self) -> GradientReturn:
-        if self.config.gradient_return is not GradientReturn.AUTO:
-            return self.config.gradient_return
-        leaves_the_node = self.grid.nodes == 1 and len(set(self._nodes)) > 1
-        chained = self.config.algorithm is not Algorithm.BURST or leaves_the_node
-        return GradientReturn.CHAIN if chained else GradientReturn.HOME
-
-    def _choose_backward(self, costs: dict[Kind, Traffic]) -> Kind:
-        """Return what is to travel: as configured, or what puts fewer bytes on the busiest link."""
-        if self.config.algorithm is not Algorithm.BURST:
-            return Kind.KV
-        if self.config.backward is Backward.AUTO:
-            return min(costs, key=lambda kind: costs[kind].busiest_link)
-        return Kind(self.config.backward.value)
+            self._log(Request.of(q, k, v, is_banded=plans.is_banded), choice)
+        return plans
 
     def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
         wide = accumulation_dtype(q.dtype).itemsize
@@ -216,23 +187,10 @@ class BurstContext:
             row_bytes=wide,
         )
 
-    def _log(
-        self,
-        request: Request,
-        kernel: Kernel,
-        tiling: Tiling,
-        forward: Traffic,
-        backward: dict[Kind, Traffic],
-        chosen: Kind,
-    ) -> None:
+    def _log(self, request: Request, choice: Choice) -> None:
         """Say what was chosen and what it costs a layer."""
+        kernel = select_kernel(self.config.kernel, request)
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
-        other = next(kind for kind in backward if kind is not chosen)
-        messages = (
-            f"a layer sends {_mib(forward.rank)} a rank forward; backward the {chosen} ring puts "
-            f"{_mib(backward[chosen].busiest_link)} on the busiest link, the {other} ring would "
-            f"{_mib(backward[other].busiest_link)}; FLOPs max/mean {imbalance(tiling):.3f}"
-        )
         logger.info(
             "burst attention: %s on %d ranks (%s, %s), kernel %s; %s",
             self.config.algorithm,
@@ -240,12 +198,8 @@ class BurstContext:
             self.config.layout,
             self.grid,
             f"{kernel.name} ({reasons})" if reasons else kernel.name,
-            messages if tiling.ranks > 1 else "no rings",
+            choice,
         )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"
 
 
 def _topology(config: BurstConfig) -> Topology:

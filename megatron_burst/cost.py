@@ -3,7 +3,9 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plan import Hop, Kind, Plan
+from megatron_burst.layout import contiguous
+from megatron_burst.mask import Mask
+from megatron_burst.plan import Hop, Item, Kind, Plan
 from megatron_burst.tiles import Tiling
 
 
@@ -54,12 +56,21 @@ class Traffic:
         return self.card or self.rank
 
 
-def traffic(hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable]) -> Traffic:
-    """Count what these hops put on the links, given the bytes of an item and each rank's node."""
+def traffic(
+    hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 1
+) -> Traffic:
+    """Count what these hops put on the links.
+
+    Args:
+        hops: of all ranks.
+        sizes: the bytes of a whole item of each kind.
+        nodes: each rank's node.
+        local_tokens: the rows of a whole item, where parts of items travel.
+    """
     sent, through_card = [0] * len(nodes), [0] * len(nodes)
     through_node = dict.fromkeys(nodes, 0)
     for hop in hops:
-        size = sizes[hop.item.kind]
+        size = _bytes(hop.item, sizes, local_tokens)
         sent[hop.source] += size
         if nodes[hop.source] != nodes[hop.target]:
             through_card[hop.source] += size
@@ -67,9 +78,14 @@ def traffic(hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hash
     return Traffic(max(sent), max(through_card), max(through_node.values()))
 
 
-def bytes_sent(plan: Plan, sizes: Mapping[Kind, int]) -> int:
-    """Return the payload bytes that the plan's rank sends, given the bytes of an item."""
-    return sum(sizes[send.item.kind] for send in plan.sends)
+def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 1) -> int:
+    """Return the payload bytes that the plan's rank sends; see `traffic`."""
+    return sum(_bytes(send.item, sizes, local_tokens) for send in plan.sends)
+
+
+def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
+    whole = sizes[item.kind]
+    return whole if item.part is None else whole * item.part.length // local_tokens
 
 
 def pairs_computed(plan: Plan) -> int:
@@ -77,8 +93,13 @@ def pairs_computed(plan: Plan) -> int:
     return sum(tile.pairs for tile in plan.tiles)
 
 
+def visible_pairs(mask: Mask, tokens: int) -> int:
+    """Return how many (query, key) pairs of a sequence the mask lets through."""
+    return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))
+
+
 def imbalance(tiling: Tiling) -> float:
     """Return max / mean over the ranks of the pairs they compute; 1.0 is perfect."""
     ranks = range(tiling.ranks)
     pairs = [sum(t.pairs for owner in ranks for t in tiling(rank, owner)) for rank in ranks]
-    return max(pairs) * len(pairs) / sum(pairs)
+    return max(pairs) * len(pairs) / sum(pairs) if any(pairs) else 1.0

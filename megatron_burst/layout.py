@@ -1,10 +1,13 @@
-"""Which tokens each context-parallel rank holds: intervals of positions, and back again.
+"""Which tokens each context-parallel rank holds: ranges of positions, and back again.
 
-Four ranks under zigzag; a digit is the rank that holds that eighth of the sequence:
+Four ranks; a digit is the rank that holds that eighth of the sequence (sixteenth where segmented):
 
-    0 1 2 3 3 2 1 0
+    zigzag            0 1 2 3 3 2 1 0
+    segmented zigzag  0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0
+    contiguous        0 0 1 1 2 2 3 3
+    striped           every fourth token, from token r on
 
-Under a causal mask every rank then has the same number of (query, key) pairs to compute.
+Under a causal mask zigzag and striped give every rank the same number of (query, key) pairs.
 """
 
 from collections.abc import Sequence
@@ -16,14 +19,14 @@ from torch import Tensor
 
 
 class Interval(NamedTuple):
-    """Positions, or rows of a tensor, from `start` up to but without `stop`."""
+    """Rows of a tensor, from `start` up to but without `stop`."""
 
     start: int
     stop: int
 
     @property
     def length(self) -> int:
-        """The number of positions."""
+        """The number of rows."""
         return self.stop - self.start
 
     @property
@@ -31,12 +34,17 @@ class Interval(NamedTuple):
         """The slice that selects these rows."""
         return slice(self.start, self.stop)
 
+    def within(self, whole: "Interval | None") -> "Interval":
+        """Return the same rows counted from the start of `whole`; None is all rows."""
+        start = 0 if whole is None else whole.start
+        return Interval(self.start - start, self.stop - start)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The intervals of positions that every rank holds, in the order of its local rows."""
+    """The ranges of positions that every rank holds, in the order of its local rows."""
 
-    shards: tuple[tuple[Interval, ...], ...]
+    shards: tuple[tuple[range, ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -46,19 +54,24 @@ class Layout:
     @property
     def local_tokens(self) -> int:
         """The number of tokens a rank holds, the same on every rank."""
-        return sum(interval.length for interval in self.shards[0])
+        return sum(map(len, self.shards[0]))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the sequence."""
+        return self.ranks * self.local_tokens
 
     def local_rows(self, rank: int) -> tuple[Interval, ...]:
-        """Return, for each interval of `rank`, the local rows that hold it."""
+        """Return, for each range of `rank`, the local rows that hold it."""
         rows, start = [], 0
-        for interval in self.shards[rank]:
-            rows.append(Interval(start, start + interval.length))
-            start += interval.length
+        for positions in self.shards[rank]:
+            rows.append(Interval(start, start + len(positions)))
+            start += len(positions)
         return tuple(rows)
 
     def positions(self, rank: int) -> Tensor:
         """Return the position in the sequence of each local row: int64 [local tokens]."""
-        return torch.cat([torch.arange(i.start, i.stop) for i in self.shards[rank]])
+        return torch.cat([torch.arange(r.start, r.stop, r.step) for r in self.shards[rank]])
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """Return `x.index_select(dim, positions(rank))`: the rows of the whole that `rank` holds.
@@ -66,19 +79,19 @@ class Layout:
         Raises:
             ValueError: `x` does not have this layout's number of tokens along `dim`.
         """
-        tokens = self.ranks * self.local_tokens
-        if x.shape[dim] != tokens:
-            raise ValueError(f"expected {tokens} tokens along dim {dim}, got {tuple(x.shape)}")
-        return torch.cat([x.narrow(dim, i.start, i.length) for i in self.shards[rank]], dim)
+        if x.shape[dim] != self.tokens:
+            raise ValueError(f"expected {self.tokens} tokens along dim {dim}, got {tuple(x.shape)}")
+        return torch.cat([_at(x, positions, dim) for positions in self.shards[rank]], dim)
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """Put the shards of all ranks back into one tensor in the order of the sequence."""
-        pieces = {
-            interval: shards[rank].narrow(dim, rows.start, rows.length)
-            for rank in range(self.ranks)
-            for interval, rows in zip(self.shards[rank], self.local_rows(rank), strict=True)
-        }
-        return torch.cat([pieces[interval] for interval in sorted(pieces)], dim)
+        shape = list(shards[0].shape)
+        shape[dim] = self.tokens
+        whole = shards[0].new_empty(shape)
+        for rank, shard in enumerate(shards):
+            for positions, rows in zip(self.shards[rank], self.local_rows(rank), strict=True):
+                _at(whole, positions, dim).copy_(shard.narrow(dim, rows.start, rows.length))
+        return whole
 
 
 def zigzag(tokens: int, ranks: int) -> Layout:
@@ -89,20 +102,35 @@ def zigzag(tokens: int, ranks: int) -> Layout:
     Raises:
         ValueError: the sequence does not divide into 2P chunks.
     """
+    return segmented_zigzag((tokens,), ranks)
+
+
+def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
+    """Cut the sequence into segments of these lengths, each of them in zigzag by itself.
+
+    Every rank has an equal share of each segment, and under a causal mask of its work.
+
+    Raises:
+        ValueError: a segment does not divide into 2P chunks.
+    """
     chunks = 2 * ranks
-    if tokens <= 0 or tokens % chunks:
-        raise ValueError(
-            f"zigzag needs a sequence divisible by 2 x {ranks} ranks = {chunks}, got {tokens} "
-            f"tokens; change --seq-length or --context-parallel-size"
-        )
-    size = tokens // chunks
-
-    def chunk(index: int) -> Interval:
-        return Interval(index * size, (index + 1) * size)
-
+    shards: list[list[range]] = [[] for _ in range(ranks)]
+    start = 0
+    for length in segments:
+        if length <= 0 or length % chunks:
+            what = "a sequence" if len(segments) == 1 else f"{len(segments)} segments, each"
+            raise ValueError(
+                f"zigzag needs {what} divisible by 2 x {ranks} ranks = {chunks}, got {length} "
+                f"tokens; change --seq-length or --context-parallel-size"
+            )
+        size = length // chunks
+        for rank, shard in enumerate(shards):
+            for chunk in (rank, chunks - 1 - rank):
+                shard.append(range(start + chunk * size, start + (chunk + 1) * size))
+        start += length
     if ranks == 1:
-        return Layout(((Interval(0, tokens),),))
-    return Layout(tuple((chunk(r), chunk(chunks - 1 - r)) for r in range(ranks)))
+        return Layout(((range(start),),))
+    return Layout(tuple(map(tuple, shards)))
 
 
 def contiguous(tokens: int, ranks: int) -> Layout:
@@ -111,7 +139,29 @@ def contiguous(tokens: int, ranks: int) -> Layout:
     Raises:
         ValueError: the sequence does not divide into P pieces.
     """
+    size = _share("contiguous", tokens, ranks)
+    return Layout(tuple((range(r * size, (r + 1) * size),) for r in range(ranks)))
+
+
+def striped(tokens: int, ranks: int) -> Layout:
+    """Give rank r every P-th token from token r on (striped attention, arXiv 2311.09431).
+
+    Raises:
+        ValueError: the sequence does not divide by P.
+    """
+    _share("striped", tokens, ranks)
+    return Layout(tuple((range(r, tokens, ranks),) for r in range(ranks)))
+
+
+def _share(name: str, tokens: int, ranks: int) -> int:
     if tokens <= 0 or tokens % ranks:
-        raise ValueError(f"contiguous needs {tokens} tokens divisible by {ranks} ranks")
-    size = tokens // ranks
-    return Layout(tuple((Interval(r * size, (r + 1) * size),) for r in range(ranks)))
+        raise ValueError(f"{name} needs {tokens} tokens divisible by {ranks} ranks")
+    return tokens // ranks
+
+
+def _at(x: Tensor, positions: range, dim: int) -> Tensor:
+    """Return the view of `x` at these positions along `dim`."""
+    index = (slice(None),) * (dim % x.ndim) + (
+        slice(positions.start, positions.stop, positions.step),
+    )
+    return x[index]

@@ -49,10 +49,11 @@ class Item(NamedTuple):
 
     kind: Kind
     owner: int
-    part: int = 0  # where a rank has several: which
+    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
 
     def __str__(self) -> str:
-        part = f", part {self.part}" if self.part else ""
+        what = "heads" if self.kind is Kind.HEADS else "rows"
+        part = f", {what} {self.part.start} to {self.part.stop}" if self.part else ""
         return f"{self.kind} of rank {self.owner}{part}"
 
 
@@ -88,29 +89,55 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One kernel call: rows of one rank's queries against rows of one rank's keys."""
+    """One kernel call: rows of one rank's queries against rows of one rank's keys.
+
+    The rows are counted in the whole of what the owner has. Where only a part of it comes, the part
+    is named, and `query_slice` and `key_slice` count in it.
+    """
 
     query_owner: int
     key_owner: int
     query_rows: Interval
     key_rows: Interval
     relation: Relation
+    query_part: Interval | None = None
+    key_part: Interval | None = None
 
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs the tile's mask lets through."""
-        queries, keys = self.query_rows.length, self.key_rows.length
-        return queries * (queries + 1) // 2 if self.relation is Relation.CAUSAL else queries * keys
+        return self.relation.pairs(self.query_rows.length, self.key_rows.length)
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether the tile is neither full nor a causal square."""
+        return self.relation.is_banded(self.query_rows.length, self.key_rows.length)
 
     @property
     def blocks(self) -> tuple[Item, Item]:
         """The query and the key block that it reads."""
-        return Item(Kind.QUERY, self.query_owner), Item(Kind.KV, self.key_owner)
+        return (
+            Item(Kind.QUERY, self.query_owner, self.query_part),
+            Item(Kind.KV, self.key_owner, self.key_part),
+        )
 
     @property
     def gradients(self) -> tuple[Item, Item]:
         """The query and the key gradient that it adds to."""
-        return Item(Kind.D_QUERY, self.query_owner), Item(Kind.D_KV, self.key_owner)
+        return (
+            Item(Kind.D_QUERY, self.query_owner, self.query_part),
+            Item(Kind.D_KV, self.key_owner, self.key_part),
+        )
+
+    @property
+    def query_slice(self) -> Interval:
+        """The rows of the query block."""
+        return self.query_rows.within(self.query_part)
+
+    @property
+    def key_slice(self) -> Interval:
+        """The rows of the key block."""
+        return self.key_rows.within(self.key_part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,10 +106,11 @@ class _Rank:
 
     def _send(self, send: Send) -> _Message:
         item = send.item
-        if item not in (self.sums if item.kind.is_gradient else self.blocks):
+        held = item if item in self.blocks else item._replace(part=None)
+        if item not in self.sums if item.kind.is_gradient else held not in self.blocks:
             raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_gradient:
-            return self._fly(_Message(send, self.step, buffer=self.blocks[item]))
+            return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
         payload, buffer = self.sums.pop(item), self.adopted.pop(item, None)
         return self._fly(_Message(send, self.step, payload, buffer))
 
@@ -149,8 +150,9 @@ class _Rank:
                 raise self.error(f"gets {item} twice")
             self.blocks[item] = buffer
             return
-        self.sums[item].update(sent.payload)
-        if item.owner != self.plan.rank:
+        at_home = item.owner == self.plan.rank
+        self.sums[item._replace(part=None) if at_home else item].update(sent.payload)
+        if not at_home:
             self.adopted.setdefault(item, buffer)
 
     def __str__(self) -> str:
@@ -239,7 +241,7 @@ def _check_gradients(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         for tile in rank.plan.tiles:
             for item in tile.gradients:
-                expected[item][tile] += 1
+                expected[item._replace(part=None)][tile] += 1
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:
         for item in rank.sums:

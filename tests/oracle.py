@@ -1,5 +1,6 @@
 """Dense attention in float64 by autograd: what every path must equal. Shares no code with ours."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,17 +22,45 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor) ->
     k_all, v_all = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k_all) / q.shape[-1] ** 0.5
     scores = scores.masked_fill(~visible, float("-inf"))
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v_all)
+    lse = scores.detach().logsumexp(-1)
+    # Of a row that sees nothing softmax and its gradient are NaN; the row's output is 0.
+    scores = scores.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    weights = scores.softmax(-1).masked_fill(~visible, 0.0)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v_all)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
-    return Result(out.detach(), scores.logsumexp(-1).detach(), dq, dk, dv)
+    return Result(out.detach(), lse, dq, dk, dv)
 
 
-def visible_pairs(tokens: int, causal: bool) -> Tensor:
-    everything = torch.ones(tokens, tokens, dtype=torch.bool)
-    return everything.tril() if causal else everything
+def visible_pairs(
+    tokens: int,
+    causal: bool,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """The mask of a whole sequence as a matrix: visible[query, key]."""
+    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool)
+    if causal:
+        visible &= key <= query
+    if window is not None:
+        visible &= key >= query - window
+    if documents is not None:
+        number = torch.zeros(tokens, dtype=torch.long)
+        for start in documents[1:-1]:
+            number[start:] += 1
+        visible &= number[:, None] == number
+    if table is not None:
+        size = tokens // len(table)
+        visible &= table.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return visible
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The Frobenius norm of the difference over that of what is expected."""
+def relative_error(found: Tensor, expected: Tensor, at_least: float = 1e-300) -> float:
+    """The Frobenius norm of the difference over that of what is expected; -inf equals -inf."""
+    blind = expected.isneginf()
+    if not torch.equal(found.isneginf(), blind):
+        return float("inf")
+    found, expected = found.masked_fill(blind, 0.0), expected.masked_fill(blind, 0.0)
     difference = (found.double() - expected.double()).norm()
-    return (difference / expected.double().norm().clamp_min(1e-300)).item()
+    return (difference / expected.double().norm().clamp_min(at_least)).item()

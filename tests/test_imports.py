@@ -18,11 +18,12 @@ NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
     ("config", "layout", "dtypes", "watchdog"),
-    ("mask", "topology"),
+    ("mask", "topology", "blocks"),
     ("plan",),
     ("tiles",),
-    ("rings", "comm", "kernels", "cost", "simulator"),
+    ("rings", "direct", "comm", "kernels", "cost", "simulator"),
     ("groups",),
+    ("planning",),
     ("context",),
     ("ring_attention", "linear_cross_entropy"),
     ("",),  # megatron_burst/__init__.py

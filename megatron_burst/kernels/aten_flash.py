@@ -35,6 +35,7 @@ class AtenFlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        left, right = relation.window(q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -44,9 +45,11 @@ class AtenFlashKernel:
             q.shape[1],
             k.shape[1],
             0.0,
-            relation is Relation.CAUSAL,
+            (left, right) == (None, 0),
             False,
             scale=scale,
+            window_size_left=left,
+            window_size_right=right,
         )
         return out, lse
 
@@ -63,6 +66,7 @@ class AtenFlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
+        left, right = relation.window(q.shape[1], k.shape[1])
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,
             q,
@@ -75,9 +79,11 @@ class AtenFlashKernel:
             q.shape[1],
             k.shape[1],
             0.0,
-            relation is Relation.CAUSAL,
+            (left, right) == (None, 0),
             rng_state,
             rng_state.new_empty(()),
             scale=scale,
+            window_size_left=left,
+            window_size_right=right,
         )
         return dq, dk, dv

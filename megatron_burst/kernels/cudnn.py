@@ -25,6 +25,8 @@ class CudnnKernel:
             reasons.append("its backward is not deterministic, and deterministic mode is on")
         if request.dtype not in (torch.bfloat16, torch.float16):
             reasons.append(f"the dtype is {request.dtype}, not bfloat16 or float16")
+        if request.is_banded:
+            reasons.append("it is not asked for windows, and a tile's mask is a band")
         for size in {request.head_dim, request.value_head_dim}:
             if size % 8 or size > 128:
                 reasons.append(f"head size {size} is not a multiple of 8 up to 128")
@@ -35,7 +37,7 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_to_BHSD(q, k, v), None, True, 0.0, relation is Relation.CAUSAL, scale=scale
+            *_to_BHSD(q, k, v), None, True, 0.0, relation == Relation.CAUSAL, scale=scale
         )
         return out_BHSD.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
 
@@ -63,7 +65,7 @@ class CudnnKernel:
             q.shape[1],
             k.shape[1],
             0.0,
-            relation is Relation.CAUSAL,
+            relation == Relation.CAUSAL,
             scale=scale,
         )
         dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back

@@ -19,11 +19,12 @@ class Request:
     kv_heads: int
     head_dim: int  # of queries and keys
     value_head_dim: int
+    is_banded: bool = False  # whether a tile is neither full nor a causal square
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Request":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, is_banded: bool = False) -> "Request":
         """Describe these tensors, [batch, tokens, heads, head size]."""
-        return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], is_banded)
 
 
 class Kernel(Protocol):
@@ -31,9 +32,9 @@ class Kernel(Protocol):
 
     q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
     dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
-    the tokens. With scores = scale · q kᵀ, masked by the relation (`FULL`, or `CAUSAL` on a square
-    tile), forward returns out = softmax(scores) v in q's dtype and lse = logsumexp(scores),
-    [batch, query heads, queries], natural logarithm, float32 or better.
+    the tokens. With scores = scale · q kᵀ, masked by the relation, forward returns out =
+    softmax(scores) v in q's dtype and lse = logsumexp(scores), [batch, query heads, queries],
+    natural logarithm, float32 or better.
 
     Backward is that of the whole sequence, restricted to the tile: `lse` and `out` are those of the
     finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`

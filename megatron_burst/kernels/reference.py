@@ -51,10 +51,8 @@ class ReferenceKernel:
 
 def _scores(q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
     scores_BHQK = torch.einsum("bqhd,bkhd->bhqk", q.double(), _per_query_head(k, q)) * scale
-    if relation is Relation.CAUSAL:
-        future = torch.ones_like(scores_BHQK[0, 0], dtype=torch.bool).triu(diagonal=1)
-        scores_BHQK = scores_BHQK.masked_fill(future, float("-inf"))
-    return scores_BHQK
+    visible_QK = relation.visible(q.shape[1], k.shape[1], q.device)
+    return scores_BHQK.masked_fill(~visible_QK, float("-inf"))
 
 
 def _weighted_sum(weights_BHQK: Tensor, values_BKHD: Tensor) -> Tensor:

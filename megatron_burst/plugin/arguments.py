@@ -6,6 +6,7 @@ import importlib.util
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
+    LayoutName,
     LmHeadConfig,
     LmHeadLoss,
     Topology,
@@ -97,6 +98,10 @@ def configure(args: argparse.Namespace) -> None:
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
         return
     check_kernel_name(config.kernel)
+    if config.layout is not LayoutName.ZIGZAG:
+        raise ValueError(
+            f"--burst-layout {config.layout} is not built yet; take {LayoutName.ZIGZAG}"
+        )
     if args.seq_length is not None:
         zigzag(args.seq_length, args.context_parallel_size)
     _check_hierarchy(args, config)

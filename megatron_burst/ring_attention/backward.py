@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_burst.comm import Block
+from megatron_burst.blocks import Block, rows_of
 from megatron_burst.context import AttentionCall
 from megatron_burst.plan import Item, Kind, Tile
+from megatron_burst.ring_attention.forward import parts_to_send
 from megatron_burst.ring_attention.gradient_sums import GradientSums
 from megatron_burst.ring_attention.stand_in import stand_in_factor, stand_in_output
 
@@ -24,17 +25,22 @@ def backward(
     if Kind.QUERY in moved:
         query = (*query, stand_in_factor(dout, out))
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
+    blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
     sums = GradientSums(plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype)
-    arriving = {kind: sums.like(kind) for kind in (Kind.D_QUERY, Kind.D_KV)}
-    flight = call.communicator.begin("backward", {Kind.KV: (k, v), Kind.QUERY: query} | arriving)
+    own = {Kind.QUERY: query, Kind.KV: (k, v)}
+
+    def like(item: Item) -> Block:
+        return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
+
+    flight = call.communicator.begin("backward", like)
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
             dq, dk, dv = _differentiate(tile, blocks, outputs, call)
-            sums.add(d_query, tile.query_rows, (dq,))
-            sums.add(d_kv, tile.key_rows, (dk, dv))
+            sums.add(d_query, tile.query_slice, (dq,))
+            sums.add(d_kv, tile.key_slice, (dk, dv))
         for item, block in flight.land(number):
             if item.kind.is_gradient:
                 sums.take(item, block)
@@ -51,7 +57,7 @@ def _differentiate(
     q, dout, lse, *_ = blocks[query_item]
     out = outputs.of(query_item, blocks[query_item])
     k, v = blocks[key_item]
-    queries, keys = tile.query_rows.rows, tile.key_rows.rows
+    queries, keys = tile.query_slice.rows, tile.key_slice.rows
     return call.kernel.backward(
         dout[:, queries],
         q[:, queries],

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_burst.comm import Block
+from megatron_burst.blocks import Block, rows_of
 from megatron_burst.context import AttentionCall
-from megatron_burst.plan import Item, Kind, Tile
+from megatron_burst.plan import Item, Kind, Plan, Tile
 from megatron_burst.ring_attention.merge import PartialResults
 
 
@@ -18,7 +18,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
         Item(Kind.KV, plan.rank): (k, v),
     }
     results = PartialResults(q, v.shape[-1])
-    flight = call.communicator.begin("forward", {Kind.KV: (k, v)})
+    blocks |= parts_to_send(plan, blocks)
+    flight = call.communicator.begin("forward", lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks)
         for tile in step.tiles:
@@ -30,5 +31,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
 def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
     (q,), (k, v) = blocks[query_item], blocks[key_item]
-    queries, keys = tile.query_rows.rows, tile.key_rows.rows
+    queries, keys = tile.query_slice.rows, tile.key_slice.rows
     return call.kernel.forward(q[:, queries], k[:, keys], v[:, keys], tile.relation, call.scale)
+
+
+def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:
+    """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
+    parts = {send.item for send in plan.sends if send.item.part and not send.item.kind.is_gradient}
+    return {
+        item: tuple(t.contiguous() for t in rows_of(blocks[item._replace(part=None)], item.part))
+        for item in parts
+    }

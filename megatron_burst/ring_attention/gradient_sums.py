@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_burst.comm import Block
+from megatron_burst.blocks import Block, rows_of
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.layout import Interval
 from megatron_burst.plan import Item, Kind, Send
@@ -29,13 +29,13 @@ class GradientSums:
         self._single: dict[Item, tuple[Interval, Block]] = {}
         self._adopted: set[Item] = set()  # visitors' sums that live where they arrived
 
-    def like(self, kind: Kind) -> Block:
+    def like(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
         return tuple(
             t.new_empty((1,), dtype=self._travel_dtype or accumulation_dtype(t.dtype)).expand(
                 t.shape
             )
-            for t in self._shaped[kind]
+            for t in self._shape(item)
         )
 
     def add(self, item: Item, rows: Interval, parts: Block) -> None:
@@ -51,7 +51,11 @@ class GradientSums:
         The first arrival of a visitor's gradient becomes the sum, and its memory is in use until
         the sum has been sent; `plan` keeps buffers by the same rule.
         """
-        if item.owner == self._rank or item in self._adopted:
+        if item.owner == self._rank:
+            whole = item._replace(part=None)
+            _accumulate(self._sum(whole), item.part or self._all_rows(whole), block)
+            return
+        if item in self._adopted:
             _accumulate(self._sum(item), self._all_rows(item), block)
             return
         whole_sum = (self._all_rows(item), self._sums.pop(item, ()))
@@ -84,13 +88,16 @@ class GradientSums:
             if rows == self._all_rows(item):
                 self._sums[item] = tuple(map(_widened, parts))
             else:
-                self._sums[item] = tuple(map(_zeros, self._shaped[item.kind]))
+                self._sums[item] = tuple(map(_zeros, self._shape(item)))
                 if parts:
                     _accumulate(self._sums[item], rows, parts)
         return self._sums[item]
 
     def _all_rows(self, item: Item) -> Interval:
-        return Interval(0, self._shaped[item.kind][0].shape[1])
+        return Interval(0, self._shape(item)[0].shape[1])
+
+    def _shape(self, item: Item) -> Block:
+        return rows_of(self._shaped[item.kind], item.part)
 
 
 def _widened(part: Tensor) -> Tensor:

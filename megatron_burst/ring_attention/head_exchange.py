@@ -10,15 +10,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm import Communicator
-from megatron_burst.layout import Layout
+from megatron_burst.layout import Interval, Layout
 from megatron_burst.plan import Channel, Hop, Item, Kind, Plan, assemble
 
 
 def exchange_plan(rank: int, ranks: int) -> Plan:
     """Plan one all-to-all: part t of what rank s has goes to rank t."""
     pairs = [(s, t) for s in range(ranks) for t in range(ranks) if s != t]
-    hops = [Hop(Item(Kind.HEADS, s, t), s, t, Channel.READ_WITHIN, 0, 0) for s, t in pairs]
+    hops = [Hop(_share(s, t), s, t, Channel.READ_WITHIN, 0, 0) for s, t in pairs]
     return assemble(rank, hops, {})
+
+
+def _share(source: int, target: int) -> Item:
+    """The item that `source` has for `target`."""
+    return Item(Kind.HEADS, source, Interval(target, target + 1))
 
 
 class HeadExchange:
@@ -54,8 +59,8 @@ class HeadExchange:
             parts = [part.contiguous() for part in x.chunk(self.ranks, dim=2)]
         else:
             parts = [layout.shard(x, rank, dim=1).contiguous() for rank in range(self.ranks)]
-        outgoing = {Item(Kind.HEADS, self.rank, t): (part,) for t, part in enumerate(parts)}
-        flight = self._communicator.begin("head exchange", {Kind.HEADS: (parts[0],)})
+        outgoing = {_share(self.rank, t): (part,) for t, part in enumerate(parts)}
+        flight = self._communicator.begin("head exchange", lambda _: (parts[0],))
         for number, step in enumerate(self._plan.steps):
             flight.post(number, step, outgoing)
             for item, (part,) in flight.land(number):

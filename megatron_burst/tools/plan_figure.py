@@ -72,11 +72,11 @@ def pieces(layout: Layout, tile: Tile) -> list[Piece]:
     for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
         for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
             relation = tile.relation
-            if relation is Relation.CAUSAL and key_offset != query_offset:
-                # Off the diagonal of a causal square; tile rows and columns start together.
-                relation = Relation.FULL if key_offset < query_offset else Relation.EMPTY
-            if relation is not Relation.EMPTY:
-                found.append(Piece(query, key, relation))
+            if relation == Relation.CAUSAL and key_offset > query_offset:
+                continue  # above the diagonal of a causal square
+            if relation == Relation.CAUSAL and key_offset < query_offset:
+                relation = Relation.FULL
+            found.append(Piece(query, key, relation))
     return found
 
 
@@ -256,7 +256,8 @@ def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Pie
     """The scores of what stays at a rank: of its queries, or where queries travel of its keys."""
     end = layout.ranks * layout.local_tokens
     found = []
-    for own in layout.shards[rank]:
+    for positions in layout.shards[rank]:
+        own = Interval(positions.start, positions.stop)
         others = Interval(0, end)
         if mask.is_causal:
             others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
@@ -285,7 +286,7 @@ def _matrix(
     def fill(piece: Piece, color: str) -> None:
         query, key = piece.query, piece.key
         corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if piece.relation is Relation.CAUSAL else [(key.stop, query.start)]
+        corners += [] if piece.relation == Relation.CAUSAL else [(key.stop, query.start)]
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
@@ -307,7 +308,7 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
     """How to read the figure: one large score matrix with its axes, and the signs in words."""
     size, x, y, chunks = 1.35, 0.62, 0.5, 2 * layout.ranks
     _matrix(axes, layout, mask, _seen_with(layout, mask, 0, Kind.KV), (), (x, y), size)
-    holder = {chunk: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
+    holder = {chunk.start: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
     for index, chunk in enumerate(sorted(holder)):
         middle, rank = (index + 0.5) * size / chunks, holder[chunk]
         style: dict[str, Any] = {

@@ -18,7 +18,7 @@ import queue
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.comm import Block, Communicator, Flight
+from megatron_burst.blocks import Block
+from megatron_burst.comm import Communicator, Flight
 from megatron_burst.config import GradDtype, GradientReturn
 from megatron_burst.context import AttentionCall
 from megatron_burst.cost import Shape, traffic
@@ -75,7 +76,7 @@ class MemoryCommunicator(Communicator):
         super().__init__((), {}, PATIENCE_SECONDS)
         self._rank, self._wires = rank, wires
 
-    def begin(self, name: str, like: Mapping[Kind, Block]) -> Flight:
+    def begin(self, name: str, like: Callable[[Item], Block]) -> Flight:
         return MemoryFlight(self._rank, self._wires)
 
 

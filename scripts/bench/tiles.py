@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.comm import Block, Communicator, Flight
+from megatron_burst.blocks import Block
+from megatron_burst.comm import Communicator, Flight
 from megatron_burst.config import GradientReturn
 from megatron_burst.context import AttentionCall
 from megatron_burst.kernels import Kernel, Request, select_kernel
@@ -79,14 +80,16 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, like: Mapping[Kind, Block]) -> Flight:
+    def begin(self, name: str, like: Callable[[Item], Block]) -> Flight:
         return LocalFlight(self._buffers, like)
 
 
 class LocalFlight(Flight):
     """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
 
-    def __init__(self, buffers: dict[tuple[Kind, int], Block], like: Mapping[Kind, Block]) -> None:
+    def __init__(
+        self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
+    ) -> None:
         self._buffers, self._like = buffers, like
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
@@ -101,7 +104,8 @@ class LocalFlight(Flight):
         kind = receive.item.kind
         if (kind, receive.buffer) not in self._buffers:
             self._buffers[kind, receive.buffer] = tuple(
-                t.new_zeros(t.shape) if kind.is_gradient else t.clone() for t in self._like[kind]
+                t.new_zeros(t.shape) if kind.is_gradient else t.clone()
+                for t in self._like(receive.item)
             )
         return self._buffers[kind, receive.buffer]
 
@@ -167,7 +171,7 @@ class TimedKernel:
     def _note(self, start: Any, q: Tensor, k: Tensor, relation: Relation) -> None:
         self.calls.append((start, self._clock.mark()))
         queries, keys = q.shape[1], k.shape[1]
-        causal = relation is Relation.CAUSAL
+        causal = relation == Relation.CAUSAL
         self.pairs += queries * (queries + 1) // 2 if causal else queries * keys
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS
-from megatron_burst.layout import zigzag
 from megatron_burst.mask import Relation
 from megatron_burst.plan import Channel
+from megatron_burst.planning import make_layout
 from tests import oracle
+from tests.core.masks import Masking
 from tests.workers import Team, WorkerPool
 
 FLOAT32_TOLERANCE = 3e-6
@@ -34,7 +35,7 @@ class Case:
     chunk: int = 3  # tokens of half a rank's share
     heads: tuple[int, int] = (4, 2)
     dim: int = 6
-    mask: Mask = Mask.causal()
+    masking: Masking = Masking()
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -50,8 +51,12 @@ class Case:
         return draw(query_heads), draw(kv_heads), draw(kv_heads), draw(query_heads)
 
     def expected(self, ranks: int) -> oracle.Result:
-        visible = oracle.visible_pairs(2 * ranks * self.chunk, self.mask.is_causal)
+        visible = self.masking.visible(2 * ranks * self.chunk)
         return oracle.attention(*self.inputs(ranks), visible)
+
+    @property
+    def mask(self) -> Mask:
+        return self.masking.mask
 
     def one_kernel_call(self, ranks: int, kernel_name: str, device: str = "cpu") -> oracle.Result:
         """The same by one call of a kernel for the whole sequence."""
@@ -135,7 +140,8 @@ def put_together(cases: Sequence[Case], by_rank: Sequence[Sequence[Reply]]) -> l
 
 
 def _join(case: Case, replies: Sequence[Reply]) -> oracle.Result:
-    layout = zigzag(2 * len(replies) * case.chunk, len(replies))
+    ranks = len(replies)
+    layout = make_layout(BurstConfig(**case.config), 2 * ranks * case.chunk, ranks)
     out, lse, dq, dk, dv = (
         layout.unshard([reply.results[i] for reply in replies], dim=1) for i in range(5)
     )

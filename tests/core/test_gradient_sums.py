@@ -88,7 +88,7 @@ def test_sums_of_bfloat16_are_float32(item: Item, travel_dtype: torch.dtype | No
 
 def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
     sums = make_sums(torch.float64)
-    assert {t.dtype for t in (*sums.total(OWN), *sums.like(Kind.D_KV))} == {torch.float64}
+    assert {t.dtype for t in (*sums.total(OWN), *sums.like(OWN))} == {torch.float64}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_of_travel(
 ) -> None:
     sums = make_sums(torch.bfloat16, travel_dtype)
     for kind, tensors in ((Kind.D_QUERY, 1), (Kind.D_KV, 2)):
-        like = sums.like(kind)
+        like = sums.like(Item(kind, 0))
         assert [(t.shape, t.dtype) for t in like] == [(SHAPE, arrives_as)] * tensors
         assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape only
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, Mask, ring_attention
+from megatron_burst.layout import Interval
 from megatron_burst.plan import Channel, Item, Kind
 from megatron_burst.ring_attention.head_exchange import HeadExchange, exchange_plan
 from tests.workers import Team, WorkerPool
@@ -17,7 +18,10 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
     sent = [(plan.rank, s.peer, s.item) for plan in plans for s in plan.sends]
     received = [(r.peer, plan.rank, r.item) for plan in plans for r in plan.receives]
     everything = {
-        (s, t, Item(Kind.HEADS, s, t)) for s in range(ranks) for t in range(ranks) if s != t
+        (s, t, Item(Kind.HEADS, s, Interval(t, t + 1)))
+        for s in range(ranks)
+        for t in range(ranks)
+        if s != t
     }
     assert len(sent) == len(received) == len(everything)
     assert set(sent) == set(received) == everything

@@ -72,7 +72,7 @@ def test_a_tile_equals_the_oracle(
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if relation is Relation.CAUSAL:
+    if relation == Relation.CAUSAL:
         visible = visible.tril()
     expected = oracle.attention(q, k, v, dout, visible)
     scale = DIM**-0.5
@@ -99,7 +99,7 @@ def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(others + keys, 4, device, dtype, seed) for seed in (2, 3))
     visible = torch.ones(queries, others + keys, dtype=torch.bool, device=device)
-    if relation is Relation.CAUSAL:
+    if relation == Relation.CAUSAL:
         visible[:, others:] = visible[:, others:].tril()
     expected = oracle.attention(q, k, v, dout, visible)
     scale = DIM**-0.5

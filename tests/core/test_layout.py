@@ -7,9 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.layout import Interval, Layout, contiguous, zigzag
+from megatron_burst.layout import Interval, Layout, contiguous, segmented_zigzag, striped, zigzag
 
-MAKERS = {"zigzag": zigzag, "contiguous": contiguous}
+MAKERS = {
+    "zigzag": zigzag,
+    "segmented zigzag": lambda tokens, ranks: segmented_zigzag([tokens // 2] * 2, ranks),
+    "contiguous": contiguous,
+    "striped": striped,
+}
 
 
 def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
@@ -23,6 +28,19 @@ def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
     assert (layout.ranks, layout.local_tokens) == (4, 4)
 
 
+def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:
+    layout = segmented_zigzag([8, 4], 2)
+    assert [layout.positions(rank).tolist() for rank in range(2)] == [
+        [0, 1, 6, 7, 8, 11],
+        [2, 3, 4, 5, 9, 10],
+    ]
+    assert segmented_zigzag([8], 2) == zigzag(8, 2)
+
+
+def test_striped_gives_rank_r_every_pth_token() -> None:
+    assert [striped(6, 2).positions(rank).tolist() for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_contiguous_gives_rank_r_the_piece_r() -> None:
     layout = contiguous(9, 3)
     assert [layout.positions(r).tolist() for r in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -31,12 +49,12 @@ def test_contiguous_gives_rank_r_the_piece_r() -> None:
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_one_rank_holds_everything_in_one_interval(make: Callable[[int, int], Layout]) -> None:
-    assert make(6, 1).shards == ((Interval(0, 6),),)
+    assert make(8, 1).shards == ((range(8),),)
 
 
 def test_local_rows_follow_each_other_in_the_order_of_the_intervals() -> None:
     assert zigzag(24, 4).local_rows(1) == (Interval(0, 3), Interval(3, 6))
-    assert Layout(((Interval(4, 5), Interval(0, 3)),)).local_rows(0) == (
+    assert Layout(((range(4, 5), range(3)),)).local_rows(0) == (
         Interval(0, 1),
         Interval(1, 4),
     )
@@ -48,7 +66,7 @@ def test_local_rows_follow_each_other_in_the_order_of_the_intervals() -> None:
 def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
     make: Callable[[int, int], Layout], ranks: int, chunk: int, dim: int, data: st.DataObject
 ) -> None:
-    tokens = 2 * ranks * chunk
+    tokens = 4 * ranks * chunk
     layout = make(tokens, ranks)
     shape = [data.draw(st.integers(1, 3)) for _ in range(3)]
     shape[dim] = tokens
@@ -70,6 +88,8 @@ def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
         (zigzag, 0, 2, r"got 0 tokens"),
         (contiguous, 7, 2, r"7 tokens divisible by 2 ranks"),
         (contiguous, 0, 2, r"0 tokens divisible by 2 ranks"),
+        (striped, 7, 2, r"striped needs 7 tokens divisible by 2 ranks"),
+        (MAKERS["segmented zigzag"], 8, 4, r"2 segments, each divisible by 2 x 4 ranks = 8, got 4"),
     ],
 )
 def test_a_sequence_that_does_not_divide_is_refused_with_its_numbers(

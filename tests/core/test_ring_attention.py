@@ -36,6 +36,7 @@ from tests.core.cases import (
     run_cases,
     variants,
 )
+from tests.core.masks import Masking
 from tests.workers import Team, WorkerPool
 
 BFLOAT16_OVER_FLASH = 1.5
@@ -86,7 +87,7 @@ SHAPES = [
 
 def hard_cases(place: Place) -> list[Case]:
     """The settings at this place; each with one of the shapes, heads and masks, in turns."""
-    turns = [*itertools.product(SHAPES, HEADS.values(), (Mask.causal(), Mask.full()))]
+    turns = [*itertools.product(SHAPES, HEADS.values(), (Masking(), Masking(False)))]
     random.Random(place.ranks).shuffle(turns)
     cases = []
     for number, setting in enumerate(variants(place.topologies)[:: place.every]):
@@ -94,7 +95,7 @@ def hard_cases(place: Place) -> list[Case]:
         if setting["algorithm"] == "ulysses":
             heads = (2 * place.ranks, place.ranks)
         config = {**setting, "ranks_per_node": place.per_node}
-        cases.append(Case(config=config, heads=heads, mask=mask, **shape))
+        cases.append(Case(config=config, heads=heads, masking=mask, **shape))
     return cases
 
 
@@ -310,7 +311,7 @@ def roundings(case: Case, place: Place) -> int:
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 4, 8]),
     dim=st.integers(1, 20),
-    mask=st.sampled_from([Mask.causal(), Mask.full()]),
+    mask=st.sampled_from([Masking(), Masking(False)]),
     kernel=st.sampled_from(["cpu", "reference"]),
     seed=st.integers(0, 2**31),
 )
@@ -336,7 +337,7 @@ def test_any_shape_equals_the_dense_oracle(
         chunk=chunk,
         heads=(kv_heads * group, kv_heads),
         dim=dim,
-        mask=mask,
+        masking=mask,
         seed=seed,
     )
     (answer,) = run_cases(workers, place.processes, [case])
@@ -351,12 +352,12 @@ def test_shapes_dtypes_and_masks_may_change_from_call_to_call(workers: WorkerPoo
     place = PLACES["2 nodes x 2"]
     config = {"ranks_per_node": place.per_node, "backward": "query"}
     cases = [
-        Case(config=config, mask=mask, dtype=dtype, **shape)
+        Case(config=config, masking=mask, dtype=dtype, **shape)
         for shape, mask, dtype in (
-            (SHAPES[0], Mask.causal(), torch.float32),
-            (SHAPES[1], Mask.causal(), torch.float64),
-            (SHAPES[1], Mask.full(), torch.float32),
-            (SHAPES[0], Mask.causal(), torch.float32),
+            (SHAPES[0], Masking(), torch.float32),
+            (SHAPES[1], Masking(), torch.float64),
+            (SHAPES[1], Masking(False), torch.float32),
+            (SHAPES[0], Masking(), torch.float32),
         )
     ]
     for case, answer in zip(cases, run_cases(workers, place.processes, cases), strict=True):

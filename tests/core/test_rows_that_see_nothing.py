@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig, Mask
+from megatron_burst import BurstConfig
 from megatron_burst.comm import Communicator
 from megatron_burst.context import AttentionCall
 from megatron_burst.kernels import KERNELS, Kernel
@@ -220,7 +220,7 @@ def attend_marked(team: Team, case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("backward_ring", ["kv", "query"])
 def test_they_may_travel(workers: WorkerPool, backward_ring: str, topology: str) -> None:
     config = {"backward": backward_ring, "topology": topology, "ranks_per_node": 2}
-    case = Case(config=config, mask=Mask.causal())
+    case = Case(config=config)
     for out, lse, dq, dk, dv in workers.run(4, attend_marked, case):
         q, k, v, dout = case.inputs(4)
         check(oracle.Result(out, lse.transpose(1, 2), dq, dk, dv), expect(marked(q), k, v, dout))

@@ -108,10 +108,6 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
     ("line", "message"),
     [
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
-        (
-            BURST + "--burst-layout segmented-zigzag",
-            "segmented-zigzag is not built yet; .*: zigzag",
-        ),
         (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
             BURST + "--context-parallel-algo ring --burst-backward query",

@@ -9,6 +9,7 @@ import torch
 
 from megatron_burst import Mask
 from megatron_burst.config import GradDtype, GradientReturn
+from megatron_burst.cost import visible_pairs
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plan import Kind
 from megatron_burst.topology import Grid
@@ -66,7 +67,7 @@ def test_the_tiles_of_all_ranks_are_the_whole_sequence(back: GradientReturn) -> 
     case = tiles.Case("cpu", "float32", back, 4, 2, 8, tokens=16, ranks=4, device="cpu")
     times = tiles.measure(case, repetitions=2)
     pairs = {name: one.pairs for name, one in times.items()}
-    whole, own = Mask.causal().pairs(64), Mask.causal().pairs(16)
+    whole, own = visible_pairs(Mask.causal(), 64), visible_pairs(Mask.causal(), 16)
     assert {pairs[phase, what] for phase, what in pairs if "own" not in what} == {whole}
     assert {pairs[phase, what] for phase, what in pairs if "own" in what} == {own}
     assert times["backward", "own tile in thirds"].calls == 3
@@ -80,7 +81,7 @@ def test_a_gpu_runs_the_middle_rank_against_a_call_that_fits() -> None:
     sizes = {"kernel": "cudnn", "dtype": "bfloat16", "back": RETURNS[0], "device": "cuda"}
     case = tiles.Case(**sizes, heads=32, kv_heads=8, head_dim=128, tokens=131072, ranks=8)
     assert list(case.ranks_run) == [4] and case.tokens_of_one_call == 131072
-    pairs = Mask.causal().pairs(131072)
+    pairs = visible_pairs(Mask.causal(), 131072)
     assert case.flops("forward", pairs) == pytest.approx(4 * 32 * 128 * 131072**2 / 2, rel=1e-4)
 
 

@@ -43,7 +43,7 @@ def test_the_pieces_of_all_ranks_are_the_mask_once(
         for piece in plan_figure.pieces(layout, tile)
         for i in range(*piece.query)
         for j in range(*piece.key)
-        if piece.relation is Relation.FULL or j - piece.key.start <= i - piece.query.start
+        if piece.relation == Relation.FULL or j - piece.key.start <= i - piece.query.start
     ]
     tokens = range(layout.ranks * layout.local_tokens)
     visible = [(i, j) for i in tokens for j in tokens if j <= i or not mask.is_causal]

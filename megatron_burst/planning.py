@@ -1,0 +1,190 @@
+"""Chooses the plans of one attention call: what travels, and by which way; counted, not timed."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_burst.config import (
+    Algorithm,
+    Backward,
+    BurstConfig,
+    GradientReturn,
+    LayoutName,
+)
+from megatron_burst.cost import Traffic, imbalance, traffic
+from megatron_burst.direct import Direct
+from megatron_burst.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.mask import Mask
+from megatron_burst.plan import Kind, Plan
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
+from megatron_burst.topology import Grid
+
+type Way = Ring | Direct
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """One rank's plans for one length and mask."""
+
+    forward: Plan
+    backward: Plan
+    is_banded: bool  # whether any rank has tiles that are neither full nor causal squares
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the plans of all ranks are made by, and what they cost a layer."""
+
+    tiling: Tiling
+    forward: Way
+    forward_traffic: Traffic
+    backward: Mapping[Kind, Way]
+    backward_traffic: Mapping[Kind, Traffic]
+    chosen: Kind  # what travels in the backward
+    unmasked: Traffic  # forward, were there no window, documents and blocks
+
+    def plans(self, rank: int) -> Plans:
+        """Return the plans of one rank."""
+        return Plans(
+            self.forward.forward(rank),
+            self.backward[self.chosen].backward(rank),
+            any(tile.is_banded for tile in self.tiling.all()),
+        )
+
+    def __str__(self) -> str:
+        """Say what a layer sends and computes, for the log."""
+        if self.tiling.ranks == 1:
+            return f"{self.tiling.mask}, {self._share()}no rings"
+        (other,) = set(self.backward) - {self.chosen}
+        backward = {kind: _mib(cost.busiest_link) for kind, cost in self.backward_traffic.items()}
+        return (
+            f"{self.tiling.mask}: {self._share()}a layer sends {_mib(self.forward_traffic.rank)} "
+            f"a rank forward{self._saved()}; backward the {self._way(self.chosen)} puts "
+            f"{backward[self.chosen]} on the busiest link, the {self._way(other)} would "
+            f"{backward[other]}; FLOPs max/mean {imbalance(self.tiling):.3f}"
+        )
+
+    def _way(self, kind: Kind) -> str:
+        return f"{kind} {'ring' if isinstance(self.backward[kind], Ring) else 'direct exchange'}"
+
+    def _share(self) -> str:
+        """How much of the work a window, documents or blocks leave."""
+        mask, tokens = self.tiling.mask, self.tiling.tokens
+        if not mask.is_sparse:
+            return ""
+        everything = tokens * (tokens + 1) // 2 if mask.is_causal else tokens * tokens
+        pairs = sum(tile.pairs for tile in self.tiling.all())
+        tiles = sum(1 for _ in self.tiling.all())
+        return f"{pairs / everything:.1%} of the pairs without it in {tiles} tiles, "
+
+    def _saved(self) -> str:
+        if not self.tiling.mask.is_sparse:
+            return ""
+        way = "by a ring" if isinstance(self.forward, Ring) else "straight"
+        return f" {way} instead of {_mib(self.unmasked.rank)}"
+
+
+def choose(
+    config: BurstConfig,
+    tiling: Tiling,
+    grid: Grid,
+    sizes: Mapping[Kind, int],
+    nodes: Sequence[Hashable],
+) -> Choice:
+    """Choose by the bytes on the busiest link.
+
+    Args:
+        config: what is asked for.
+        tiling: who computes what.
+        grid: of the ranks.
+        sizes: the bytes of a whole item of each kind.
+        nodes: each rank's node.
+    """
+
+    def cost(way: Way, *, backward: bool) -> Traffic:
+        hops = [*way.reads(), *(way.gradients() if backward else ())]
+        return traffic(hops, sizes, nodes, tiling.local_tokens)
+
+    ways = _ways(config, tiling, grid, nodes)
+    forward = {way: cost(way, backward=False) for way in ways[Kind.KV]}
+    backward = {kind: {w: cost(w, backward=True) for w in ways[kind]} for kind in ways}
+    best = {kind: _cheaper(costs) for kind, costs in backward.items()}
+    costs = {kind: backward[kind][way] for kind, way in best.items()}
+    plain = Tiling(tiling.layout, Mask(tiling.mask.is_causal))
+    usual = Ring(plain, grid, gather=config.algorithm is Algorithm.ALLGATHER)
+    way = _cheaper(forward)
+    return Choice(
+        tiling,
+        way,
+        forward[way],
+        best,
+        costs,
+        _backward_kind(config, costs),
+        cost(usual, backward=False),
+    )
+
+
+def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
+    """Return which tokens of a sequence each of `ranks` ranks holds.
+
+    Raises:
+        ValueError: the sequence does not divide over the ranks.
+    """
+    if config.layout is LayoutName.SEGMENTED_ZIGZAG:
+        if tokens % config.segments:
+            raise ValueError(
+                f"{tokens} tokens do not divide into {config.segments} segments; change "
+                "--seq-length or --burst-segments"
+            )
+        return segmented_zigzag([tokens // config.segments] * config.segments, ranks)
+    makers = {
+        LayoutName.ZIGZAG: zigzag,
+        LayoutName.CONTIGUOUS: contiguous,
+        LayoutName.STRIPED: striped,
+    }
+    return makers[config.layout](tokens, ranks)
+
+
+def _ways(
+    config: BurstConfig, tiling: Tiling, grid: Grid, nodes: Sequence[Hashable]
+) -> dict[Kind, list[Way]]:
+    """Return, for what may travel, the plans that may be made: first the one that is usual."""
+    gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
+    kinds = (Kind.KV, Kind.QUERY)
+    ways: dict[Kind, list[Way]] = {kind: [Ring(tiling, grid, kind, back, gather)] for kind in kinds}
+    if config.algorithm is Algorithm.BURST and tiling.mask.is_sparse:
+        for kind in kinds:
+            ways[kind].append(Direct(tiling, grid, kind))
+    return ways
+
+
+def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> GradientReturn:
+    if config.gradient_return is not GradientReturn.AUTO:
+        return config.gradient_return
+    leaves_the_node = grid.nodes == 1 and len(set(nodes)) > 1
+    chained = config.algorithm is not Algorithm.BURST or leaves_the_node
+    return GradientReturn.CHAIN if chained else GradientReturn.HOME
+
+
+def _backward_kind(config: BurstConfig, costs: Mapping[Kind, Traffic]) -> Kind:
+    """Return what is to travel: as configured, or what puts fewer bytes on the busiest link."""
+    if config.algorithm is not Algorithm.BURST:
+        return Kind.KV
+    if config.backward is Backward.AUTO:
+        return min(costs, key=lambda kind: costs[kind].busiest_link)
+    return Kind(config.backward.value)
+
+
+def _cheaper(costs: Mapping[Way, Traffic]) -> Way:
+    """Return the usual way, or another that puts at most half as much on the busiest link.
+
+    Less would not pay: messages of a direct exchange pass between any two ranks, and a rank holds
+    all that it receives at once.
+    """
+    usual, *others = costs
+    limit = costs[usual].busiest_link / 2
+    return next((way for way in others if costs[way].busiest_link <= limit), usual)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
