@@ -134,6 +134,23 @@ def test_what_megatron_makes_of_the_losses_is_expected(
     assert "gradients in forward" in caplog.text and "from now on" not in caplog.text
 
 
+def test_gradients_made_in_forward_know_the_mean_of_the_mask() -> None:
+    """Made for the mask alone, bfloat16 gradients would be rounded again, by 1 / 7 of it."""
+    mask = torch.zeros(BATCH, TOKENS)
+    mask.view(-1)[:7] = 1
+    found = []
+    for gradients in lm_head.Gradients.FORWARD, lm_head.Gradients.BACKWARD:
+        output = ChunkedOutput(CONFIG, transformer(calculate_per_token_loss=False))
+        output._gradients = gradients
+        torch.manual_seed(1)
+        layer = OutputLayer().bfloat16()
+        hidden = torch.randn(TOKENS, BATCH, SIZE).bfloat16().requires_grad_()
+        losses = run(output, layer, hidden_states=hidden, loss_mask=mask)
+        ((losses * mask).sum() / mask.sum()).backward()
+        found.append(hidden.grad)
+    assert found[0].any() and (found[0] == found[1]).float().mean() > 0.95
+
+
 def test_another_use_of_the_losses_ends_gradients_in_forward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -358,8 +375,28 @@ def test_an_old_transformer_engine_is_passed_over(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_kernel_serves_a_gpu_alone() -> None:
-    def kernel(*_: Tensor) -> None:
-        raise AssertionError("a GPU's kernel was called on the CPU")
+    calls: list[Any] = []
+    weight = parameter()
+    place = MainGradSum(weight, lambda *given: calls.append(given))
+    gradient, hidden, dw = product()
+    place.add_product(gradient, hidden)
+    assert not calls
+    torch.testing.assert_close(weight.main_grad, 1 + dw)
+    on_a_gpu: Any = SimpleNamespace(is_cuda=True)
+    place.add_product(gradient, on_a_gpu)
+    assert [tuple(map(id, call)) for call in calls] == [
+        (id(on_a_gpu), id(gradient.narrow), id(weight.main_grad))
+    ]
 
-    gradient, hidden, _ = product()
-    MainGradSum(parameter(), kernel).add_product(gradient, hidden)
+
+def test_the_installed_kernel_reaches_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: list[Any] = []
+
+    def sum_with(weight: Tensor, kernel: Any = None) -> OwnSum:
+        kernels.append(kernel)
+        return OwnSum(weight)
+
+    monkeypatch.setattr(lm_head, "fused_kernel", lambda _: ("fast", print))
+    monkeypatch.setattr(lm_head, "weight_sum", sum_with)
+    run(ChunkedOutput(CONFIG, transformer())).sum().backward()
+    assert kernels and all(kernel is print for kernel in kernels)
