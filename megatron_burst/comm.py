@@ -7,6 +7,7 @@ On NCCL a message runs on the stream of its channel's communicator: posting it w
 queued so far, waiting for it makes the current stream wait, and the host goes on in both cases.
 """
 
+import copy
 import datetime
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ class Communicator:
         timeout_seconds: float,
     ) -> None:
         self._ranks, self._channels = ranks, channels
+        self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
         self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
@@ -52,6 +54,16 @@ class Communicator:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far."""
         return self.bytes_by_channel.total()
+
+    def among(self, members: Sequence[int]) -> "Communicator":
+        """Return the transport of a part of the group: rank i there is `members[i]` here.
+
+        It shares the process groups, which must reach the members, and the count of the bytes.
+        """
+        part = copy.copy(self)
+        part._ranks = [self._ranks[member] for member in members]
+        part._numbers = [self._numbers[member] for member in members]
+        return part
 
     def begin(self, name: str, like: Callable[[Item], Block]) -> "Flight":
         """Start the transfers of a forward or backward.
@@ -65,7 +77,8 @@ class Communicator:
     def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
         """Return one message for each tensor of what `transfer` moves."""
         peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
-        return [Message(transfer, peer, group, t, self._wire(t)) for t in block]
+        owner = self._numbers[transfer.item.owner]
+        return [Message(transfer, peer, owner, group, t, self._wire(t)) for t in block]
 
     def start(self, messages: Sequence["Message"], where: str) -> "PendingTransfers":
         """Post the messages of one channel, receives first."""
@@ -102,6 +115,7 @@ class Message:
 
     transfer: Send | Receive
     peer: int  # a rank of the job, not of the group
+    owner: int  # of the item: a rank of the group
     group: dist.ProcessGroup
     tensor: Tensor
     wire: Tensor
@@ -123,8 +137,8 @@ class Message:
 
     def __str__(self) -> str:
         verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
-        item = self.transfer.item  # its owner is counted in the group, the peer in the job
-        return f"{verb} {item.kind} of CP rank {item.owner} {side} rank {self.peer}"
+        kind = self.transfer.item.kind
+        return f"{verb} {kind} of CP rank {self.owner} {side} rank {self.peer}"
 
 
 class Flight:

@@ -37,6 +37,15 @@ class Shape:
             Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
         }
 
+    def exchange_bytes(self, head_parallel_size: int) -> int:
+        """Return what a rank sends of q, k, v and the output for its heads of `size` ranks' tokens.
+
+        n·(Hq + Hkv)·(dk + dv)·e·(U - 1)/U, in the backward as in the forward.
+        """
+        heads, dims = self.query_heads + self.kv_heads, self.head_dim + self.value_head_dim
+        held = self.tokens * heads * dims * self.element_bytes
+        return held * (head_parallel_size - 1) // head_parallel_size
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

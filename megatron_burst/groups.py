@@ -46,14 +46,15 @@ def make_channels(
     group: dist.ProcessGroup,
     grid: Grid,
     hierarchy: Sequence[dist.ProcessGroup] | None,
+    head_parallel_size: int = 1,
 ) -> Channels:
-    """Return a process group for each channel that rings on `grid` use.
+    """Return a process group for each channel that an all-to-all and rings on `grid` use.
 
     A collective call of all ranks of the job, each with its own group, unless `group` is all of
     them: torch names a new group by how many there were, which has to agree.
     """
     assert dist.group.WORLD is not None
-    wanted = channels_of(grid)
+    wanted = channels_of(grid, head_parallel_size)
     given = dict(zip((Channel.READ_WITHIN, Channel.READ_BETWEEN), hierarchy or (), strict=False))
     channels = {channel: given[channel] for channel in wanted if channel in given}
     if wanted and not channels:
@@ -77,8 +78,15 @@ def make_channels(
     return channels
 
 
-def channels_of(grid: Grid) -> tuple[Channel, ...]:
-    """Return the channels that rings on `grid` use; the reads come first."""
-    within = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN) if grid.ranks_per_node > 1 else ()
+def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:
+    """Return the channels that rings on `grid` use; the reads come first.
+
+    The all-to-all of head parallelism goes with the reads within the node.
+    """
+    within: tuple[Channel, ...] = ()
+    if grid.ranks_per_node > 1:
+        within = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
+    elif head_parallel_size > 1:
+        within = (Channel.READ_WITHIN,)
     between = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN) if grid.nodes > 1 else ()
     return (*within, *between)

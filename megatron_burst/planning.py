@@ -56,9 +56,9 @@ class Choice:
         if self.tiling.ranks == 1:
             return f"{self.tiling.mask}, {self._share()}no rings"
         (other,) = set(self.backward) - {self.chosen}
-        backward = {kind: _mib(cost.busiest_link) for kind, cost in self.backward_traffic.items()}
+        backward = {kind: mib(cost.busiest_link) for kind, cost in self.backward_traffic.items()}
         return (
-            f"{self.tiling.mask}: {self._share()}a layer sends {_mib(self.forward_traffic.rank)} "
+            f"{self.tiling.mask}: {self._share()}a layer sends {mib(self.forward_traffic.rank)} "
             f"a rank forward{self._saved()}; backward the {self._way(self.chosen)} puts "
             f"{backward[self.chosen]} on the busiest link, the {self._way(other)} would "
             f"{backward[other]}; FLOPs max/mean {imbalance(self.tiling):.3f}"
@@ -81,7 +81,7 @@ class Choice:
         if not self.tiling.mask.is_sparse:
             return ""
         way = "by a ring" if isinstance(self.forward, Ring) else "straight"
-        return f" {way} instead of {_mib(self.unmasked.rank)}"
+        return f" {way} instead of {mib(self.unmasked.rank)}"
 
 
 def choose(
@@ -186,5 +186,6 @@ def _cheaper(costs: Mapping[Way, Traffic]) -> Way:
     return next((way for way in others if costs[way].busiest_link <= limit), usual)
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """Write a number of bytes down for the log."""
     return f"{count / 2**20:.2f} MiB"

@@ -1,8 +1,10 @@
-"""Ulysses: an all-to-all that trades a rank's share of the tokens for a share of the heads.
+"""An all-to-all that trades a rank's share of the tokens for a share of the heads.
 
-Each rank then has whole sequences for its heads, and attention needs no further messages.
+Each rank of a group then has all tokens of the group for its heads: with all ranks in one group,
+whole sequences, and attention needs no further messages (Ulysses).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,57 +29,61 @@ def _share(source: int, target: int) -> Item:
 
 
 class HeadExchange:
-    """The all-to-all of one context-parallel group."""
+    """The all-to-all of one group as one of its ranks sees it.
 
-    def __init__(self, rank: int, ranks: int, communicator: Communicator) -> None:
-        self.rank, self.ranks = rank, ranks
-        self._plan, self._communicator = exchange_plan(rank, ranks), communicator
+    Args:
+        rank: this rank's number in the group.
+        layout: which of the group's tokens each of its ranks holds.
+        communicator: of the ranks of the group.
+    """
 
-    def to_heads(self, x: Tensor, layout: Layout) -> Tensor:
-        """[batch, local tokens, heads, d] of this rank's tokens -> [batch, tokens, heads / P, d].
+    def __init__(self, rank: int, layout: Layout, communicator: Communicator) -> None:
+        self.rank, self.ranks = rank, layout.ranks
+        self._layout, self._communicator = layout, communicator
+        self._plan = exchange_plan(rank, layout.ranks)
 
-        Equals `context.unshard(x, dim=1)` cut along the heads. Differentiable.
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
 
-        Raises:
-            ValueError: the heads do not divide by the number of ranks.
+        Equals the tensors of all ranks put together by the layout and cut along the heads, which
+        must divide by the ranks. Differentiable; gradients travel in the tensors' dtype.
         """
-        if x.shape[2] % self.ranks:
-            raise ValueError(
-                f"ulysses spreads heads over the ranks: {x.shape[2]} query or kv heads of a rank "
-                f"do not divide by {self.ranks}; change --num-attention-heads, --num-query-groups "
-                "or --context-parallel-size, or take --context-parallel-algo burst"
-            )
-        return _Exchange.apply(x, self, layout, True)
+        return _Exchange.apply(self, True, *tensors)
 
-    def to_tokens(self, x: Tensor, layout: Layout) -> Tensor:
+    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Undo `to_heads`."""
-        return _Exchange.apply(x, self, layout, False)
+        return _Exchange.apply(self, False, *tensors)
 
-    def exchange(self, x: Tensor, layout: Layout, to_heads: bool) -> Tensor:
-        """Carry out one all-to-all."""
-        if to_heads:
-            parts = [part.contiguous() for part in x.chunk(self.ranks, dim=2)]
-        else:
-            parts = [layout.shard(x, rank, dim=1).contiguous() for rank in range(self.ranks)]
-        outgoing = {_share(self.rank, t): (part,) for t, part in enumerate(parts)}
-        flight = self._communicator.begin("head exchange", lambda _: (parts[0],))
+    def exchange(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
+        """Carry out one all-to-all; what goes from rank to rank goes together."""
+        parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
+        outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
+        flight = self._communicator.begin("head exchange", lambda _: parts[self.rank])
         for number, step in enumerate(self._plan.steps):
             flight.post(number, step, outgoing)
-            for item, (part,) in flight.land(number):
-                parts[item.owner] = part
-        return layout.unshard(parts, dim=1) if to_heads else torch.cat(parts, dim=2)
+            for item, block in flight.land(number):
+                parts[item.owner] = block
+        return tuple(self._join(of_one, to_heads) for of_one in zip(*parts, strict=True))
+
+    def _cut(self, x: Tensor, to_heads: bool) -> list[Tensor]:
+        if to_heads:
+            return [part.contiguous() for part in x.chunk(self.ranks, dim=2)]
+        return [self._layout.shard(x, rank, dim=1).contiguous() for rank in range(self.ranks)]
+
+    def _join(self, parts: tuple[Tensor, ...], to_heads: bool) -> Tensor:
+        return self._layout.unshard(parts, dim=1) if to_heads else torch.cat(parts, dim=2)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, exchange: HeadExchange, layout: Layout, to_heads: bool
-    ) -> Tensor:
-        ctx.arguments = exchange, layout, to_heads
-        return exchange.exchange(x, layout, to_heads)
+        ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = exchange, to_heads
+        return exchange.exchange(tensors, to_heads)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, layout, to_heads = ctx.arguments
-        return exchange.exchange(grad, layout, not to_heads), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, to_heads = ctx.arguments
+        return None, None, *exchange.exchange(gradients, not to_heads)
