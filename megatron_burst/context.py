@@ -13,11 +13,12 @@ from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
 from megatron_burst.cost import Shape
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.groups import Channels, make_channels, nodes_of_ranks
+from megatron_burst.head_parallel import HeadGroups, head_groups
 from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
 from megatron_burst.layout import Layout
 from megatron_burst.mask import Mask
 from megatron_burst.plan import Plan
-from megatron_burst.planning import Choice, Plans, choose, make_layout
+from megatron_burst.planning import Choice, Plans, choose, make_layout, mib
 from megatron_burst.tiles import Tiling
 from megatron_burst.topology import Grid, choose_grid, flat_grid
 
@@ -36,6 +37,7 @@ class AttentionCall:
     scale: float
     communicator: Communicator
     gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
+    soft_cap: float | None = None
 
 
 class BurstContext:
@@ -48,14 +50,16 @@ class BurstContext:
         grid: Grid,
         nodes: Sequence[Hashable],
         communicator: Communicator,
+        heads: HeadGroups | None = None,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
         self.rank = 0 if group is None else group.rank()
-        self.ranks = grid.ranks
-        self.grid = grid
+        self.heads = heads or HeadGroups(tuple((rank,) for rank in range(grid.ranks)))
+        self.ranks = grid.ranks * self.heads.size
+        self.grid = grid  # of the ranks of one ring
         self.communicator = communicator
-        self._nodes = nodes
+        self._nodes = nodes  # of the ranks of one ring
         self._plans: dict[str, Plans] = {}
 
     @classmethod
@@ -89,23 +93,26 @@ class BurstContext:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
+            _head_groups(config, (0,))
             alone = Communicator((), {}, config.timeout_seconds)
             return cls(config, None, flat_grid(1), (0,), alone)
         check_agreement(group, "the configuration", str(config), config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
+        heads = _head_groups(config, nodes)
+        nodes = [nodes[members[0]] for members in heads.groups]
         grid, why_flat = choose_grid(_topology(config), nodes)
         if why_flat and group.rank() == 0:
             logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
-        if hierarchy is not None and grid.ranks_per_node != hierarchy[0].size():
+        if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
             raise ValueError(
                 f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
                 f"given, but the configuration makes a {grid}; take --burst-topology double"
             )
         if channels is None:
-            channels = make_channels(config, group, grid, hierarchy)
+            channels = make_channels(config, group, grid, hierarchy, heads.size)
         ranks = dist.get_process_group_ranks(group)
         communicator = Communicator(ranks, channels, config.timeout_seconds)
-        return cls(config, group, grid, nodes, communicator)
+        return cls(config, group, grid, nodes, communicator, heads)
 
     @property
     def bytes_sent(self) -> int:
@@ -137,23 +144,32 @@ class BurstContext:
             dist.all_gather(shards, x, group=self.group)
         return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> AttentionCall:
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None = None,
+    ) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`."""
         shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
+        shapes += "" if soft_cap is None else f", soft cap {soft_cap}"
         plans = self._plans.get(shapes)
         if plans is None:
             if self.group is not None:
                 check_agreement(
                     self.group, "the shapes or the mask", shapes, self.config.timeout_seconds
                 )
-            plans = self._make_plans(q, k, v, mask)
+            plans = self._make_plans(q, k, v, mask, soft_cap)
         self._remember(shapes, plans)
-        request = Request.of(q, k, v, is_banded=plans.is_banded)
+        request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
         kernel = select_kernel(self.config.kernel, request)
         travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        return AttentionCall(
-            plans.forward, plans.backward, kernel, scale, self.communicator, travel
-        )
+        _, index = self.heads.place(self.rank)
+        ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
+        return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
 
     def _remember(self, shapes: str, plans: Plans) -> None:
         """Keep the plans that were used last: with documents every batch has a mask of its own."""
@@ -162,16 +178,18 @@ class BurstContext:
         while len(self._plans) > _PLANS_KEPT:
             del self._plans[next(iter(self._plans))]
 
-    def _make_plans(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Plans:
+    def _make_plans(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
+    ) -> Plans:
         """Choose the cheaper ways, make this rank's plans and say once what they are."""
-        ulysses = self.config.algorithm is Algorithm.ULYSSES
-        grid, rank = (flat_grid(1), 0) if ulysses else (self.grid, self.rank)
-        tiling = Tiling(make_layout(self.config, q.shape[1] * grid.ranks, grid.ranks), mask)
-        sizes = self._shape(q, k, v).item_bytes()
-        choice = choose(self.config, tiling, grid, sizes, self._nodes[: grid.ranks])
-        plans = choice.plans(rank)
+        layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
+        tiling = Tiling(layout, mask)
+        shape = self._shape(q, k, v)
+        choice = choose(self.config, tiling, self.grid, shape.item_bytes(), self._nodes)
+        plans = choice.plans(self.heads.place(self.rank)[0])
         if self.rank == 0:
-            self._log(Request.of(q, k, v, is_banded=plans.is_banded), choice)
+            request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
+            self._log(request, choice, shape)
         return plans
 
     def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
@@ -187,19 +205,36 @@ class BurstContext:
             row_bytes=wide,
         )
 
-    def _log(self, request: Request, choice: Choice) -> None:
+    def _log(self, request: Request, choice: Choice, shape: Shape) -> None:
         """Say what was chosen and what it costs a layer."""
         kernel = select_kernel(self.config.kernel, request)
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
         logger.info(
-            "burst attention: %s on %d ranks (%s, %s), kernel %s; %s",
+            "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
             self.config.algorithm,
             self.ranks,
             self.config.layout,
+            f"heads over {self.heads.size} ranks, " if self.heads.size > 1 else "",
             self.grid,
             f"{kernel.name} ({reasons})" if reasons else kernel.name,
             choice,
+            self._exchange_log(shape),
         )
+
+    def _exchange_log(self, shape: Shape) -> str:
+        if self.heads.size == 1:
+            return ""
+        return (
+            f"; the all-to-all over the heads sends {mib(shape.exchange_bytes(self.heads.size))} "
+            "a rank forward and backward each"
+        )
+
+
+def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:
+    """Ulysses spreads the heads over all ranks, be they of one node or not."""
+    if config.algorithm is Algorithm.ULYSSES:
+        return head_groups([0] * len(nodes), len(nodes))
+    return head_groups(nodes, config.head_parallel_size)
 
 
 def _topology(config: BurstConfig) -> Topology:

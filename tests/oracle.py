@@ -13,22 +13,43 @@ class Result(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor = torch.zeros(0)  # [H], or nothing without a sink
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor) -> Result:
-    """Attention of a whole sequence where query i sees key j if visible[i, j]."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    visible: Tensor,
+    *,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
+) -> Result:
+    """Attention of a whole sequence where query i sees key j if visible[i, j].
+
+    A sink is written out as one more key, whose value is 0.
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     k_all, v_all = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k_all) / q.shape[-1] ** 0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    leaves = [q, k, v]
+    if sink is not None:
+        leaves.append(sink.detach().double().requires_grad_())
+        column = leaves[3][:, None, None].expand(len(q), -1, q.shape[1], 1)
+        scores = torch.cat([scores, column], -1)
+        visible = torch.cat([visible, visible.new_ones(len(visible), 1)], -1)
+        v_all = torch.cat([v_all, torch.zeros_like(v_all[:, :1])], 1)
     scores = scores.masked_fill(~visible, float("-inf"))
     lse = scores.detach().logsumexp(-1)
     # Of a row that sees nothing softmax and its gradient are NaN; the row's output is 0.
     scores = scores.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     weights = scores.softmax(-1).masked_fill(~visible, 0.0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v_all)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
-    return Result(out.detach(), lse, dq, dk, dv)
+    return Result(out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double()))
 
 
 def visible_pairs(

@@ -29,12 +29,22 @@ class AtenFlashKernel:
             )
         if request.head_dim % 8 or request.head_dim > 256:
             reasons.append(f"head size {request.head_dim} is not a multiple of 8 up to 256")
+        if request.soft_cap is not None:
+            reasons.append("it has no soft cap")
         return reasons
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        assert soft_cap is None
         left, right = relation.window(q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
@@ -63,8 +73,11 @@ class AtenFlashKernel:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        assert soft_cap is None
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
         left, right = relation.window(q.shape[1], k.shape[1])
         dq, dk, dv = torch.ops.aten._flash_attention_backward(

@@ -29,12 +29,22 @@ class CpuKernel:
             reasons.append(
                 f"head sizes of K and V differ ({request.head_dim} and {request.value_head_dim})"
             )
+        if request.soft_cap is not None:
+            reasons.append("it has no soft cap")
         return reasons
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        assert soft_cap is None
         if relation.is_banded(q.shape[1], k.shape[1]):
             return self._banded_forward(q, k, v, relation, scale)
         out_BHSD, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -52,8 +62,11 @@ class CpuKernel:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        assert soft_cap is None
         if relation.is_banded(q.shape[1], k.shape[1]):
             return self._banded_backward(dout, q, k, v, out, lse, relation, scale)
         grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

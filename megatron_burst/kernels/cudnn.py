@@ -30,12 +30,22 @@ class CudnnKernel:
         for size in {request.head_dim, request.value_head_dim}:
             if size % 8 or size > 128:
                 reasons.append(f"head size {size} is not a multiple of 8 up to 128")
+        if request.soft_cap is not None:
+            reasons.append("it has no soft cap")
         return reasons
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        assert soft_cap is None
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_to_BHSD(q, k, v), None, True, 0.0, relation == Relation.CAUSAL, scale=scale
         )
@@ -51,8 +61,11 @@ class CudnnKernel:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        assert soft_cap is None
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is 0
         grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *_to_BHSD(dout, q, k, v, out),

@@ -20,11 +20,29 @@ class Request:
     head_dim: int  # of queries and keys
     value_head_dim: int
     is_banded: bool = False  # whether a tile is neither full nor a causal square
+    soft_cap: float | None = None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, is_banded: bool = False) -> "Request":
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_banded: bool = False,
+        soft_cap: float | None = None,
+    ) -> "Request":
         """Describe these tensors, [batch, tokens, heads, head size]."""
-        return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], is_banded)
+        return cls(
+            q.device,
+            q.dtype,
+            q.shape[2],
+            k.shape[2],
+            q.shape[3],
+            v.shape[3],
+            is_banded,
+            soft_cap,
+        )
 
 
 class Kernel(Protocol):
@@ -32,9 +50,10 @@ class Kernel(Protocol):
 
     q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
     dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
-    the tokens. With scores = scale · q kᵀ, masked by the relation, forward returns out =
-    softmax(scores) v in q's dtype and lse = logsumexp(scores), [batch, query heads, queries],
-    natural logarithm, float32 or better.
+    the tokens. With scores = scale · q kᵀ, under a soft cap soft_cap · tanh(scale · q kᵀ /
+    soft_cap), masked by the relation, forward returns out = softmax(scores) v in q's dtype and
+    lse = logsumexp(scores), [batch, query heads, queries], natural logarithm, float32 or better.
+    A kernel without soft caps names that among its reasons, and is never given one.
 
     Backward is that of the whole sequence, restricted to the tile: `lse` and `out` are those of the
     finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`
@@ -52,7 +71,14 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the tile's (out, lse), newly made tensors."""
         ...
@@ -67,6 +93,8 @@ class Kernel(Protocol):
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tile's (dq, dk, dv), newly made tensors of the shapes of q, k and v."""
         ...

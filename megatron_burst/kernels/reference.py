@@ -17,10 +17,17 @@ class ReferenceKernel:
         return []
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        scores_BHQK = _scores(q, k, relation, scale)
+        scores_BHQK = _masked(_scores(q, k, scale, soft_cap), relation)
         lse_BHQ = scores_BHQK.logsumexp(-1)
         weights_BHQK = (scores_BHQK - lse_BHQ[..., None]).exp()
         out = _weighted_sum(weights_BHQK, _per_query_head(v, q))
@@ -36,12 +43,17 @@ class ReferenceKernel:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        weights_BHQK = (_scores(q, k, relation, scale) - lse.double()[..., None]).exp()
+        scores_BHQK = _scores(q, k, scale, soft_cap)
+        weights_BHQK = (_masked(scores_BHQK, relation) - lse.double()[..., None]).exp()
         dweights_BHQK = torch.einsum("bqhd,bkhd->bhqk", dout.double(), _per_query_head(v, q))
         delta_BHQ = (dout.double() * out.double()).sum(-1).transpose(1, 2)
         dscores_BHQK = weights_BHQK * (dweights_BHQK - delta_BHQ[..., None]) * scale
+        if soft_cap is not None:
+            dscores_BHQK *= 1 - (scores_BHQK / soft_cap).square()  # the derivative of tanh
 
         dq = _weighted_sum(dscores_BHQK, _per_query_head(k, q))
         dk = _weighted_sum(dscores_BHQK.mT, q.double())
@@ -49,9 +61,14 @@ class ReferenceKernel:
         return dq.to(q.dtype), _per_kv_head(dk, k), _per_kv_head(dv, v)
 
 
-def _scores(q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
     scores_BHQK = torch.einsum("bqhd,bkhd->bhqk", q.double(), _per_query_head(k, q)) * scale
-    visible_QK = relation.visible(q.shape[1], k.shape[1], q.device)
+    return scores_BHQK if soft_cap is None else soft_cap * (scores_BHQK / soft_cap).tanh()
+
+
+def _masked(scores_BHQK: Tensor, relation: Relation) -> Tensor:
+    queries, keys = scores_BHQK.shape[2:]
+    visible_QK = relation.visible(queries, keys, scores_BHQK.device)
     return scores_BHQK.masked_fill(~visible_QK, float("-inf"))
 
 

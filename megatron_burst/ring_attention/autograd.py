@@ -1,17 +1,19 @@
 """The public function: checks its input and joins the forward and backward loops for autograd."""
 
+import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.config import Algorithm
 from megatron_burst.context import AttentionCall, BurstContext
+from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.mask import Mask
 from megatron_burst.ring_attention.backward import backward
 from megatron_burst.ring_attention.forward import forward
 from megatron_burst.ring_attention.head_exchange import HeadExchange
+from megatron_burst.ring_attention.sink import sink_gradient
 
 
 @overload
@@ -23,6 +25,8 @@ def ring_attention(
     *,
     mask: Mask,
     softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -36,6 +40,8 @@ def ring_attention(
     *,
     mask: Mask,
     softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -48,6 +54,8 @@ def ring_attention(
     *,
     mask: Mask,
     softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole sequence, each rank holding the tokens of its shard.
@@ -57,6 +65,7 @@ def ring_attention(
         whole = [context.unshard(x, dim=1) for x in (q, k, v)]
         out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
 
+    (a soft cap changes the scores before the mask, a sink the sum under the softmax: see below),
     without ever holding more than a few ranks' K and V: its own, those in use, those arriving (two
     more on a flat ring, four on a double ring; `allgather` holds all).
     Shapes, dtype and mask may change from call to call, on all ranks together.
@@ -68,23 +77,32 @@ def ring_attention(
         context: made once by `BurstContext.create` on all ranks of the group.
         mask: `Mask.causal()` or `Mask.full()`.
         softmax_scale: 1/√(head size) if None.
+        soft_cap: scores become soft_cap · tanh(scores / soft_cap) after the scale, before the mask.
+        sink: [query heads], one score a head that every query of the sequence sees beside its keys
+            and that has no value: softmax's denominator grows by exp(sink). Its gradient on a rank
+            is the part of the rank's own tokens; like that of any parameter it is summed or
+            averaged over the group, which Megatron's all-reduce over CP x DP does. Zeros without a
+            gradient are the off-by-one softmax.
         return_lse: also return the log-sum-exp of every row's scores.
 
     Returns:
         out, [batch, local tokens, query heads, value head size] in q's dtype; with `return_lse`
         also lse, [batch, query heads, local tokens], natural logarithm, float32 (float64 for
-        float64 inputs), without a gradient.
+        float64 inputs), the sink included, without a gradient.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no kernel can serve them.
+        ValueError: shapes or dtypes do not fit, the soft cap is not positive, or no kernel can
+            serve them.
         CommunicationError: a peer died or took longer than the time limit.
     """
     _check_tensors(q, k, v)
+    _check_scores(q, soft_cap, sink)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if context.config.algorithm is Algorithm.ULYSSES and context.ranks > 1:
-        out, lse = _over_heads(q, k, v, context, mask, scale, return_lse)
+    if context.heads.size > 1:
+        out, lse = _over_heads(q, k, v, sink, context, mask, scale, soft_cap, return_lse)
     else:
-        out, lse = _RingAttention.apply(q, k, v, context.prepare(q, k, v, mask, scale))
+        call = context.prepare(q, k, v, mask, scale, soft_cap)
+        out, lse = _RingAttention.apply(q, k, v, sink, call)
     return (out, lse) if return_lse else out
 
 
@@ -92,28 +110,43 @@ def _over_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sink: Tensor | None,
     context: BurstContext,
     mask: Mask,
     scale: float,
+    soft_cap: float | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    layout = context.layout(q.shape[1] * context.ranks)
-    exchange = HeadExchange(context.rank, context.ranks, context.communicator)
-    q, k, v = (exchange.to_heads(x, layout) for x in (q, k, v))
-    out, lse = _RingAttention.apply(q, k, v, context.prepare(q, k, v, mask, scale))
+    exchange = _exchange(q.shape[1], context)
+    copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+    q, k, v = exchange.to_heads(q, k, v)
+    if sink is not None:
+        sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are spread
+    call = context.prepare(q, k, v, mask, scale, soft_cap)
+    out, lse = _RingAttention.apply(q, k, v, sink, call)
     if return_lse:
-        lse = exchange.to_tokens(lse.transpose(1, 2)[..., None], layout)[..., 0].transpose(1, 2)
-    return exchange.to_tokens(out, layout), lse
+        (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
+        lse = rows[..., 0].transpose(1, 2)
+    (out,) = exchange.to_tokens(out)
+    return out, lse
+
+
+def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
+    group, index = context.heads.place(context.rank)
+    members = context.heads.member_layout(context.layout(local_tokens * context.ranks), group)
+    return HeadExchange(index, members, context.communicator.among(context.heads.groups[group]))
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
-        out, lse = forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = forward(q, k, v, call, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -121,8 +154,26 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *backward(dout.contiguous(), q, k, v, out, lse, ctx.call), None
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
+        return *backward(dout, q, k, v, out, lse, ctx.call), dsink, None
+
+
+def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"a soft cap is positive and finite, got {soft_cap}; None is no cap")
+    if sink is None:
+        return
+    if sink.shape != q.shape[2:3]:
+        raise ValueError(
+            f"a sink has one score a query head, [{q.shape[2]}]; got {tuple(sink.shape)}"
+        )
+    if not sink.is_floating_point() or sink.device != q.device:
+        raise ValueError(
+            f"a sink is a floating-point tensor where q is, on {q.device}; got {sink.dtype} on "
+            f"{sink.device}"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -67,6 +67,7 @@ def _differentiate(
         lse[:, :, queries],
         tile.relation,
         call.scale,
+        soft_cap=call.soft_cap,
     )
 
 

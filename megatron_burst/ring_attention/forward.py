@@ -10,7 +10,9 @@ from megatron_burst.plan import Item, Kind, Plan, Tile
 from megatron_burst.ring_attention.merge import PartialResults
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks travel while tiles are computed."""
     plan = call.forward_plan
     blocks: dict[Item, Block] = {
@@ -25,14 +27,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
         for tile in step.tiles:
             results.add(tile.query_rows, *_attend(tile, blocks, call))
         blocks.update(flight.land(number))
-    return results.finish()
+    return results.finish(sink)
 
 
 def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
     (q,), (k, v) = blocks[query_item], blocks[key_item]
     queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.forward(q[:, queries], k[:, keys], v[:, keys], tile.relation, call.scale)
+    return call.kernel.forward(
+        q[:, queries],
+        k[:, keys],
+        v[:, keys],
+        tile.relation,
+        call.scale,
+        soft_cap=call.soft_cap,
+    )
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.layout import Interval
+from megatron_burst.ring_attention.sink import add_sink
 
 
 class PartialResults:
@@ -39,12 +40,15 @@ class PartialResults:
         total_out.addcmul_(_per_row((lse_BHS - base).exp()), out_BSHD)
         total_lse.copy_(merged)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Return (out in the queries' dtype, lse)."""
+    def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out in the queries' dtype, lse), each head's sink among the scores."""
         if self._out_BSHD is None or self._lse_BHS is None:
             self._wide_totals()
         assert self._out_BSHD is not None and self._lse_BHS is not None
-        return self._out_BSHD.to(self._q.dtype), self._lse_BHS
+        out_BSHD, lse_BHS = self._out_BSHD, self._lse_BHS
+        if sink is not None:
+            out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
+        return out_BSHD.to(self._q.dtype), lse_BHS
 
     def _wide_totals(self) -> tuple[Tensor, Tensor]:
         """Return the totals in the dtype of sums, made of nothing if there are none yet."""

@@ -145,10 +145,17 @@ class TimedKernel:
         return self._kernel.reasons_against(request)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.forward(q, k, v, relation, scale)
+        result = self._kernel.forward(q, k, v, relation, scale, soft_cap=soft_cap)
         self._note(start, q, k, relation)
         return result
 
@@ -162,9 +169,11 @@ class TimedKernel:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale, soft_cap=soft_cap)
         self._note(start, q, k, relation)
         return result
 

@@ -35,24 +35,42 @@ class Case:
     chunk: int = 3  # tokens of half a rank's share
     heads: tuple[int, int] = (4, 2)
     dim: int = 6
+    value_dim: int | None = None  # None: as that of queries and keys
     masking: Masking = Masking()
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    soft_cap: float | None = None
+    has_sink: bool = False
 
     def inputs(self, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the whole q, k, v and dout."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = self.batch, 2 * ranks * self.chunk
 
-        def draw(heads: int) -> Tensor:
-            return torch.randn(*shape, heads, self.dim, generator=generator).to(self.dtype)
+        def draw(heads: int, dim: int) -> Tensor:
+            return torch.randn(*shape, heads, dim, generator=generator).to(self.dtype)
 
+        value_dim = self.value_dim or self.dim
         query_heads, kv_heads = self.heads
-        return draw(query_heads), draw(kv_heads), draw(kv_heads), draw(query_heads)
+        return (
+            draw(query_heads, self.dim),
+            draw(kv_heads, self.dim),
+            draw(kv_heads, value_dim),
+            draw(query_heads, value_dim),
+        )
+
+    def sink(self) -> Tensor | None:
+        if not self.has_sink:
+            return None
+        generator = torch.Generator().manual_seed(100 + self.seed)
+        # From next to nothing to more than all the keys together.
+        return 3 * torch.randn(self.heads[0], generator=generator)
 
     def expected(self, ranks: int) -> oracle.Result:
         visible = self.masking.visible(2 * ranks * self.chunk)
-        return oracle.attention(*self.inputs(ranks), visible)
+        return oracle.attention(
+            *self.inputs(ranks), visible, soft_cap=self.soft_cap, sink=self.sink()
+        )
 
     @property
     def mask(self) -> Mask:
@@ -73,6 +91,7 @@ class Reply:
     """What one rank has to say of a case."""
 
     results: tuple[Tensor, ...]  # its rows of out, lse, dq, dk and dv, all with the tokens second
+    dsink: Tensor  # its part
     forward: Traffic
     backward: Traffic
     grid: str
@@ -96,16 +115,26 @@ def answer(
         context = contexts[str(case.config)]
         q, k, v, dout = (context.shard(x, dim=1).to(device) for x in case.inputs(context.ranks))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
+        sink = case.sink()
+        if sink is not None:
+            sink = sink.to(device).requires_grad_()
         sent = context.communicator.bytes_by_channel
         before = sent.copy()
-        out, lse = ring_attention(q, k, v, context, mask=case.mask, return_lse=True)
+        out, lse = ring_attention(
+            q, k, v, context, mask=case.mask, soft_cap=case.soft_cap, sink=sink, return_lse=True
+        )
         between = sent.copy()
         out.backward(dout)
         assert q.grad is not None and k.grad is not None and v.grad is not None
         results = (out.detach(), lse.transpose(1, 2), q.grad, k.grad, v.grad)
+        dsink = torch.zeros(0) if sink is None or sink.grad is None else sink.grad.cpu()
         replies.append(
             Reply(
-                tuple(x.cpu() for x in results), between - before, sent - between, str(context.grid)
+                tuple(x.cpu() for x in results),
+                dsink,
+                between - before,
+                sent - between,
+                str(context.grid),
             )
         )
     return replies
@@ -145,7 +174,8 @@ def _join(case: Case, replies: Sequence[Reply]) -> oracle.Result:
     out, lse, dq, dk, dv = (
         layout.unshard([reply.results[i] for reply in replies], dim=1) for i in range(5)
     )
-    return oracle.Result(out, lse.transpose(1, 2), dq, dk, dv)
+    dsink = torch.stack([reply.dsink for reply in replies]).sum(0)
+    return oracle.Result(out, lse.transpose(1, 2), dq, dk, dv, dsink)
 
 
 @contextmanager

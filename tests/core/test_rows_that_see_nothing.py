@@ -127,9 +127,16 @@ class FlashLike:
         return []
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        relation: Relation,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self._kernel.forward(q, k, v, relation, scale)
+        out, lse = self._kernel.forward(q, k, v, relation, scale, soft_cap=soft_cap)
         blind = q[..., :1] == MARK
         lse_BHS = lse.masked_fill(blind[..., 0].transpose(1, 2), self._lse_of_nothing)
         return out.masked_fill(blind, float("nan")), lse_BHS
@@ -144,8 +151,10 @@ class FlashLike:
         lse: Tensor,
         relation: Relation,
         scale: float,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        return self._kernel.backward(dout, q, k, v, out, lse, relation, scale, soft_cap=soft_cap)
 
 
 def marked(q: Tensor) -> Tensor:
