@@ -106,6 +106,11 @@ class BurstConfig:
     segments: int = 2
     """Into how many equal pieces segmented-zigzag cuts the sequence."""
 
+    block_mask: str | None = field(default=None, metadata={"shown": "none"})
+    """A .npy file with a square table of booleans: which blocks of keys each block of queries may
+    see, a block being an equal part of --seq-length; the causal mask, windows and documents hold as
+    well (default: none). The same file on every rank."""
+
     kernel: str = "auto"
     """The attention kernel of one tile. auto: the first of cudnn, aten_flash and cpu that can serve
     the tensors. A name takes that kernel or fails with its reasons; reference is dense float64."""
@@ -226,6 +231,7 @@ class Flag:
 
     field: str
     name: str
+    type: type[int] | type[str]  # what its value is read as
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
     shown_default: str
@@ -239,6 +245,7 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         Flag(
             field=spec.name,
             name=_flag_name(spec),
+            type=int if spec.type in (int, int | None) else str,
             values=_values(spec),
             default=spec.default,
             shown_default=spec.metadata.get("shown", str(spec.default)),

@@ -6,7 +6,6 @@ import importlib.util
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
-    LayoutName,
     LmHeadConfig,
     LmHeadLoss,
     Topology,
@@ -14,9 +13,13 @@ from megatron_burst.config import (
 )
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.layout import zigzag
+from megatron_burst.mask import Mask
+from megatron_burst.planning import make_layout
 from megatron_burst.plugin import compat
+from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
+_METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 
@@ -28,13 +31,13 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for flag in (*flags(), *flags(LmHeadConfig)):
         values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
         default = values[0] if flag.field == "algorithm" else flag.default
-        number = flag.default is None  # what is detected unless it is given
+        help_text = flag.help if default is None else f"{flag.help} (default: {default})"
         group.add_argument(
             flag.name,
-            default=default if number else str(default),
-            type=int if number else str,
-            metavar="N" if number else "{" + ",".join(values) + "}" if values else "NAME",
-            help=(flag.help if number else f"{flag.help} (default: {default})").replace("%", "%%"),
+            default=default if default is None else flag.type(default),
+            type=flag.type,
+            metavar="{" + ",".join(values) + "}" if values else _METAVARS.get(flag.field, "N"),
+            help=help_text.replace("%", "%%"),
         )
     compat.mend_help(parser)
     # Megatron's default is p2p; None tells whether the user has chosen.
@@ -98,12 +101,7 @@ def configure(args: argparse.Namespace) -> None:
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
         return
     check_kernel_name(config.kernel)
-    if config.layout is not LayoutName.ZIGZAG:
-        raise ValueError(
-            f"--burst-layout {config.layout} is not built yet; take {LayoutName.ZIGZAG}"
-        )
-    if args.seq_length is not None:
-        zigzag(args.seq_length, args.context_parallel_size)
+    _check_length(args, config)
     _check_hierarchy(args, config)
     if config.algorithm is Algorithm.ULYSSES:
         _check_heads(args)
@@ -120,6 +118,19 @@ def configure(args: argparse.Namespace) -> None:
         )
     args.cp_comm_type = [config.algorithm.value]
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+
+
+def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
+    """The sequence divides over the ranks, in the data loader and in our layout, and into blocks.
+
+    A rest would have to be padded or dropped.
+    """
+    table = None if config.block_mask is None else load_block_mask(config.block_mask)
+    if args.seq_length is None:
+        return
+    zigzag(args.seq_length, args.context_parallel_size)
+    make_layout(config, args.seq_length, args.context_parallel_size)
+    Mask.causal(block_table=table).check_length(args.seq_length)
 
 
 def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:

@@ -11,6 +11,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
+from megatron_burst.config import LayoutName
 from megatron_burst.plugin import compat, cpu_platform
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -21,6 +22,7 @@ from megatron_burst.plugin.arguments import (
 from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 from megatron_burst.plugin.lm_head import ChunkedHead
+from megatron_burst.plugin.sequence_hooks import SequenceHooks
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,10 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             logger.info("%s", config)
         pool = None if config is None else ContextPool(config)
         model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
+        if pool is not None and (
+            pool.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
+        ):
+            model_config.pre_wrap_hooks.append(SequenceHooks(pool))
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
             model_config.pre_wrap_hooks.append(ChunkedHead(head))

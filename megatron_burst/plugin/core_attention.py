@@ -1,32 +1,46 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_burst.comm import check_agreement
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.context import BurstContext
-from megatron_burst.mask import Mask
+from megatron_burst.mask import BlockTable, Mask
+from megatron_burst.plugin.block_mask import load_block_mask
+from megatron_burst.plugin.documents import Documents
 from megatron_burst.plugin.limits import refusals
 from megatron_burst.ring_attention import ring_attention
 
-_MASKS = {AttnMaskType.causal: Mask.causal(), AttnMaskType.no_mask: Mask.full()}
+_IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+_MASKS_KEPT = 64
 
 
 class ContextPool:
-    """The contexts of one model, one a context-parallel group, shared by its layers."""
+    """What the layers of one model share: masks, and contexts, one a context-parallel group.
+
+    Raises:
+        ValueError: --burst-block-mask cannot be read.
+    """
 
     def __init__(self, config: BurstConfig) -> None:
         self.config = config
         self.bytes_sent_in_evaluation = 0
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
+        file = config.block_mask
+        self._block_table = None if file is None else load_block_mask(file)
+        self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
 
     def get(
         self, group: dist.ProcessGroup, hierarchy: Sequence[dist.ProcessGroup] | None = None
@@ -38,6 +52,7 @@ class ContextPool:
             hierarchy: Megatron's process groups within the node and between nodes, to be adopted.
         """
         if group not in self._contexts:
+            self._compare_block_masks()
             self._contexts[group] = BurstContext.create(self.config, group, hierarchy=hierarchy)
         return self._contexts[group]
 
@@ -48,6 +63,30 @@ class ContextPool:
         if config.hierarchical_context_parallel_sizes:
             hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
         return self.get(group, hierarchy)
+
+    def _make_mask(
+        self, is_causal: bool, window: int | None, bounds: tuple[int, ...] | None, samples: int
+    ) -> Mask:
+        """Return the mask of a layer: `mask` without its memory of the last ones.
+
+        Args:
+            is_causal: whether a query sees no key behind it.
+            window: how many keys before it a query sees; None is no limit.
+            bounds: where documents begin, and last where the sequence ends.
+            samples: how many samples, each under the block mask, the sequence is made of.
+        """
+        table = self._block_table
+        if table is not None and samples > 1:
+            table = torch.block_diag(*[table] * samples).bool()
+        make = Mask.causal if is_causal else Mask.full
+        return make(window=window, documents=bounds, block_table=table)
+
+    def _compare_block_masks(self) -> None:
+        if self._block_table is not None and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            digest = BlockTable.of(self._block_table).digest
+            what, limit = "the contents of --burst-block-mask", self.config.timeout_seconds
+            check_agreement(dist.group.WORLD, what, digest, limit)
 
     @property
     def bytes_sent(self) -> int:
@@ -111,6 +150,7 @@ class BurstCoreAttention(MegatronModule):
         self._context = pool.get_megatrons(config, pg_collection)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
+        self._window = _window(config, layer_number)
 
     def forward(
         self,
@@ -131,12 +171,16 @@ class BurstCoreAttention(MegatronModule):
         Raises:
             ValueError: a mask, bias or packing that the ring would have to ignore.
         """
-        mask = _mask(attn_mask_type or self._attn_mask_type)
+        documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
+        mask = self._mask(attn_mask_type or self._attn_mask_type, documents)
         _refuse_tensors(
             {
                 "attention_mask": (attention_mask, "--no-create-attention-mask-in-dataloader"),
                 "attention_bias": (attention_bias, "no attention bias"),
-                "packed_seq_params": (packed_seq_params, "unpacked sequences"),
+                "packed_seq_params": (
+                    None if documents else packed_seq_params,
+                    "--dataloader-inter-document-masking, or the pre-wrap hook SequenceHooks",
+                ),
             }.items()
         )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
@@ -146,14 +190,31 @@ class BurstCoreAttention(MegatronModule):
             self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent
         return out.transpose(0, 1).flatten(2)
 
-
-def _mask(mask_type: AttnMaskType) -> Mask:
-    if mask_type not in _MASKS:
-        raise ValueError(
-            f"attention mask type {mask_type.name} is not supported; there are: "
-            f"{', '.join(m.name for m in _MASKS)}"
+    def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
+        if mask_type not in _IS_CAUSAL:
+            raise ValueError(
+                f"attention mask type {mask_type.name} is not supported; there are: "
+                f"{', '.join(m.name for m in _IS_CAUSAL)}"
+            )
+        left, none_behind = self._window
+        return self._pool.mask(
+            _IS_CAUSAL[mask_type] or none_behind,
+            left,
+            documents.bounds if documents else None,
+            documents.samples if documents else 1,
         )
-    return _MASKS[mask_type]
+
+
+def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
+    """Return how many keys before it a query of this layer sees, and whether none behind it.
+
+    Of Megatron's two numbers -1 is no limit.
+    """
+    size = config.window_size
+    if not is_layer_window_attention(size, config.window_attn_skip_freq, layer_number):
+        return None, False
+    left, right = size
+    return (None if left == -1 else left), right == 0
 
 
 def _refuse_tensors(inputs: Iterable[tuple[str, tuple[Any, str]]]) -> None:

@@ -11,14 +11,17 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -27,7 +30,6 @@ _NEEDS_UPSTREAM_SCRIPT = {
     "fim_data": False,
     "logits_load_dir": None,
     "hybrid_context_parallel": False,
-    "dataloader_inter_document_masking": False,
     "mtp_num_layers": None,
     "overlap_moe_expert_parallel_comm": False,
     "check_for_spiky_loss": False,
@@ -35,6 +37,7 @@ _NEEDS_UPSTREAM_SCRIPT = {
     "inprocess_restart": False,
 }
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
 
 def unsupported(args: Namespace) -> str | None:
@@ -69,6 +72,7 @@ def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor,
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed(batch["cu_seqlens"]),
     )
     return output, partial(_masked_loss, batch["loss_mask"])
 
@@ -76,23 +80,28 @@ def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor,
 def _next_batch(
     data_iterator: Iterator[Any], vp_stage: int | None, micro_batch_size: int
 ) -> dict[str, Tensor | None]:
-    """This rank's tokens: read on TP rank 0, sent to the other TP ranks, cut over the CP ranks."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(_BATCH_KEYS)
+    """This rank's tokens: read on TP rank 0, sent to the other TP ranks, cut over the CP ranks.
+
+    With --dataloader-inter-document-masking the samples of a micro-batch become one sequence; then
+    every pipeline stage gets the boundaries, if nothing else.
+    """
     args = get_args()
+    on_edge, documents = _is_edge(vp_stage), args.dataloader_inter_document_masking
+    if not (on_edge or documents):
+        return dict.fromkeys((*_BATCH_KEYS, *_DOCUMENT_KEYS))
     whole: dict[str, Tensor | None] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
-        whole = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+        whole = dict.fromkeys(("cu_seqlens_padded", "local_cp_size"))
         whole |= {
             key: sample[key].cuda(non_blocking=True) if sample.get(key) is not None else None
-            for key in _BATCH_KEYS
+            for key in (*_BATCH_KEYS, *_DOCUMENT_KEYS)
         }
     whole = get_batch_on_this_tp_rank(
         whole,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
+        has_cu_seqlens=documents,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -104,12 +113,34 @@ def _next_batch(
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    whole = flatten_batch_for_packed_sequences(whole)
+    if not on_edge:
+        return {key: whole[key] if key in _DOCUMENT_KEYS else None for key in whole}
     return get_batch_on_this_cp_rank(
         whole,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
         hybrid_cp_group_func=None,
-        use_per_sequence_balancing=False,
+        use_per_sequence_balancing=documents,  # zigzag of the whole sequence
+    )
+
+
+def _is_edge(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage has tokens or labels."""
+    return bool(is_first_or_last_pipeline_stage(vp_stage))
+
+
+def _packed(cu_seqlens: Tensor | None) -> PackedSeqParams | None:
+    """Say in Megatron's words where documents begin, and count them in its FLOPs."""
+    if cu_seqlens is None:
+        return None
+    bounds = cu_seqlens.squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(bounds)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        tokens_per_sample=get_args().seq_length,
     )
 
 
@@ -160,8 +191,8 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    on_edge: bool = is_first_or_last_pipeline_stage(vp_stage)
-    return on_edge and mpu.get_tensor_model_parallel_rank() == 0
+    reads = _is_edge(vp_stage) or get_args().dataloader_inter_document_masking
+    return reads and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -195,4 +226,5 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )

@@ -21,7 +21,6 @@ LIMITS: tuple[Limit, ...] = (
         "a kernel's random numbers are local to a tile, so no CP size would equal another: "
         "pass --attention-dropout 0",
     ),
-    Limit("window_size", (None, (-1, -1)), "sliding windows are not built yet: drop --window-size"),
     Limit("softmax_type", ("vanilla",), "attention sinks are not built yet: drop --softmax-type"),
     Limit(
         "multi_latent_attention",
@@ -39,11 +38,10 @@ LIMITS: tuple[Limit, ...] = (
         "it needs the dense mask, which is never built: drop --reset-attention-mask",
     ),
     Limit(
-        "dataloader_inter_document_masking",
+        "sft",
         (False,),
-        "document masks are not built yet: drop --dataloader-inter-document-masking",
+        "its documents are padded and split one by one, which is not built: drop --sft",
     ),
-    Limit("sft", (False,), "packed sequences are not built yet: drop --sft"),
     Limit(
         "hybrid_context_parallel",
         (False,),
@@ -176,12 +174,56 @@ def refusals(settings: Any) -> list[str]:
             not have does not apply to it.
     """
     reasons = _beyond(LIMITS, settings)
+    if window := _window_refusal(getattr(settings, "window_size", None)):
+        reasons.append(window)
+    if getattr(settings, "dataloader_inter_document_masking", False):
+        reasons += _document_refusals(settings)
     backend = getattr(settings, "attention_backend", None)
     name = getattr(backend, "name", backend)
     if name not in (None, "auto"):
         reasons.append(
             f"attention_backend = {name}: it chooses among Megatron's own kernels: "
             "drop --attention-backend, or choose with --burst-kernel"
+        )
+    return reasons
+
+
+def _window_refusal(window: Any) -> str | None:
+    """Megatron's (left, right): how many keys before and behind it a query sees; -1 is all."""
+    if not window:
+        return None
+    if len(window) != 2 or window[0] < -1:
+        return f"window_size = {window}: pass --window-size LEFT,0 with LEFT >= 0, or -1 for all"
+    if window[1] not in (0, -1):
+        return (
+            f"window_size = {window}: under a causal mask no query sees what is behind it: "
+            f"pass --window-size {window[0]},0"
+        )
+    return None
+
+
+def _document_refusals(args: Any) -> list[str]:
+    """What of Megatron cannot go with documents that are not cut out of the sequence."""
+    reasons = []
+    if args.multi_latent_attention:
+        reasons.append(
+            "dataloader_inter_document_masking = True: Megatron's MLA makes tensors of packed "
+            "sequences that its rotary embedding then takes for others: drop one of "
+            "--dataloader-inter-document-masking and --multi-latent-attention"
+        )
+    ranks = args.context_parallel_size
+    ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    balancing = args.moe_router_load_balancing_type
+    if (
+        args.num_experts
+        and "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])
+        and args.micro_batch_size != 1
+        and ranks > 1
+    ):
+        reasons.append(
+            "dataloader_inter_document_masking = True: the samples of a micro-batch are one "
+            f"sequence over {ranks} ranks, which cannot tell them apart for seq_aux_loss: "
+            f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
     return reasons
 

@@ -45,6 +45,7 @@ def test_flags_agree_with_the_fields() -> None:
         "ranks_per_node": "--burst-ranks-per-node",
         "layout": "--burst-layout",
         "segments": "--burst-segments",
+        "block_mask": "--burst-block-mask",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
     }

@@ -221,12 +221,10 @@ def test_megatrons_context_parallelism_with_transformer_engine_is_left_alone(
 # One command line, or where Megatron's parser has no flag one setting, for each limit.
 REFUSED: dict[str, str | dict[str, Any]] = {
     "attention_dropout": "--attention-dropout 0.1",
-    "window_size": "--window-size 128,0",
     "softmax_type": "--softmax-type learnable",
     "multi_latent_attention": "--multi-latent-attention",
     "experimental_attention_variant": "--experimental-attention-variant dsa",
     "reset_attention_mask": "--reset-attention-mask",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "sft": "--sft",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "mtp_num_layers": "--mtp-num-layers 1",

@@ -195,7 +195,10 @@ def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
             "attention_dropout = 0.2: .*--attention-dropout 0",
         ),
         ({"config": {"softmax_type": "off-by-one"}}, "softmax_type = off-by-one: attention sinks"),
-        ({"config": {"window_size": (8, 0)}}, r"window_size = \(8, 0\): sliding windows"),
+        (
+            {"config": {"window_size": (8, 4)}},
+            r"window_size = \(8, 4\): .* pass --window-size 8,0",
+        ),
         ({"attention_type": "cross"}, "attention_type = cross: only self-attention"),
     ],
 )

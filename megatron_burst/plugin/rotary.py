@@ -1,0 +1,88 @@
+"""Rotary embeddings at the positions of this rank's rows, whatever the layout and the documents."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.context import BurstContext
+from megatron_burst.plugin.documents import Documents
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSequence:
+    """What decides the positions: the length of the whole sequence, and where documents begin."""
+
+    tokens: int
+    bounds: tuple[int, ...] | None
+
+
+class Positions:
+    """The positions of this rank's rows, each counted from the start of its document."""
+
+    def __init__(self, context: BurstContext) -> None:
+        self._context = context
+        self._last: tuple[WholeSequence, Tensor] | None = None  # every layer may ask for the same
+
+    def of(self, sequence: WholeSequence) -> Tensor:
+        """Return int64 [local tokens], on the host."""
+        if self._last is None or self._last[0] != sequence:
+            positions = self._context.positions(sequence.tokens)
+            if sequence.bounds is not None:
+                positions = within_documents(positions, sequence.bounds)
+            self._last = sequence, positions
+        return self._last[1]
+
+
+def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """Count positions in a sequence from the starts of their documents."""
+    starts = torch.tensor(bounds)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+class RotaryAtPositions(torch.nn.Module):
+    """Stands in for a rotary embedding of Megatron, whose rows are those of its own zigzag.
+
+    Megatron asks for the length of the sequence and gives the answer back to `forward`. Here the
+    answer is a `WholeSequence`, so that nothing has to be remembered from one call to the other,
+    and a layer that is computed again gets the rows that it had.
+    """
+
+    def __init__(self, rotary: Any, positions: Positions) -> None:
+        super().__init__()
+        self.rotary, self._positions = rotary, positions
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> WholeSequence:
+        """Return what `forward` needs to know."""
+        if inference_context is not None or inference_params is not None:
+            raise ValueError(
+                "inference is not possible with documents or --burst-layout segmented-zigzag"
+            )
+        tokens = self.rotary.get_rotary_seq_len(
+            None, transformer, transformer_input, transformer_config, None
+        )
+        documents = isinstance(packed_seq_params, Documents)
+        return WholeSequence(tokens, packed_seq_params.bounds if documents else None)
+
+    def forward(self, sequence: WholeSequence, **_: Any) -> Any:
+        """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
+        positions = self._positions.of(sequence)
+        table = self.rotary.get_emb(int(positions.max()) + 1)
+        if isinstance(table, tuple):
+            table, scale = table
+            return _rows(table, positions), scale
+        return _rows(table, positions)
+
+
+def _rows(table: Tensor, positions: Tensor) -> Tensor:
+    return table.index_select(0, positions.to(table.device))
