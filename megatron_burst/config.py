@@ -94,6 +94,10 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
+    head_parallel_size: int = 1
+    """Over how many ranks of a node an all-to-all spreads the heads; the rings run over the others.
+    With ring and a flat topology this is USP; ulysses spreads them over all ranks."""
+
     layout: LayoutName = field(
         default=LayoutName.ZIGZAG,
         metadata={"values": (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)},
@@ -145,6 +149,10 @@ class BurstConfig:
             raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"--burst-ranks-per-node must be positive, got {self.ranks_per_node}")
+        if self.head_parallel_size < 1:
+            raise ValueError(
+                f"--burst-head-parallel-size must be positive, got {self.head_parallel_size}"
+            )
         if self.segments < 2 and self.layout is LayoutName.SEGMENTED_ZIGZAG:
             raise ValueError(f"--burst-segments must be at least 2, got {self.segments}")
         if self.segments != 2 and self.layout is not LayoutName.SEGMENTED_ZIGZAG:
@@ -158,7 +166,7 @@ class BurstConfig:
         """A baseline fixes what burst chooses; refuse what would have no effect."""
         if self.algorithm is Algorithm.BURST:
             return
-        fixed: dict[str, tuple[StrEnum, ...]] = {"backward": (Backward.AUTO, Backward.KV)}
+        fixed: dict[str, tuple[StrEnum | int, ...]] = {"backward": (Backward.AUTO, Backward.KV)}
         if self.algorithm is Algorithm.ULYSSES:
             fixed = {
                 "backward": (Backward.AUTO,),
@@ -166,6 +174,8 @@ class BurstConfig:
                 "grad_dtype": (GradDtype.FLOAT32,),
                 "gradient_return": (GradientReturn.AUTO,),
             }
+        if self.algorithm is not Algorithm.RING:
+            fixed["head_parallel_size"] = (1,)
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if value not in fixed.get(spec.name, (value,)):

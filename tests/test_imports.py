@@ -18,7 +18,7 @@ NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
     ("config", "layout", "dtypes", "watchdog"),
-    ("mask", "topology", "blocks"),
+    ("mask", "topology", "head_parallel", "blocks"),
     ("plan",),
     ("tiles",),
     ("rings", "direct", "comm", "kernels", "cost", "simulator"),

@@ -11,6 +11,7 @@ from megatron_burst.config import (
     Topology,
     flags,
 )
+from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.layout import zigzag
 from megatron_burst.mask import Mask
@@ -103,8 +104,7 @@ def configure(args: argparse.Namespace) -> None:
     check_kernel_name(config.kernel)
     _check_length(args, config)
     _check_hierarchy(args, config)
-    if config.algorithm is Algorithm.ULYSSES:
-        _check_heads(args)
+    _check_head_parallelism(args, config)
     chosen = args.cp_comm_type
     if chosen is not None and set(chosen) != {config.algorithm.value}:
         raise ValueError(
@@ -161,20 +161,25 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
         )
 
 
-def _check_heads(args: argparse.Namespace) -> None:
-    """Ulysses spreads the heads of a tensor-parallel rank over the context-parallel ranks."""
-    parts = args.tensor_model_parallel_size * args.context_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else None
-    for flag, heads in (
-        ("--num-attention-heads", args.num_attention_heads),
-        ("--num-query-groups", groups),
-    ):
-        if heads is not None and heads % parts:
-            raise ValueError(
-                f"--context-parallel-algo ulysses needs {flag} {heads} divisible by "
-                f"--tensor-model-parallel-size {args.tensor_model_parallel_size} x "
-                f"--context-parallel-size {args.context_parallel_size} = {parts}"
-            )
+def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> None:
+    """An all-to-all spreads the heads of a tensor-parallel rank over a part of the CP ranks."""
+    ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    size = ranks if config.algorithm is Algorithm.ULYSSES else config.head_parallel_size
+    if ranks % size:
+        raise ValueError(
+            f"--burst-head-parallel-size {size} does not divide --context-parallel-size {ranks}"
+        )
+    sizes = args.hierarchical_context_parallel_sizes
+    if sizes and sizes[0] % size:
+        raise ValueError(
+            f"--burst-head-parallel-size {size} must divide the {sizes[0]} ranks of a node that "
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
+        )
+    if size == 1 or args.num_attention_heads is None:
+        return
+    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    # Megatron, too, gives every tensor-parallel rank a kv head where there are fewer than ranks.
+    kv_head_copies(args.num_attention_heads // tensor, max(kv_heads // tensor, 1), size)
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from enum import StrEnum
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ def test_flags_agree_with_the_fields() -> None:
         "backward": "--burst-backward",
         "topology": "--burst-topology",
         "ranks_per_node": "--burst-ranks-per-node",
+        "head_parallel_size": "--burst-head-parallel-size",
         "layout": "--burst-layout",
         "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
@@ -120,17 +122,20 @@ CHOICES = {
     "topology": ("flat", "double"),
     "grad_dtype": ("float32", "model"),
     "gradient_return": ("chain", "home"),
+    "head_parallel_size": (2, 4),
 }
 # What a preset decides itself; all else may be chosen.
+SIZES = {("head_parallel_size", size) for size in (2, 4)}
 FIXED = {
-    "burst": set[tuple[str, str]](),
+    "burst": set[tuple[str, str | int]](),
     "ring": {("backward", "query")},
-    "allgather": {("backward", "query")},
+    "allgather": {("backward", "query"), *SIZES},
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         ("grad_dtype", "model"),
         *itertools.product(("gradient_return",), ("chain", "home")),
+        *SIZES,
     },
 }
 FLAGS = {flag.field: flag.name for flag in flags()}
@@ -140,8 +145,8 @@ FLAGS = {flag.field: flag.name for flag in flags()}
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values]
 )
-def test_a_preset_refuses_what_has_no_effect(algorithm: str, name: str, value: str) -> None:
-    settings = {"algorithm": algorithm, name: value}
+def test_a_preset_refuses_what_has_no_effect(algorithm: str, name: str, value: str | int) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, name: value}
     if (name, value) not in FIXED[algorithm]:
         assert getattr(BurstConfig(**settings), name) == value
         return
@@ -157,6 +162,14 @@ def test_a_preset_refuses_what_has_no_effect(algorithm: str, name: str, value: s
 def test_a_preset_takes_the_defaults(algorithm: str) -> None:
     defaults = {name: getattr(BurstConfig(), name) for name in CHOICES}
     assert BurstConfig(algorithm=algorithm, **defaults) == BurstConfig(algorithm=algorithm)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_heads_go_to_one_rank_or_more(size: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"--burst-head-parallel-size must be positive, got {size}"
+    ):
+        BurstConfig(head_parallel_size=size)
 
 
 @pytest.mark.parametrize("ranks", [0, -4])

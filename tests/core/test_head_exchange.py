@@ -1,9 +1,9 @@
-"""The all-to-all of ulysses: whole sequences of some heads, and back. (fast tier)"""
+"""The all-to-all over the heads: whole sequences of some heads, and back. (fast tier)"""
 
 import pytest
 import torch
 
-from megatron_burst import BurstConfig, Mask, ring_attention
+from megatron_burst import BurstConfig
 from megatron_burst.layout import Interval
 from megatron_burst.plan import Channel, Item, Kind
 from megatron_burst.ring_attention.head_exchange import HeadExchange, exchange_plan
@@ -33,21 +33,22 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
 
 def exchange_there_and_back(team: Team, heads: int) -> dict[str, bool]:
     context = team.context(CONFIG)
-    exchange = HeadExchange(context.rank, context.ranks, context.communicator)
     tokens, dim, layout = 6 * context.ranks, 3, context.layout(6 * context.ranks)
+    exchange = HeadExchange(context.rank, layout, context.communicator)
     whole = torch.randn(2, tokens, heads, dim, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
     share = slice(
         heads // context.ranks * context.rank, heads // context.ranks * (context.rank + 1)
     )
     x = context.shard(whole, dim=1).requires_grad_()
-    by_heads = exchange.to_heads(x, layout)
-    back = exchange.to_tokens(by_heads, layout)
+    by_heads, twice = exchange.to_heads(x, 2 * x)
+    (back,) = exchange.to_tokens(by_heads)
     (there,) = torch.autograd.grad((by_heads * weights[:, :, share]).sum(), x, retain_graph=True)
     (round_trip,) = torch.autograd.grad(back, x, context.shard(weights, dim=1))
     mine = context.shard(weights, dim=1)
     return {
         "heads": torch.equal(by_heads, whole[:, :, share]),
+        "heads of another": torch.equal(twice, 2 * whole[:, :, share]),
         "there and back": torch.equal(back, x),
         "gradient": torch.equal(there, mine),
         "gradient there and back": torch.equal(round_trip, mine),
@@ -58,21 +59,3 @@ def exchange_there_and_back(team: Team, heads: int) -> dict[str, bool]:
 def test_heads_are_whole_and_come_back(workers: WorkerPool, ranks: int, heads: int) -> None:
     for reply in workers.run(ranks, exchange_there_and_back, heads):
         assert all(reply.values()), reply
-
-
-def attend(team: Team, query_heads: int, kv_heads: int) -> str:
-    q, kv = torch.zeros(1, 4, query_heads, 8), torch.zeros(1, 4, kv_heads, 8)
-    try:
-        ring_attention(q, kv, kv, team.context(CONFIG), mask=Mask.causal())
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(("query_heads", "kv_heads", "wrong"), [(4, 4, 4), (6, 2, 2), (6, 1, 1)])
-def test_heads_that_do_not_divide_are_refused_on_every_rank(
-    workers: WorkerPool, query_heads: int, kv_heads: int, wrong: int
-) -> None:
-    (message,) = set(workers.run(3, attend, query_heads, kv_heads))
-    assert f"{wrong} query or kv heads of a rank do not divide by 3" in message
-    assert "--num-query-groups" in message and "--context-parallel-algo burst" in message

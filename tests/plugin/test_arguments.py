@@ -120,13 +120,31 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
         (
             BURST + "--context-parallel-algo ulysses --num-attention-heads 12 "
             "--tensor-model-parallel-size 2 --context-parallel-size 4",
-            "--num-attention-heads 12 divisible by --tensor-model-parallel-size 2 x "
-            "--context-parallel-size 4 = 8",
+            "6 query and 6 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
         ),
         (
-            BURST + "--context-parallel-algo ulysses --num-attention-heads 8 "
-            "--group-query-attention --num-query-groups 2 --context-parallel-size 4",
-            "--num-query-groups 2 divisible by",
+            BURST + "--burst-head-parallel-size 4 --num-attention-heads 24 "
+            "--group-query-attention --num-query-groups 6 --context-parallel-size 4 "
+            "--tensor-model-parallel-size 2",
+            "12 query and 3 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
+        ),
+        (
+            BURST + "--burst-head-parallel-size 3 --context-parallel-size 4",
+            "--burst-head-parallel-size 3 does not divide --context-parallel-size 4",
+        ),
+        (
+            BURST + "--burst-head-parallel-size 4 --context-parallel-size 4 "
+            "--hierarchical-context-parallel-sizes 2 2",
+            "--burst-head-parallel-size 4 must divide the 2 ranks of a node that "
+            "--hierarchical-context-parallel-sizes 2 2 gives",
+        ),
+        (
+            BURST + "--context-parallel-algo allgather --burst-head-parallel-size 2",
+            "--burst-head-parallel-size 2 has no effect under --context-parallel-algo allgather",
+        ),
+        (
+            "--burst-head-parallel-size 2",
+            "--burst-head-parallel-size 2 has no effect under --context-parallel-algo megatron",
         ),
         (BURST + "--burst-ranks-per-node 0", "--burst-ranks-per-node must be positive, got 0"),
         (
