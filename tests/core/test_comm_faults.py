@@ -65,10 +65,10 @@ class StallInABackward:
         if context.rank == BROKEN:
             left, backward = iter(range(self.tiles)), CpuKernel.backward
 
-            def stalling(*arguments: Any) -> Any:
+            def stalling(*arguments: Any, **keywords: Any) -> Any:
                 if next(left, None) is None:
                     time.sleep(600)
-                return backward(*arguments)
+                return backward(*arguments, **keywords)
 
             CpuKernel.backward = stalling  # type: ignore[method-assign]
         attend(context)
