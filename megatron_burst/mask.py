@@ -1,16 +1,22 @@
 """Which keys a query sees, as the relation of two ranges of positions."""
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.layout import Interval
+
+# How a piece of queries sees a piece of keys.
+NOT, PARTLY, FULLY = 0, 1, 2
+
+type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +122,13 @@ class BlockTable:
                 f"a block mask is a square table of booleans, got {tuple(table.shape)} of "
                 f"{table.dtype}"
             )
-        bits = table.to(torch.uint8).cpu().numpy().tobytes()
+        bits = table.cpu().numpy().tobytes()
         return cls(table.shape[0], bits, hashlib.sha256(bits).hexdigest()[:16])
 
-    def sees(self, query_block: int, key_block: int) -> bool:
-        """Whether these queries see these keys."""
-        return bool(self.bits[query_block * self.blocks + key_block])
-
-    def dense(self) -> Tensor:
-        """Return the table as a boolean tensor."""
-        return (
-            torch.frombuffer(bytearray(self.bits), dtype=torch.uint8)
-            .bool()
-            .view(self.blocks, self.blocks)
-        )
+    @property
+    def array(self) -> NDArray[np.bool]:
+        """The table: [blocks of queries, blocks of keys]."""
+        return np.frombuffer(self.bits, np.bool).reshape(self.blocks, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,24 +231,35 @@ class Mask:
             cuts |= set(range(size, tokens, size))
         return sorted(cuts)
 
-    def document(self, position: int) -> int:
-        """Return the number of the document that holds the position; 0 without documents."""
-        return 0 if self.documents is None else bisect_right(self.documents, position) - 1
+    def overview(self, queries: Bounds, keys: Bounds, tokens: int) -> NDArray[np.int8]:
+        """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.
 
-    def relation(
-        self, query: range, key: range, tokens: int
-    ) -> tuple[Interval, Interval, Relation] | None:
-        """Return the least tile of these positions that holds all visible pairs, None if none is.
-
-        The rows of the tile are counted in the two ranges, which have one step and cross none of
-        `cuts(tokens)`.
+        Each side is the first and the last position of its pieces, which cross none of
+        `cuts(tokens)`. Of what is seen PARTLY, `relation` tells more.
         """
-        if self.document(query.start) != self.document(key.start):
-            return None
+        (first, last), (key_first, key_last) = [x[:, None] for x in queries], keys
+        fully = np.ones((len(first), len(key_first)), bool)
+        never = ~fully
+        if self.is_causal:
+            fully &= key_last <= first
+            never |= key_first > last
+        if self.window is not None:
+            fully &= last - key_first <= self.window
+            never |= first - key_last > self.window
+        if self.documents is not None:
+            starts = np.array(self.documents)
+            numbers = [np.searchsorted(starts, x, "right") for x in (first, key_first)]
+            never |= numbers[0] != numbers[1]
         if self.block_table is not None:
             size = tokens // self.block_table.blocks
-            if not self.block_table.sees(query.start // size, key.start // size):
-                return None
+            never |= ~self.block_table.array[first // size, key_first // size]
+        return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
+
+    def relation(self, query: range, key: range) -> tuple[Interval, Interval, Relation] | None:
+        """Return the least tile with all pairs that causality and window leave; None if none is.
+
+        The rows of the tile are counted in the two ranges, which have one step.
+        """
         distance = query.start - key.start
         left = None if self.window is None else (self.window - distance) // query.step
         right = distance // query.step if self.is_causal else None

@@ -13,7 +13,6 @@ from megatron_burst.config import (
 from megatron_burst.cost import Traffic, imbalance, traffic
 from megatron_burst.direct import Direct
 from megatron_burst.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.mask import Mask
 from megatron_burst.plan import Kind, Plan
 from megatron_burst.rings import Ring
 from megatron_burst.tiles import Tiling
@@ -41,7 +40,7 @@ class Choice:
     backward: Mapping[Kind, Way]
     backward_traffic: Mapping[Kind, Traffic]
     chosen: Kind  # what travels in the backward
-    unmasked: Traffic  # forward, were there no window, documents and blocks
+    unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
 
     def plans(self, rank: int) -> Plans:
         """Return the plans of one rank."""
@@ -81,7 +80,7 @@ class Choice:
         if not self.tiling.mask.is_sparse:
             return ""
         way = "by a ring" if isinstance(self.forward, Ring) else "straight"
-        return f" {way} instead of {mib(self.unmasked.rank)}"
+        return f" {way} instead of {mib(self.unmasked)}"
 
 
 def choose(
@@ -110,8 +109,6 @@ def choose(
     backward = {kind: {w: cost(w, backward=True) for w in ways[kind]} for kind in ways}
     best = {kind: _cheaper(costs) for kind, costs in backward.items()}
     costs = {kind: backward[kind][way] for kind, way in best.items()}
-    plain = Tiling(tiling.layout, Mask(tiling.mask.is_causal))
-    usual = Ring(plain, grid, gather=config.algorithm is Algorithm.ALLGATHER)
     way = _cheaper(forward)
     return Choice(
         tiling,
@@ -120,7 +117,7 @@ def choose(
         best,
         costs,
         _backward_kind(config, costs),
-        cost(usual, backward=False),
+        (grid.ranks - 1) * sizes[Kind.KV],
     )
 
 

@@ -1,22 +1,27 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_burst.layout import Interval, Layout
-from megatron_burst.mask import Mask, Relation
+from megatron_burst.mask import FULLY, PARTLY, Mask, Relation
 from megatron_burst.plan import Tile
 
 
-class _Piece(NamedTuple):
-    """A run of one rank's rows that crosses no border of a document or block."""
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """One rank's rows in order, cut so that no piece crosses a border of a document or block."""
 
-    positions: range
-    rows: Interval
+    positions: Sequence[range]
+    rows: Sequence[Interval]
+    starts: NDArray[np.int64]  # the first and the last position of each piece
+    lasts: NDArray[np.int64]
 
 
 class _Cell(NamedTuple):
@@ -43,7 +48,7 @@ class Tiling:
             layout.local_tokens,
         )
         cuts = mask.cuts(layout.tokens)
-        self._pieces = [list(_pieces(layout, rank, cuts)) for rank in range(layout.ranks)]
+        self._pieces = [_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
         self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
@@ -69,20 +74,35 @@ class Tiling:
         return (tile for pair in product(ranks, ranks) for tile in self(*pair))
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
-        """What each piece of queries sees, piece of keys by piece of keys."""
-        by_document = defaultdict(list)
-        for piece in self._pieces[key_owner]:
-            by_document[self.mask.document(piece.positions.start)].append(piece)
-        for queries in self._pieces[query_owner]:
-            keys = by_document.get(self.mask.document(queries.positions.start), [])
-            yield [cell for key in keys if (cell := self._cell(queries, key))]
+        """What each piece of queries sees, from the first key to the last; full runs as one."""
+        queries, keys = self._pieces[query_owner], self._pieces[key_owner]
+        table = self.mask.overview(
+            (queries.starts, queries.lasts), (keys.starts, keys.lasts), self.tokens
+        )
+        for number, row in enumerate(table):
+            yield [cell for cell in self._cells(queries, number, keys, row) if cell]
 
-    def _cell(self, query: _Piece, key: _Piece) -> _Cell | None:
-        found = self.mask.relation(query.positions, key.positions, self.tokens)
+    def _cells(
+        self, queries: _Pieces, number: int, keys: _Pieces, row: NDArray[np.int8]
+    ) -> Iterator[_Cell | None]:
+        borders = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+        for start, stop in pairwise(borders):
+            if row[start] == FULLY:
+                every = Interval(keys.rows[start].start, keys.rows[stop - 1].stop)
+                yield _Cell(queries.rows[number], every, Relation.FULL)
+            elif row[start] == PARTLY:
+                yield from (self._cell(queries, number, keys, k) for k in range(start, stop))
+
+    def _cell(self, queries: _Pieces, q: int, keys: _Pieces, k: int) -> _Cell | None:
+        found = self.mask.relation(queries.positions[q], keys.positions[k])
         if found is None:
             return None
-        queries, keys, relation = found
-        return _Cell(_shifted(queries, query.rows.start), _shifted(keys, key.rows.start), relation)
+        query_rows, key_rows, relation = found
+        return _Cell(
+            _shifted(query_rows, queries.rows[q].start),
+            _shifted(key_rows, keys.rows[k].start),
+            relation,
+        )
 
 
 def thirds(tile: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
@@ -118,15 +138,19 @@ def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]
     return (replace(tile, query_rows=queries, key_rows=keys, relation=relation),)
 
 
-def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> Iterator[_Piece]:
-    for positions, rows in zip(layout.shards[rank], layout.local_rows(rank), strict=True):
+def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> _Pieces:
+    pieces, rows = [], []
+    for positions, local in zip(layout.shards[rank], layout.local_rows(rank), strict=True):
         start = 0
         between = cuts[bisect_left(cuts, positions.start + 1) : bisect_left(cuts, positions.stop)]
         for cut in (*between, positions.stop):
             stop = min(len(positions), -((positions.start - cut) // positions.step))
             if stop > start:
-                yield _Piece(positions[start:stop], Interval(rows.start + start, rows.start + stop))
-            start = max(start, stop)
+                pieces.append(positions[start:stop])
+                rows.append(Interval(local.start + start, local.start + stop))
+                start = stop
+    starts, lasts = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, -1))
+    return _Pieces(pieces, rows, starts, lasts)
 
 
 def _shifted(rows: Interval, by: int) -> Interval:
@@ -135,53 +159,31 @@ def _shifted(rows: Interval, by: int) -> Interval:
 
 def _lower_triangle(rows: Sequence[Sequence[_Cell]], tokens: int) -> _Cell | None:
     """Return one causal square if the cells make it up, as those of a rank's own tile do."""
+    start = 0
+    for *before, last in rows:
+        square = _Cell(last.queries, last.queries, Relation.CAUSAL)
+        left = [_Cell(last.queries, Interval(0, start), Relation.FULL)] if start else []
+        if last.queries.start != start or [*before, last] != [*left, square]:
+            return None
+        start = last.queries.stop
     everything = Interval(0, tokens)
-    square = _Cell(everything, everything, Relation.CAUSAL)
-    for number, row in enumerate(rows):
-        if [cell.relation for cell in row] != [Relation.FULL] * number + [Relation.CAUSAL]:
-            return None
-        start = rows[number - 1][-1].queries.stop if number else 0
-        if row[-1].queries != row[-1].keys or row[-1].queries.start != start:
-            return None
-        if any(cell.queries != row[-1].queries for cell in row):
-            return None
-        if any(cell.keys != rows[i][-1].keys for i, cell in enumerate(row)):
-            return None
-    return square if rows and rows[-1][-1].queries.stop == tokens else None
+    return _Cell(everything, everything, Relation.CAUSAL) if start == tokens else None
 
 
 def _joined(rows: Sequence[Sequence[_Cell]]) -> list[_Cell]:
-    """Join full cells that are neighbours, first along the keys and then along the queries."""
-    joined: list[list[_Cell]] = []
-    for row in map(_joined_keys, rows):
+    """Join the full cells of neighbouring queries that see the same keys."""
+    joined: list[Sequence[_Cell]] = []
+    for row in rows:
         if joined and _see_the_same(joined[-1], row):
-            start = joined[-1][0].queries.start
+            start = joined.pop()[0].queries.start
             row = [c._replace(queries=Interval(start, c.queries.stop)) for c in row]
-            joined.pop()
         joined.append(row)
     return [cell for row in joined for cell in row]
 
 
-def _joined_keys(row: Sequence[_Cell]) -> list[_Cell]:
-    joined: list[_Cell] = []
-    for cell in row:
-        last = joined[-1] if joined else None
-        touch = last and last.keys.stop == cell.keys.start and last.queries == cell.queries
-        if last and touch and _are_full((last, cell)):
-            cell = cell._replace(keys=Interval(last.keys.start, cell.keys.stop))
-            joined.pop()
-        joined.append(cell)
-    return joined
-
-
 def _see_the_same(above: Sequence[_Cell], below: Sequence[_Cell]) -> bool:
     return (
-        _are_full((*above, *below))
+        above[0].queries.stop == below[0].queries.start
+        and all(cell.relation == Relation.FULL for cell in (*above, *below))
         and [cell.keys for cell in above] == [cell.keys for cell in below]
-        and len({cell.queries for cell in above}) == len({cell.queries for cell in below}) == 1
-        and above[0].queries.stop == below[0].queries.start
     )
-
-
-def _are_full(cells: Sequence[_Cell]) -> bool:
-    return all(cell.relation == Relation.FULL for cell in cells)
