@@ -116,8 +116,10 @@ class BurstConfig:
     well (default: none). The same file on every rank."""
 
     kernel: str = "auto"
-    """The attention kernel of one tile. auto: the first of cudnn, aten_flash and cpu that can serve
-    the tensors. A name takes that kernel or fails with its reasons; reference is dense float64."""
+    """The attention kernel of one tile. auto: the first that can serve the tensors, of flash4,
+    flash3 and cudnn, then flash2 and aten_flash, then cpu; among equals one that needs no padding
+    where K and V have heads of two sizes. flash2, flash3 and flash4 are flash-attn's packages,
+    optional. A name takes that kernel or fails with its reasons; reference is dense float64."""
 
     grad_dtype: GradDtype = GradDtype.FLOAT32
     """The dtype of gradients while they travel. float32: no rounding on the way. model: that of the

@@ -1,26 +1,37 @@
 """The attention kernels, one file each, in one table; the first that has no objection runs."""
 
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Iterator, Mapping
+from itertools import chain, takewhile
 
 from megatron_burst.kernels.aten_flash import AtenFlashKernel
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.kernels.cudnn import CudnnKernel
+from megatron_burst.kernels.flash2 import Flash2Kernel
+from megatron_burst.kernels.flash3 import Flash3Kernel
+from megatron_burst.kernels.flash4 import Flash4Kernel
+from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.kernels.protocol import Kernel, Request
 from megatron_burst.kernels.reference import ReferenceKernel
 
 __all__ = ["KERNELS", "Kernel", "Request", "passed_over", "select_kernel"]
 
-# In the order in which `auto` asks them.
+# In the order in which `auto` asks them, fastest first. Within a class of about the same speed, one
+# that takes the head sizes as they are goes before one that needs zeros in K or V.
+_SPEED_CLASSES: tuple[tuple[Kernel, ...], ...] = (
+    (Flash4Kernel(), Flash3Kernel(), CudnnKernel()),
+    (Flash2Kernel(), AtenFlashKernel()),
+    (CpuKernel(),),
+)
+
 KERNELS: Mapping[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (CudnnKernel(), AtenFlashKernel(), CpuKernel(), ReferenceKernel())
+    kernel.name: kernel for kernel in (*chain(*_SPEED_CLASSES), ReferenceKernel())
 }
 
 
 def select_kernel(name: str, request: Request) -> Kernel:
     """Return the kernel called `name`, or for "auto" the first that can serve the request.
 
+    Where K and V have heads of two sizes and a kernel wants one, it is wrapped in a `PaddedKernel`.
     "auto" never takes `reference`: dense scores in float64 would exhaust memory where people least
     expect it.
 
@@ -29,22 +40,35 @@ def select_kernel(name: str, request: Request) -> Kernel:
             every backend's reasons.
     """
     check_kernel_name(name)
-    names = [n for n in KERNELS if n != "reference"] if name == "auto" else [name]
-    reasons = {n: KERNELS[n].reasons_against(request) for n in names}
-    for kernel_name, against in reasons.items():
-        if not against:
-            return KERNELS[kernel_name]
-    listed = "\n".join(f"  {n}: {'; '.join(against)}" for n, against in reasons.items())
+    reasons = {}
+    for kernel in _candidates(name, request):
+        reasons[kernel.name] = kernel.reasons_against(request)
+        if not reasons[kernel.name]:
+            return kernel
+    listed = "\n".join(f"  {n}: {'; '.join(reasons[n])}" for n in KERNELS if n in reasons)
     raise ValueError(f"--burst-kernel {name}: no kernel can serve {request}\n{listed}")
 
 
 def passed_over(chosen: Kernel, request: Request) -> str:
     """Say which kernels `auto` asked before it took `chosen`, and what stood against each."""
-    earlier = takewhile(lambda kernel: kernel is not chosen, KERNELS.values())
-    return "; ".join(f"not {k.name}: {', '.join(k.reasons_against(request))}" for k in earlier)
+    earlier = takewhile(lambda kernel: kernel != chosen, _candidates("auto", request))
+    return "; ".join(
+        f"not {kernel.name}: {', '.join(kernel.reasons_against(request))}"
+        for kernel in earlier
+        if kernel.name in KERNELS  # a padded one has the same reasons
+    )
 
 
 def check_kernel_name(name: str) -> None:
     """Raise a ValueError that lists the kernels if there is none called `name`."""
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"--burst-kernel {name} is unknown; there are: auto, {', '.join(KERNELS)}")
+
+
+def _candidates(name: str, request: Request) -> Iterator[Kernel]:
+    """Yield the kernels that may serve, in the order in which they are asked."""
+    size = max(request.head_dim, request.value_head_dim)
+    for kernels in _SPEED_CLASSES if name == "auto" else ((KERNELS[name],),):
+        yield from kernels
+        if request.head_dim != request.value_head_dim:
+            yield from (PaddedKernel(kernel, size) for kernel in kernels)

@@ -4,33 +4,35 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Request
+from megatron_burst.kernels.requirements import (
+    half_precision,
+    head_sizes_to,
+    no_soft_cap,
+    on_gpu,
+    one_head_size,
+)
 from megatron_burst.mask import Relation
 
 
 class AtenFlashKernel:
-    """FlashAttention-2 through ATen; needs no package beside torch."""
+    """FlashAttention-2 through ATen; needs no package beside torch.
+
+    Its backward asks torch itself whether it has to be deterministic.
+    """
 
     name = "aten_flash"
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why torch's FlashAttention cannot serve the request."""
-        reasons = []
-        if request.device.type != "cuda":
-            reasons.append(f"the tensors are on {request.device.type}")
-        elif not torch.backends.cuda.is_flash_attention_available():
+        reasons = [
+            *on_gpu(request, 8),
+            *half_precision(request),
+            *one_head_size(request),
+            *head_sizes_to(request, 256),
+            *no_soft_cap(request),
+        ]
+        if not reasons and not torch.backends.cuda.is_flash_attention_available():
             reasons.append("this torch was built without FlashAttention")
-        elif torch.cuda.get_device_capability(request.device) < (8, 0):
-            reasons.append("the GPU is older than compute capability 8.0")
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            reasons.append(f"the dtype is {request.dtype}, not bfloat16 or float16")
-        if request.head_dim != request.value_head_dim:
-            reasons.append(
-                f"head sizes of K and V differ ({request.head_dim} and {request.value_head_dim})"
-            )
-        if request.head_dim % 8 or request.head_dim > 256:
-            reasons.append(f"head size {request.head_dim} is not a multiple of 8 up to 256")
-        if request.soft_cap is not None:
-            reasons.append("it has no soft cap")
         return reasons
 
     def forward(

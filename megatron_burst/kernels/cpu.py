@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_burst.dtypes import accumulation_dtype
 from megatron_burst.kernels.protocol import Request
+from megatron_burst.kernels.requirements import no_soft_cap, one_head_size
 from megatron_burst.layout import Interval
 from megatron_burst.mask import Relation
 
@@ -25,13 +26,7 @@ class CpuKernel:
             reasons.append(f"the tensors are on {request.device.type}")
         if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             reasons.append(f"the dtype is {request.dtype}")
-        if request.head_dim != request.value_head_dim:
-            reasons.append(
-                f"head sizes of K and V differ ({request.head_dim} and {request.value_head_dim})"
-            )
-        if request.soft_cap is not None:
-            reasons.append("it has no soft cap")
-        return reasons
+        return [*reasons, *one_head_size(request), *no_soft_cap(request)]
 
     def forward(
         self,

@@ -4,6 +4,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Request
+from megatron_burst.kernels.requirements import (
+    half_precision,
+    head_sizes_to,
+    no_soft_cap,
+    on_gpu,
+)
 from megatron_burst.mask import Relation
 
 
@@ -14,24 +20,18 @@ class CudnnKernel:
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why cuDNN cannot serve the request."""
-        reasons = []
-        if request.device.type != "cuda":
-            reasons.append(f"the tensors are on {request.device.type}")
-        elif torch.version.cuda is None or not torch.backends.cudnn.is_available():
-            reasons.append("this torch has no cuDNN")
-        elif torch.cuda.get_device_capability(request.device) < (8, 0):
-            reasons.append("the GPU is older than compute capability 8.0")
+        reasons = [
+            *on_gpu(request, 8),
+            *half_precision(request),
+            *head_sizes_to(request, 128),
+            *no_soft_cap(request),
+        ]
         if torch.are_deterministic_algorithms_enabled():
             reasons.append("its backward is not deterministic, and deterministic mode is on")
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            reasons.append(f"the dtype is {request.dtype}, not bfloat16 or float16")
         if request.is_banded:
             reasons.append("it is not asked for windows, and a tile's mask is a band")
-        for size in {request.head_dim, request.value_head_dim}:
-            if size % 8 or size > 128:
-                reasons.append(f"head size {size} is not a multiple of 8 up to 128")
-        if request.soft_cap is not None:
-            reasons.append("it has no soft cap")
+        if not reasons and not torch.backends.cudnn.is_available():
+            reasons.append("this torch has no cuDNN")
         return reasons
 
     def forward(

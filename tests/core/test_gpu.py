@@ -10,7 +10,7 @@ from tests.workers import Team, WorkerPool
 
 BFLOAT16_OVER_ONE_CALL = 1.5
 DIM = 64
-GPU_KERNELS = ("cudnn", "aten_flash")
+GPU_KERNELS = ("flash4", "flash3", "cudnn", "flash2", "aten_flash")
 
 
 def reasons(kernel: str) -> str:

@@ -37,7 +37,6 @@ Q, KV = tensor(2, 4, 8, 16), tensor(2, 4, 2, 16)
         (Q[:, :, :3], KV, KV, r"multiple of kv heads; .*q \(2, 4, 3, 16\), k \(2, 4, 2, 16\)"),
         (Q[:, :, :1], KV, KV, r"multiple of kv heads; .*q \(2, 4, 1, 16\)"),
         (Q, KV[:, :, :0], KV[:, :, :0], r"multiple of kv heads; .*k \(2, 4, 0, 16\)"),
-        (Q, KV, KV[..., :8], r"no kernel can serve.*\n(.*\n)*  cpu: head sizes of K and V differ"),
         (
             Q.int(),
             KV.int(),
@@ -57,10 +56,40 @@ def test_tensors_that_fit_are_not_refused(context: BurstContext) -> None:
     assert ring_attention(Q, KV, KV, context, mask=Mask.causal()).shape == Q.shape
 
 
-def test_value_heads_may_have_a_size_of_their_own_where_the_kernel_can() -> None:
-    context = BurstContext.create(BurstConfig(kernel="reference"))
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_value_heads_may_have_a_size_of_their_own(kernel: str) -> None:
+    context = BurstContext.create(BurstConfig(kernel=kernel))
     out = ring_attention(Q, KV, KV[..., :6], context, mask=Mask.causal())
     assert out.shape == (2, 4, 8, 6)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_soft_cap_is_positive(context: BurstContext, soft_cap: float) -> None:
+    with pytest.raises(ValueError, match=f"a soft cap is positive and finite, got {soft_cap};"):
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), soft_cap=soft_cap)
+
+
+def test_a_soft_cap_without_a_kernel_for_it_is_refused(context: BurstContext) -> None:
+    with pytest.raises(
+        ValueError, match=r"no kernel can serve.*\n(.*\n)*  cpu: it has no soft cap"
+    ):
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), soft_cap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("sink", "message"),
+    [
+        (tensor(2), r"one score a query head, \[8\]; got \(2,\)"),
+        (tensor(1, 8), r"one score a query head, \[8\]; got \(1, 8\)"),
+        (tensor(8, dtype=torch.int64), "floating-point tensor where q is, on cpu; got torch.int64"),
+        (tensor(8, device="meta"), "where q is, on cpu; got torch.float32 on meta"),
+    ],
+)
+def test_a_sink_has_a_score_for_every_query_head(
+    context: BurstContext, sink: Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), sink=sink)
 
 
 def test_an_odd_number_of_tokens_is_refused(context: BurstContext) -> None:

@@ -345,7 +345,7 @@ def test_any_shape_equals_the_dense_oracle(
     for found, wanted in zip(answer.found, case.expected(place.ranks), strict=True):
         # Tiny cases cancel: dq of a single visible key is exactly 0, so allow an absolute floor.
         floor = wanted.norm() + wanted.numel() ** 0.5
-        assert (found.double() - wanted).norm() < FLOAT32_TOLERANCE * floor
+        assert (found.double() - wanted).norm() <= FLOAT32_TOLERANCE * floor
 
 
 def test_shapes_dtypes_and_masks_may_change_from_call_to_call(workers: WorkerPool) -> None:
