@@ -21,6 +21,7 @@ from megatron_burst.mask import BlockTable, Mask
 from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.documents import Documents
 from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
 from megatron_burst.ring_attention import ring_attention
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -119,8 +120,9 @@ class CoreAttentionByCommType:
 class BurstCoreAttention(MegatronModule):
     """`ring_attention` under the contract of Megatron's `CoreAttentionInterface`.
 
-    Without parameters, so that checkpoints fit any other core attention. Takes the constructor
-    arguments of Megatron's own class.
+    Its only parameter is the sink of --softmax-type learnable, under Megatron's name, so that
+    checkpoints fit any other core attention. Takes the constructor arguments of Megatron's own
+    classes; the head sizes among them, which MLA gives, follow from the tensors.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.
@@ -136,6 +138,8 @@ class BurstCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
@@ -151,6 +155,8 @@ class BurstCoreAttention(MegatronModule):
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
+        self._pg_collection = pg_collection
+        add_softmax_offset(self, pg_collection)
 
     def forward(
         self,
@@ -164,9 +170,9 @@ class BurstCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend: query [s, b, heads, d], key and value [s, b, kv heads, d] -> [s, b, heads · d].
+        """Attend: query [s, b, heads, d], key [s, b, kv heads, d], value [s, b, kv heads, dv].
 
-        `s` is this rank's part of the sequence in Megatron's zigzag order.
+        Returns [s, b, heads · dv]. `s` is this rank's part of the sequence in the layout's order.
 
         Raises:
             ValueError: a mask, bias or packing that the ring would have to ignore.
@@ -185,10 +191,28 @@ class BurstCoreAttention(MegatronModule):
         )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         sent = self._context.bytes_sent
-        out = ring_attention(q, k, v, self._context, mask=mask, softmax_scale=self._softmax_scale)
+        out = ring_attention(
+            q,
+            k,
+            v,
+            self._context,
+            mask=mask,
+            softmax_scale=self._softmax_scale,
+            sink=self.softmax_offset,
+        )
         if not self.training:
             self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent
         return out.transpose(0, 1).flatten(2)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's checkpoints: nothing, or the sink, a shard a TP rank."""
+        collection = self._pg_collection
+        return sharded_softmax_offset(self, collection, prefix, sharded_offsets, metadata)
 
     def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
         if mask_type not in _IS_CAUSAL:

@@ -21,12 +21,6 @@ LIMITS: tuple[Limit, ...] = (
         "a kernel's random numbers are local to a tile, so no CP size would equal another: "
         "pass --attention-dropout 0",
     ),
-    Limit("softmax_type", ("vanilla",), "attention sinks are not built yet: drop --softmax-type"),
-    Limit(
-        "multi_latent_attention",
-        (False,),
-        "MLA is not built yet: drop --multi-latent-attention",
-    ),
     Limit(
         "experimental_attention_variant",
         (None,),

@@ -239,8 +239,6 @@ def test_megatrons_context_parallelism_with_transformer_engine_is_left_alone(
 # One command line, or where Megatron's parser has no flag one setting, for each limit.
 REFUSED: dict[str, str | dict[str, Any]] = {
     "attention_dropout": "--attention-dropout 0.1",
-    "softmax_type": "--softmax-type learnable",
-    "multi_latent_attention": "--multi-latent-attention",
     "experimental_attention_variant": "--experimental-attention-variant dsa",
     "reset_attention_mask": "--reset-attention-mask",
     "sft": "--sft",

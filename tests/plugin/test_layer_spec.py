@@ -194,7 +194,6 @@ def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
             {"config": {"attention_dropout": 0.2}},
             "attention_dropout = 0.2: .*--attention-dropout 0",
         ),
-        ({"config": {"softmax_type": "off-by-one"}}, "softmax_type = off-by-one: attention sinks"),
         (
             {"config": {"window_size": (8, 4)}},
             r"window_size = \(8, 4\): .* pass --window-size 8,0",

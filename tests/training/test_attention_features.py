@@ -1,0 +1,96 @@
+"""20 steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
+
+Each feature starts from a checkpoint of one rank. Where Megatron's own attention has the feature on
+a CPU, the checkpoint is its own, so that ours loads it, and it takes the same 20 steps.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.launcher import BURST, Log, largest_difference, report, train
+
+STEPS = range(1, 21)
+FLOAT32_TOLERANCE = 1e-4
+PER_TOKEN = "--calculate-per-token-loss"
+CP2 = "--context-parallel-size 2"
+CP4 = "--context-parallel-size 4"
+TP2 = "--tensor-model-parallel-size 2"
+HYBRID = "--burst-head-parallel-size 2"
+GQA = "--group-query-attention --num-query-groups 2"
+SINKS = "--softmax-type learnable"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type rope --qk-layernorm"
+)
+STOCK: tuple[str, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]
+) -> Callable[[tuple[str, ...], str, int, str], Log]:
+    """Train a model from its common start; equal calls share one run."""
+    starts: dict[str, tuple[str, ...]] = {}
+    finished: dict[tuple[object, ...], Log] = {}
+
+    def start(model: str) -> tuple[str, ...]:
+        if model not in starts:
+            directory = tmp_path_factory.mktemp("start")
+            flags = (*(BURST if "latent" in model else STOCK), *model.split())
+            save = ("--train-iters", "1", "--save", str(directory / "checkpoint"))
+            train(directory, 1, *data, *flags, *save)
+            load = ("--load", str(directory / "checkpoint"), "--finetune", "--no-load-optim")
+            starts[model] = (*data, *load, *model.split(), PER_TOKEN)
+        return starts[model]
+
+    def train_once(algorithm: tuple[str, ...], model: str, ranks: int, flags: str) -> Log:
+        key = algorithm, model, ranks, flags
+        if key not in finished:
+            directory = tmp_path_factory.mktemp("run")
+            finished[key] = train(directory, ranks, *start(model), *algorithm, *flags.split())
+        return finished[key]
+
+    return train_once
+
+
+CASES = {
+    "hybrid of 2 x a ring of 2": ("", 4, f"{CP4} {HYBRID}"),
+    "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),
+    "hybrid in Megatron's groups": (
+        "",
+        4,
+        f"{CP4} {HYBRID} --hierarchical-context-parallel-sizes 2 2",
+    ),
+    "MLA": (MLA, 2, CP2),
+    "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
+    "learnable sinks": (SINKS, 2, CP2),
+    "learnable sinks, hybrid": (SINKS, 4, f"{CP4} {HYBRID}"),
+    "learnable sinks, TP 2 x CP 2": (SINKS, 4, f"{TP2} {CP2}"),
+    "off-by-one": ("--softmax-type off-by-one", 2, CP2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradient_norms_equal_those_of_one_rank(
+    trained: Callable[..., Log], case: str
+) -> None:
+    model, ranks, flags = CASES[case]
+    found, expected = trained(BURST, model, ranks, flags), trained(BURST, model, 1, "")
+    report(case, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("model", [SINKS, "--softmax-type off-by-one"])
+def test_sinks_equal_megatrons_own(trained: Callable[..., Log], model: str) -> None:
+    found, expected = trained(BURST, model, 1, ""), trained(STOCK, model, 1, "")
+    report(model, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+
+
+def test_deterministic_mode_gives_the_same_bits(
+    tmp_path: Path, trained: Callable[..., Log], data: tuple[str, ...]
+) -> None:
+    flags = (*BURST, *SINKS.split(), PER_TOKEN, *CP2.split(), "--deterministic-mode")
+    first = train(tmp_path / "first", 2, *data, *flags)
+    second = train(tmp_path / "second", 2, *data, *flags)
+    assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
