@@ -49,20 +49,28 @@ def environment() -> dict[str, str]:
 
 def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log:
     """Run a job to its end and return its log; AssertionError with what it printed if it fails."""
+    tensorboard = directory / "tensorboard"
+    flags = ("--tensorboard-dir", str(tensorboard), *flags)
+    text = run_module("megatron_burst.pretrain_gpt", directory, ranks, *flags, timeout=timeout)
+    scalars = read_scalars(tensorboard)
+    return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+
+
+def run_module(module: str, directory: Path, ranks: int, *flags: str, timeout: float = 280) -> str:
+    """Run `main` of a module with the small model's flags and return what all ranks printed."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.txt"
-    tensorboard = directory / "tensorboard"
     job = {
         "ranks": ranks,
-        "flags": [*MODEL, "--tensorboard-dir", str(tensorboard), *flags],
+        "module": module,
+        "flags": [*MODEL, *flags],
         "log": str(log),
         "port": _free_port(),
     }
     status = _run(job, timeout)
     text = log.read_text(errors="replace")
     assert status == "0", f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
-    scalars = read_scalars(tensorboard)
-    return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+    return text
 
 
 @functools.cache

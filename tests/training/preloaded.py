@@ -1,11 +1,12 @@
 """A process that has imported torch and Megatron once and forks the ranks of one job after another.
 
-Reads one job a line from its standard input, as JSON: the number of ranks, the command line of
-`megatron_burst.pretrain_gpt`, the file for the output and the port to meet at. Answers each with a
+Reads one job a line from its standard input, as JSON: the number of ranks, the module that runs,
+its command line, the file for the output and the port to meet at. Answers each with a
 line: the first exit status of a rank that is not 0, or 0. Ends when the input does.
 """
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -42,11 +43,9 @@ def _fork(rank: int, job: dict) -> int:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
         os.environ |= {"LOCAL_WORLD_SIZE": world}
-        sys.argv = ["pretrain_gpt", *job["flags"]]
+        sys.argv = [job["module"], *job["flags"]]
         launch.prepare()  # the log of this rank
-        from megatron_burst.pretrain_gpt import main
-
-        main()
+        importlib.import_module(job["module"]).main()
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1

@@ -1,0 +1,180 @@
+"""Windows, documents and block masks in our core attention, layer by layer. (fast tier)
+
+Against dense float64 attention on one rank; tests/core has the rings, tests/training the rest.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig
+from tests import oracle
+
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+
+from megatron_burst.plugin.block_mask import load_block_mask  # noqa: E402
+from megatron_burst.plugin.core_attention import ContextPool  # noqa: E402
+from megatron_burst.plugin.documents import Documents, read_documents  # noqa: E402
+from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
+
+TOKENS = 24
+TABLE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
+
+
+def documents(*bounds: int, samples: int = 1) -> Documents:
+    return Documents(qkv_format="sbhd", bounds=bounds, samples=samples)
+
+
+def check(module: Any, visible: Tensor, **options: Any) -> None:
+    """Output and gradients of a call equal those of dense attention where `visible`."""
+    *qkv, dout = inputs(TOKENS)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out = module(q, k, v, None, **options)
+    out.backward(dout.flatten(2))
+    dense = [x.detach().transpose(0, 1) for x in (q, k, v, dout)]
+    expected = oracle.attention(*dense, visible)
+    found = (out.unflatten(2, (4, 8)), q.grad, k.grad, v.grad)
+    for x, y in zip(found, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
+        # Where every query sees itself alone the gradients of Q and K are 0.
+        assert (x.transpose(0, 1) - y).norm() < 3e-6 * max(y.norm(), 1.0)
+
+
+@pytest.mark.parametrize("size", [(0, 0), (1, 0), (5, 0), (5, -1), (100, 0), (-1, 0), (-1, -1)])
+def test_megatrons_window(size: tuple[int, int]) -> None:
+    window = None if size[0] == -1 else size[0]
+    check(
+        build(config={"window_size": size}),
+        oracle.visible_pairs(TOKENS, True, window=window),
+        attn_mask_type=AttnMaskType.causal,
+    )
+
+
+@pytest.mark.parametrize(("right", "causal"), [(0, True), (-1, False)])
+def test_a_window_without_causality(right: int, causal: bool) -> None:
+    """Of two layers without a causal mask, a right window of 0 is what makes one causal."""
+    module = build(config={"window_size": (3, right)}, attn_mask_type=AttnMaskType.no_mask)
+    check(module, oracle.visible_pairs(TOKENS, causal, window=3))
+
+
+@pytest.mark.parametrize(
+    ("frequency", "windowed"), [(None, [1, 2, 3, 4]), (2, [1, 3]), ([1, 1, 1, 0], [1, 2, 3])]
+)
+def test_window_layers_are_not_run_as_full_attention_accelerate_4177(
+    frequency: Any, windowed: list[int]
+) -> None:
+    """Layers with and without a window follow --window-attn-skip-freq, by their global number."""
+    settings = {"window_size": (5, 0), "window_attn_skip_freq": frequency}
+    for layer in (1, 2, 3, 4):
+        window = 5 if layer in windowed else None
+        check(
+            build(config=settings, layer_number=layer),
+            oracle.visible_pairs(TOKENS, True, window=window),
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((8, 4), r"window_size = \(8, 4\): under a causal mask .*: pass --window-size 8,0"),
+        ((-2, 0), r"window_size = \(-2, 0\): pass --window-size LEFT,0 with LEFT >= 0"),
+        ((1, 2, 3), r"window_size = \(1, 2, 3\): pass --window-size LEFT,0"),
+    ],
+)
+def test_windows_that_are_refused(size: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(config={"window_size": size})
+
+
+@pytest.mark.parametrize("bounds", [(0, 24), (0, 1, 2, 23, 24), (0, 7, 19, 24)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_documents(bounds: tuple[int, ...], window: int | None) -> None:
+    module = build(config={"window_size": None if window is None else (window, 0)})
+    visible = oracle.visible_pairs(TOKENS, True, window=window, documents=bounds)
+    check(module, visible, packed_seq_params=documents(*bounds))
+
+
+def masked_pool(tmp_path: Path, table: Tensor = TABLE) -> ContextPool:
+    file = tmp_path / "blocks.npy"
+    numpy.save(file, table.numpy())
+    return ContextPool(BurstConfig(block_mask=str(file)))
+
+
+def test_a_block_mask_with_a_window_and_documents(tmp_path: Path) -> None:
+    module = build()
+    module._pool = masked_pool(tmp_path)
+    check(module, oracle.visible_pairs(TOKENS, True, table=TABLE))
+    module = build(config={"window_size": (9, 0)})
+    module._pool = masked_pool(tmp_path)
+    visible = oracle.visible_pairs(TOKENS, True, window=9, documents=(0, 13, 24), table=TABLE)
+    check(module, visible, packed_seq_params=documents(0, 13, 24))
+
+
+def test_every_sample_of_a_flattened_micro_batch_has_the_block_mask(tmp_path: Path) -> None:
+    module = build()
+    module._pool = masked_pool(tmp_path)
+    one = oracle.visible_pairs(12, True, table=TABLE)
+    both = torch.block_diag(one, one).bool()
+    check(module, both, packed_seq_params=documents(0, 12, 24, samples=2))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (numpy.ones((2, 3), dtype=bool), r"no square table: its shape is \(2, 3\)"),
+        (numpy.ones(4, dtype=bool), r"no square table: its shape is \(4,\)"),
+        (numpy.ones((0, 0), dtype=bool), r"no square table: its shape is \(0, 0\)"),
+        (numpy.ones((2, 2)), r"holds float64, not booleans: .*astype\(bool\)"),
+        (numpy.array([[{}]]), "cannot be read"),
+        (b"text", "cannot be read"),
+        (b"", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_holds_no_block_mask(tmp_path: Path, content: Any, message: str) -> None:
+    file = tmp_path / "blocks.npy"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        numpy.save(file, content)
+    with pytest.raises(ValueError, match=f"--burst-block-mask {file} .*{message}"):
+        load_block_mask(str(file))
+
+
+# From Megatron's boundaries to ours.
+
+
+def packed(*bounds: int, **more: Any) -> PackedSeqParams:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    return PackedSeqParams("thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, **more)
+
+
+def test_boundaries_lose_what_the_data_set_fills_them_up_with() -> None:
+    found = read_documents(packed(0, 3, 8, 8, 8), 2)
+    assert found.bounds == (0, 3, 8) and found.samples == 1
+    assert found.qkv_format != "thd", "Megatron would squeeze tensors and rotate per document"
+
+
+def test_the_samples_of_a_flattened_micro_batch_are_counted() -> None:
+    found = read_documents(packed(0, 3, 8, 16, tokens_per_sample=8), 2)
+    assert found.samples == 2 and found.tokens_per_sample is None
+    assert read_documents(packed(0, 8, 16, tokens_per_sample=8), 1).tokens_per_sample == 8
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (PackedSeqParams("thd"), "without cu_seqlens_q"),
+        (packed(0, 8, local_cp_size=2), "drop --hybrid-context-parallel"),
+        (packed(0, 8, cu_seqlens_q_padded=torch.tensor([0, 8])), "drop --sft"),
+        (packed(0, 9, tokens_per_sample=8), "end at 9, no multiple of 8 tokens a sample"),
+    ],
+)
+def test_packings_that_are_refused(params: PackedSeqParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_documents(params, 1)

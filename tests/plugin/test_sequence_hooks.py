@@ -1,0 +1,290 @@
+"""Positions, the exchange between layouts and the hooks of a model, on stand-ins. (fast tier)
+
+tests/training runs the same with Megatron itself.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig
+from megatron_burst.layout import contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.planning import make_layout
+from tests.workers import Team, WorkerPool
+
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
+    YarnRotaryEmbedding,
+)
+
+from megatron_burst.plugin.documents import Documents  # noqa: E402
+from megatron_burst.plugin.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
+from megatron_burst.plugin.rotary import (  # noqa: E402
+    Positions,
+    RotaryAtPositions,
+    WholeSequence,
+    within_documents,
+)
+from megatron_burst.plugin.sequence_hooks import (  # noqa: E402
+    SequenceHooks,
+    _flatten_input,
+    _StageHooks,
+    _unflatten_output,
+    replace_rotary,
+)
+
+SEGMENTED = BurstConfig(layout="segmented-zigzag", segments=2)
+LAYOUTS = {
+    "zigzag": zigzag(16, 2),
+    "two segments": segmented_zigzag((8, 8), 2),
+    "uneven segments": segmented_zigzag((4, 12), 2),
+    "contiguous": contiguous(16, 2),
+    "striped": striped(16, 2),
+}
+
+
+@pytest.mark.parametrize("held", LAYOUTS)
+@pytest.mark.parametrize("wanted", LAYOUTS)
+def test_rows_of_one_layout_are_found_in_another(held: str, wanted: str) -> None:
+    x, a, b = torch.arange(16) * 10, LAYOUTS[held], LAYOUTS[wanted]
+    shards = torch.cat([a.shard(x, rank, 0) for rank in range(2)])
+    for rank in range(2):
+        assert torch.equal(shards[rows_elsewhere(a, b, rank)], b.shard(x, rank, 0))
+
+
+def _exchange(team: Team) -> None:
+    context = team.context(SEGMENTED)
+    exchange, ranks = LayoutExchange(context), context.ranks
+    whole = torch.arange(2.0 * 8 * ranks).view(2, -1)
+    theirs = zigzag(whole.shape[1], ranks).shard(whole, context.rank, 1)
+    ours = context.shard(whole, 1)
+    for x, y in ((theirs, ours), (theirs.long(), ours.long()), (theirs > 3, ours > 3)):
+        assert torch.equal(exchange.to_ours(x), y) and torch.equal(exchange.to_megatrons(y), x)
+    # A gradient goes the way back of its row.
+    rows = ours.clone().requires_grad_()
+    weights = theirs**2
+    (exchange.to_megatrons(rows) * weights).sum().backward()
+    assert torch.equal(rows.grad, ours**2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_exchange_between_ranks_and_its_gradient(workers: WorkerPool, ranks: int) -> None:
+    workers.run(ranks, _exchange)
+
+
+# Positions and rotary embeddings.
+
+
+class Context:
+    """What positions need of a context."""
+
+    def __init__(self, config: BurstConfig, ranks: int, rank: int) -> None:
+        self.config, self.ranks, self.rank = config, ranks, rank
+        self.asked = 0
+
+    def positions(self, tokens: int) -> Tensor:
+        self.asked += 1
+        return make_layout(self.config, tokens, self.ranks).positions(self.rank)
+
+
+def test_positions_start_again_in_every_document() -> None:
+    found = within_documents(torch.arange(8), (0, 1, 4, 8))
+    assert found.tolist() == [0, 0, 1, 2, 0, 1, 2, 3]
+    assert within_documents(torch.tensor([6, 2]), (0, 1, 4, 8)).tolist() == [2, 1]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    RotaryEmbedding.forward.cache_clear()
+
+
+def rotary(kind: str, size: int = 8) -> Any:
+    group = SimpleNamespace(size=lambda: 1)
+    if kind == "yarn":
+        return YarnRotaryEmbedding(size, use_cpu_initialization=True, cp_group=group)
+    scaled = {"rope_scaling": True} if kind == "scaled" else {}
+    return RotaryEmbedding(size, 1.0, use_cpu_initialization=True, cp_group=group, **scaled)
+
+
+def ask(module: RotaryAtPositions, rows: int, packed: Any = None) -> Any:
+    """Ask as GPTModel and MLA do."""
+    config = SimpleNamespace(
+        sequence_parallel=False, tensor_model_parallel_size=1, context_parallel_size=2
+    )
+    length = module.get_rotary_seq_len(None, None, torch.zeros(rows, 1, 1), config, packed)
+    return module(length, packed_seq=False, cp_group=None)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("kind", ["rope", "scaled", "yarn"])
+@pytest.mark.parametrize("config", [BurstConfig(), SEGMENTED], ids=["zigzag", "segmented"])
+def test_rotary_rows_are_those_of_the_ranks_positions_MC_560(
+    kind: str, config: BurstConfig
+) -> None:
+    whole = rotary(kind).get_emb(16)
+    for rank in (0, 1):
+        module = RotaryAtPositions(rotary(kind), Positions(Context(config, 2, rank)))
+        found = ask(module, 8)
+        table = whole
+        if kind == "yarn":
+            assert found[1] == whole[1], "the scale is lost"
+            found, table = found[0], whole[0]
+        expected = make_layout(config, 16, 2).shard(table, rank, 0)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_rotary_rows_within_documents_belong_to_the_call() -> None:
+    """Micro-batches take turns, and one that is computed again gets the rows that it had."""
+    table = rotary("rope").get_emb(16)
+    module = RotaryAtPositions(rotary("rope"), Positions(Context(BurstConfig(), 2, 1)))
+    positions = make_layout(BurstConfig(), 16, 2).positions(1)
+    for bounds in ((0, 5, 16), (0, 16), (0, 5, 16)):
+        found = ask(module, 8, Documents(bounds=bounds))
+        assert torch.equal(found, table[within_documents(positions, bounds)])
+    assert torch.equal(ask(module, 8), table[positions])
+
+
+def test_layers_share_positions() -> None:
+    context = Context(BurstConfig(), 2, 0)
+    positions = Positions(context)
+    for _ in range(3):
+        RotaryAtPositions(FakeRotary(), positions)(WholeSequence(16, None))
+    assert context.asked == 1
+
+
+class FakeRotary(torch.nn.Module):
+    def get_emb(self, length: int) -> Tensor:
+        return torch.zeros(length, 1, 1, 2)
+
+
+def test_inference_is_refused() -> None:
+    module = RotaryAtPositions(FakeRotary(), Positions(Context(BurstConfig(), 1, 0)))
+    with pytest.raises(ValueError, match="inference is not possible with documents"):
+        module.get_rotary_seq_len(object(), None, torch.zeros(4, 1, 1), None)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_rotary_embeddings_of_layers_are_replaced_too() -> None:
+    """MLA has one in each layer."""
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    model.layer.config = SimpleNamespace(apply_rope_fusion=False)
+    model.layer.rotary_pos_emb = rotary("rope")
+    replace_rotary(model, Positions(Context(BurstConfig(), 1, 0)))
+    assert isinstance(model.layer.rotary_pos_emb, RotaryAtPositions)
+    assert not model.state_dict(), "checkpoints are as they were"
+    replaced = model.layer.rotary_pos_emb
+    replace_rotary(model, Positions(Context(BurstConfig(), 1, 0)))
+    assert model.layer.rotary_pos_emb is replaced, "once is enough"
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_rotary_embeddings_that_cannot_follow_are_refused() -> None:
+    positions = Positions(Context(BurstConfig(), 1, 0))
+    model = torch.nn.Module()
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0, cp_group=SimpleNamespace())
+    with pytest.raises(ValueError, match="mrope cannot follow"):
+        replace_rotary(model, positions)
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(apply_rope_fusion=True)
+    model.rotary_pos_emb = rotary("rope")
+    with pytest.raises(ValueError, match="pass --no-rope-fusion"):
+        replace_rotary(model, positions)
+
+
+# The hooks of one pipeline stage.
+
+
+class Stage(torch.nn.Module):
+    """A stage of a GPTModel: it returns what it is given."""
+
+    def __init__(self, post_process: bool = True) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
+        self.post_process = post_process
+        self.decoder = SimpleNamespace(input_tensor=None)
+        self.seen: dict[str, Any] = {}
+
+    def forward(
+        self,
+        input_ids: Any,
+        position_ids: Any,
+        attention_mask: Any,
+        decoder_input: Any = None,
+        labels: Any = None,
+        packed_seq_params: Any = None,
+        *,
+        loss_mask: Any = None,
+        output: Any = None,
+    ) -> Any:
+        self.seen = dict(locals())
+        return labels.float() if output is None else output
+
+
+def hooked(context: Any, post_process: bool = True) -> Stage:
+    stage = Stage(post_process)
+    hooks = _StageHooks(stage, context)
+    stage.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    stage.register_forward_hook(hooks.after, with_kwargs=True)
+    return stage
+
+
+def _hooks(team: Team) -> None:
+    context = team.context(SEGMENTED)
+    whole = torch.arange(2 * 8 * context.ranks).view(2, -1)
+    theirs = zigzag(whole.shape[1], context.ranks).shard(whole, context.rank, 1)
+    ours = context.shard(whole, 1)
+    stage = hooked(context)
+    losses = stage(theirs, theirs + 1, None, labels=theirs + 2, loss_mask=theirs + 3.0)
+    assert torch.equal(losses, theirs + 2.0), "losses come back"
+    for number, name in enumerate(("input_ids", "position_ids", "labels", "loss_mask")):
+        assert torch.equal(stage.seen[name], ours + number), name
+    stage(None, None, None, labels=theirs)  # the last of several stages
+    assert stage.seen["input_ids"] is None
+    with pytest.raises(ValueError, match="without labels the model returns logits"):
+        stage(theirs, theirs, None)
+    with pytest.raises(ValueError, match="moves the losses of tokens"):
+        stage(theirs, theirs, None, labels=theirs, output=torch.zeros(3))
+    first = hooked(context, post_process=False)
+    hidden = torch.zeros(3, 2, 5)
+    assert first(theirs, theirs, None, output=hidden) is hidden
+    assert torch.equal(first.seen["input_ids"], ours)
+
+
+def test_a_stage_moves_what_it_has_and_its_losses_back(workers: WorkerPool) -> None:
+    workers.run(2, _hooks)
+
+
+def test_a_stage_in_megatrons_layout_moves_nothing() -> None:
+    stage = hooked(Context(BurstConfig(), 2, 0))
+    tokens = torch.zeros(1, 8)
+    stage(tokens, tokens, None, labels=tokens)
+    assert stage.seen["input_ids"] is tokens and stage.seen["packed_seq_params"] is None
+
+
+def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() -> None:
+    documents = Documents(bounds=(0, 8, 16), samples=2)
+    hidden = torch.randn(8, 1, 3, requires_grad=True)  # of two ranks
+    sent = _unflatten_output(hidden * 1.0, documents)
+    assert sent.shape == (4, 2, 3) and sent._base is None, "Megatron frees what it has sent"
+    sent.backward(torch.arange(24.0).view(4, 2, 3))
+    assert torch.equal(hidden.grad.flatten(), torch.arange(24.0))
+    assert _unflatten_output(hidden, Documents(bounds=(0, 16))) is hidden
+    decoder = SimpleNamespace(input_tensor=sent)
+    decoder.set_input_tensor = lambda x: setattr(decoder, "input_tensor", x)
+    _flatten_input(decoder)
+    assert torch.equal(decoder.input_tensor, hidden)
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="need a GPTModel, not a Stage"):
+        SequenceHooks(None)([Stage()])

@@ -1,0 +1,76 @@
+"""Runs a tiny GPT of Megatron on documents and on what differs by a document; run by tests.
+
+Prints the largest difference of losses that must not differ, the smallest of those that must, and
+the largest gradient.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BOUNDS = (0, 1, 2, 33, 65, 66, 97, 98, 128)  # of 128 tokens on two ranks with chunks of 32
+CHANGED = (33, 65)
+ALONE = (33, 65)  # 32 tokens: a sequence of their own for up to eight ranks
+
+
+def main() -> None:
+    from megatron.training import argument_utils, arguments, initialize
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    args = arguments.parse_and_validate_args()
+    config = argument_utils.gpt_config_from_args(args)
+    initialize.initialize_megatron(allow_no_cuda=True)
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = GPTModelBuilder(config)
+    (model,) = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
+    losses = Losses(model)
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, 256, (2, 1, 128), generator=generator)
+    usual = losses(tokens, labels, BOUNDS)
+    usual.sum().backward()
+    gradient = max(float(p.grad.abs().max()) for p in model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+    changed = tokens.clone()
+    changed[:, slice(*CHANGED)] = (changed[:, slice(*CHANGED)] + 1) % 256
+    difference = (losses(changed, labels, BOUNDS) - usual).detach().abs()[0]
+    inside = difference[slice(*CHANGED)]
+    outside = torch.cat([difference[: CHANGED[0]], difference[CHANGED[1] :]])
+    alone = losses(*(x[:, slice(*ALONE)] for x in (tokens, labels)), None)
+    apart = (alone - usual[:, slice(*ALONE)]).detach().abs()
+    together = losses(tokens, labels, (0, 128))
+    if dist.get_rank() == 0:
+        print("leak", float(outside.max()))
+        print("effect", float(inside.min()))
+        print("alone", float(apart.max()))
+        print("together", float((together - usual).detach().abs()[0, 2:].min()))
+        print("gradient", gradient)
+
+
+class Losses:
+    """The losses of a whole sequence, of which each rank has the shard that Megatron gives it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, tokens: Tensor, labels: Tensor, bounds: tuple[int, ...] | None) -> Tensor:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        from megatron_burst.layout import zigzag
+
+        layout, rank = zigzag(tokens.shape[1], dist.get_world_size()), dist.get_rank()
+        positions = torch.arange(tokens.shape[1])[None]
+        packed = None
+        if bounds is not None:
+            starts = torch.tensor(bounds)
+            positions = torch.cat([torch.arange(n) for n in starts.diff()])[None]
+            packed = PackedSeqParams("thd", cu_seqlens_q=starts.int(), cu_seqlens_kv=starts.int())
+        mine = [layout.shard(x, rank, 1) for x in (tokens, positions, labels)]
+        losses = self.model(*mine[:2], None, labels=mine[2], packed_seq_params=packed)
+        shards = [torch.empty_like(losses) for _ in range(layout.ranks)]
+        dist.all_gather(shards, losses.detach())
+        shards[rank] = losses  # with its gradient
+        return layout.unshard(shards, 1)

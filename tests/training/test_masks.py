@@ -1,0 +1,170 @@
+"""20 steps with windows, documents and block masks, in every layout, equal one rank. (fast tier)
+
+The loss mask hides some tokens of the documents, so that a loss in the wrong place counts.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.training.launcher import BURST, Log, largest_difference, report, run_module, train
+
+STEPS = range(1, 21)
+TOLERANCE = 1e-4
+PER_TOKEN = "--calculate-per-token-loss"
+CP2 = "--context-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+SEGMENTED = "--burst-layout segmented-zigzag"
+WINDOW = "--window-size 15,0 --window-attn-skip-freq 2"
+DOCUMENTS = "--dataloader-inter-document-masking --eod-mask-loss"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def block_mask(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Half of 16 x 16 blocks; every block sees itself."""
+    table = numpy.random.default_rng(0).random((16, 16)) < 0.5
+    file = tmp_path_factory.mktemp("mask") / "blocks.npy"
+    numpy.save(file, table | numpy.eye(16, dtype=bool))
+    return f"--burst-block-mask {file}"
+
+
+@pytest.fixture(scope="module")
+def packed_runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: tuple[str, ...],
+    start: tuple[str, ...],
+    short_documents: tuple[str, ...],
+) -> Callable[..., Log]:
+    """Train on many short documents from the common start; equal calls share one run."""
+    finished: dict[tuple[int, str], Log] = {}
+    common = (*short_documents, *start[len(data) :], *BURST, PER_TOKEN)
+
+    def run(ranks: int, flags: str) -> Log:
+        if (ranks, flags) not in finished:
+            directory = tmp_path_factory.mktemp("packed")
+            finished[ranks, flags] = train(directory, ranks, *common, *flags.split())
+        return finished[ranks, flags]
+
+    return run
+
+
+def differs(found: Log, other: Log) -> bool:
+    """Whether they differ by far more than what is allowed where they are to be equal."""
+    return largest_difference(found, other, STEPS) > 100 * TOLERANCE
+
+
+def test_windows_on_alternate_layers(
+    tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
+) -> None:
+    """Also equal to Megatron's own attention, which has windows on one rank."""
+    stock = train(tmp_path, 1, *start, PER_TOKEN, *WINDOW.split())
+    one = runs(1, PER_TOKEN, *WINDOW.split())
+    two = runs(2, PER_TOKEN, *WINDOW.split(), *CP2.split())
+    report("window, Megatron's", largest_difference(one, stock, STEPS), TOLERANCE)
+    report("window, CP 2", largest_difference(two, one, STEPS), TOLERANCE)
+    assert differs(one, runs(1, PER_TOKEN)), "the window has no effect"
+
+
+DOCUMENT_CASES = {
+    "CP 2": (2, CP2),
+    "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
+    "PP 2": (2, PP2),
+}
+MORE_DOCUMENT_CASES = {
+    "CP 4": (4, f"{CP2.replace('2', '4')}"),
+    "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
+    "PP 4": (4, PP2.replace("2", "4")),
+    "CP 2 x PP 2, segmented": (4, f"{CP2} {PP2} {SEGMENTED}"),
+    "CP 2 x interleaved PP 2, full recompute, segmented": (
+        4,
+        f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
+    ),
+    "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*DOCUMENT_CASES, *(pytest.param(case, marks=slow) for case in MORE_DOCUMENT_CASES)]
+)
+def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
+    ranks, flags = (DOCUMENT_CASES | MORE_DOCUMENT_CASES)[case]
+    one, found = packed_runs(1, DOCUMENTS), packed_runs(ranks, f"{DOCUMENTS} {flags}")
+    report(f"documents, {case}", largest_difference(found, one, STEPS), TOLERANCE)
+    assert "from now on" not in found.text  # gradients made in forward were of use
+
+
+@slow
+def test_documents_have_an_effect(packed_runs: Callable[..., Log]) -> None:
+    assert differs(packed_runs(1, DOCUMENTS), packed_runs(1, "--eod-mask-loss"))
+
+
+@slow
+def test_learned_positions_of_documents(tmp_path: Path, short_documents: tuple[str, ...]) -> None:
+    flags = f"{DOCUMENTS} --position-embedding-type learned_absolute {PER_TOKEN}"
+    common = (*short_documents, *BURST, *flags.split())
+    one = train(tmp_path / "1", 1, *common)
+    two = train(tmp_path / "2", 2, *common, *CP2.split(), *SEGMENTED.split())
+    report("learned positions", largest_difference(two, one, STEPS), TOLERANCE)
+
+
+def test_a_block_mask(runs: Callable[..., Log], block_mask: str) -> None:
+    one = runs(1, PER_TOKEN, *block_mask.split())
+    two = runs(2, PER_TOKEN, *block_mask.split(), *CP2.split())
+    report("block mask", largest_difference(two, one, STEPS), TOLERANCE)
+    assert differs(one, runs(1, PER_TOKEN)), "the block mask has no effect"
+
+
+@slow
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "block mask and window"])
+def test_segmented_zigzag(packed_runs: Callable[..., Log], block_mask: str, masked: bool) -> None:
+    flags = f"--eod-mask-loss {f'{block_mask} {WINDOW}' if masked else ''}"
+    one, four = packed_runs(1, flags), packed_runs(2, f"{flags} {CP2} {SEGMENTED}")
+    report("segmented zigzag", largest_difference(four, one, STEPS), TOLERANCE)
+
+
+@slow
+def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) -> None:
+    flags = f"{DOCUMENTS} {block_mask} {WINDOW}"
+    one = packed_runs(1, flags)
+    found = packed_runs(4, f"{flags} {CP2} {PP2} {SEGMENTED} --burst-segments 4")
+    report("everything at once", largest_difference(found, one, STEPS), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, f"{CP2} {SEGMENTED}"),
+        pytest.param(1, "", marks=slow),
+        pytest.param(2, CP2, marks=slow),
+        pytest.param(4, "--context-parallel-size 4", marks=slow),
+    ],
+)
+def test_documents_do_not_see_each_other_axolotl_3608(
+    tmp_path: Path, ranks: int, flags: str
+) -> None:
+    """Losses of a document are those that it has alone, whatever its neighbours hold.
+
+    Documents of one token, and half of a chunk, do not make gradients huge, as padded ones did in
+    TransformerEngine#2186.
+    """
+    common = (*BURST, "--mock-data", "--dataloader-inter-document-masking", *flags.split())
+    text = run_module("tests.training.losses_of_documents", tmp_path, ranks, *common)
+    words = (line.split() for line in text.splitlines())
+    found = {name: float(value) for name, value in (w for w in words if len(w) == 2) if _is(name)}
+    print(found)
+    assert found["leak"] == 0.0
+    assert found["effect"] > 1e-4
+    assert found["alone"] < 1e-5
+    assert found["together"] > 1e-6
+    assert found["gradient"] < 100
+
+
+def _is(name: str) -> bool:
+    return name in ("leak", "effect", "alone", "together", "gradient")
