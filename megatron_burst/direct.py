@@ -7,7 +7,7 @@ start. Gradients go straight home. A rank's own tile is computed in part first a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_burst.layout import Interval
 from megatron_burst.plan import Channel, Hop, Item, Kind, Plan, Tile, assemble
@@ -99,9 +99,7 @@ class Direct:
         """Say which part of what travels the tile reads."""
         rows = self._rows(tile)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
-        if self.travels is Kind.KV:
-            return replace(tile, key_part=part)
-        return replace(tile, query_part=part)
+        return tile.reading(self.travels, part)
 
 
 def joined(intervals: Sequence[Interval]) -> list[Interval]:

@@ -143,6 +143,8 @@ class Mask:
     window: int | None = None
     documents: tuple[int, ...] | None = field(default=None, repr=False)
     block_table: BlockTable | None = None
+    query_stop: int | None = None
+    """Queries at this position and later see nothing: their results are known already."""
 
     @classmethod
     def causal(
@@ -204,6 +206,8 @@ class Mask:
             parts.append(f"{len(self.documents) - 1} documents ({_digest(self.documents)})")
         if self.block_table is not None:
             parts.append(f"{self.block_table.blocks} blocks ({self.block_table.digest})")
+        if self.query_stop is not None:
+            parts.append(f"queries before {self.query_stop}")
         return ", ".join(parts)
 
     def check_length(self, tokens: int) -> None:
@@ -221,7 +225,7 @@ class Mask:
     @property
     def is_sparse(self) -> bool:
         """Whether something but causality hides keys."""
-        return (self.window, self.documents, self.block_table) != (None, None, None)
+        return (self.window, self.documents, self.block_table, self.query_stop) != (None,) * 4
 
     def cuts(self, tokens: int) -> list[int]:
         """Return the positions at which documents and blocks begin, in order, 0 left out."""
@@ -229,6 +233,8 @@ class Mask:
         if self.block_table is not None:
             size = tokens // self.block_table.blocks
             cuts |= set(range(size, tokens, size))
+        if self.query_stop is not None:
+            cuts.add(self.query_stop)
         return sorted(cuts)
 
     def overview(self, queries: Bounds, keys: Bounds, tokens: int) -> NDArray[np.int8]:
@@ -253,6 +259,8 @@ class Mask:
         if self.block_table is not None:
             size = tokens // self.block_table.blocks
             never |= ~self.block_table.array[first // size, key_first // size]
+        if self.query_stop is not None:
+            never |= first >= self.query_stop
         return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
 
     def relation(self, query: range, key: range) -> tuple[Interval, Interval, Relation] | None:

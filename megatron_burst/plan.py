@@ -7,7 +7,7 @@ it is posted, the step at whose end it has landed, and the buffer it lands in.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -128,6 +128,12 @@ class Tile:
             Item(Kind.D_QUERY, self.query_owner, self.query_part),
             Item(Kind.D_KV, self.key_owner, self.key_part),
         )
+
+    def reading(self, kind: Kind, part: Interval) -> "Tile":
+        """Return the tile that reads its KV or QUERY block from this part of the owner's rows."""
+        if kind is Kind.KV:
+            return replace(self, key_part=part)
+        return replace(self, query_part=part)
 
     @property
     def query_slice(self) -> Interval:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_burst.config import GradientReturn
+from megatron_burst.layout import Interval
 from megatron_burst.plan import Channel, Hop, Item, Kind, Plan, Tile, assemble
 from megatron_burst.tiles import Tiling, thirds
 from megatron_burst.topology import Grid
@@ -29,7 +30,8 @@ class Ring:
     """What the plans of all ranks have in common.
 
     Nothing travels that nobody further on needs: a block stops after the last rank with a tile for
-    it, and a gradient starts at the first rank that has something to add.
+    it, and a gradient starts at the first rank that has something to add. Rows at its ends that no
+    other rank needs stay at home.
     """
 
     tiling: Tiling
@@ -80,12 +82,30 @@ class Ring:
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         """What `rank` computes with the block of `owner`."""
-        pair = (rank, owner) if self.travels is Kind.KV else (owner, rank)
-        return self.tiling(*pair)
+        tiles = self._shared(rank, owner)
+        if rank == owner or (part := self._part(owner)) is None:
+            return tiles
+        return tuple(tile.reading(self.travels, part) for tile in tiles)
+
+    def _shared(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        return self.tiling(*((rank, owner) if self.travels is Kind.KV else (owner, rank)))
+
+    def _part(self, owner: int) -> Interval | None:
+        """The rows from the first to the last that another rank needs of a block; None for all."""
+        needed = [
+            tile.key_rows if self.travels is Kind.KV else tile.query_rows
+            for rank in self._owners
+            if rank != owner
+            for tile in self._shared(rank, owner)
+        ]
+        if not needed:
+            return None
+        part = Interval(min(rows.start for rows in needed), max(rows.stop for rows in needed))
+        return None if part.length == self.tiling.local_tokens else part
 
     def _users(self, owner: int) -> set[int]:
         """The ranks beside the owner that compute with its block."""
-        return {rank for rank in self._owners if rank != owner and self._tiles(rank, owner)}
+        return {rank for rank in self._owners if rank != owner and self._shared(rank, owner)}
 
     def _tiles_by_step(self, rank: int) -> dict[int, Sequence[Tile]]:
         visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
@@ -110,7 +130,7 @@ class Ring:
 
     def _reads(self, owner: int) -> _Hops:
         """The block's way: along its owner's column from node to node, and around each node."""
-        grid, item = self.grid, Item(self.travels, owner)
+        grid, item = self.grid, Item(self.travels, owner, self._part(owner))
         node, local = grid.place(owner)
         length = grid.ranks_per_node
         for p in range(grid.nodes):
@@ -123,7 +143,7 @@ class Ring:
 
     def _chain(self, owner: int) -> _Hops:
         """The gradient's way if every rank adds to what came before."""
-        grid, item = self.grid, Item(self.travels.gradient, owner)
+        grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
         node, local = grid.place(owner)
         length, end = grid.ranks_per_node, grid.ranks + self._delay
         for p in range(grid.nodes):
@@ -146,7 +166,7 @@ class Ring:
 
     def _straight_home(self, owner: int) -> _Hops:
         """The gradient's way if each partial is sent as soon as it is there, summed once a node."""
-        grid, item = self.grid, Item(self.travels.gradient, owner)
+        grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
         node, local = grid.place(owner)
         length = grid.ranks_per_node
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass

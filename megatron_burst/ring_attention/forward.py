@@ -46,7 +46,8 @@ def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tu
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:
     """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
-    parts = {send.item for send in plan.sends if send.item.part and not send.item.kind.is_gradient}
+    items = {send.item for send in plan.sends if not send.item.kind.is_gradient}
+    parts = [item for item in items if item.owner == plan.rank and item.part]
     return {
         item: tuple(t.contiguous() for t in rows_of(blocks[item._replace(part=None)], item.part))
         for item in parts
