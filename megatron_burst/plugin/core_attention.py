@@ -189,6 +189,8 @@ class BurstCoreAttention(MegatronModule):
                 ),
             }.items()
         )
+        if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         sent = self._context.bytes_sent
         out = ring_attention(

@@ -170,8 +170,9 @@ def refusals(settings: Any) -> list[str]:
     reasons = _beyond(LIMITS, settings)
     if window := _window_refusal(getattr(settings, "window_size", None)):
         reasons.append(window)
-    if getattr(settings, "dataloader_inter_document_masking", False):
-        reasons += _document_refusals(settings)
+    packed = getattr(settings, "dataloader_inter_document_masking", False)
+    if packed and (documents := _document_refusal(settings)):
+        reasons.append(documents)
     backend = getattr(settings, "attention_backend", None)
     name = getattr(backend, "name", backend)
     if name not in (None, "auto"):
@@ -196,15 +197,8 @@ def _window_refusal(window: Any) -> str | None:
     return None
 
 
-def _document_refusals(args: Any) -> list[str]:
-    """What of Megatron cannot go with documents that are not cut out of the sequence."""
-    reasons = []
-    if args.multi_latent_attention:
-        reasons.append(
-            "dataloader_inter_document_masking = True: Megatron's MLA makes tensors of packed "
-            "sequences that its rotary embedding then takes for others: drop one of "
-            "--dataloader-inter-document-masking and --multi-latent-attention"
-        )
+def _document_refusal(args: Any) -> str | None:
+    """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
@@ -214,12 +208,12 @@ def _document_refusals(args: Any) -> list[str]:
         and args.micro_batch_size != 1
         and ranks > 1
     ):
-        reasons.append(
+        return (
             "dataloader_inter_document_masking = True: the samples of a micro-batch are one "
             f"sequence over {ranks} ranks, which cannot tell them apart for seq_aux_loss: "
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
-    return reasons
+    return None
 
 
 def lm_head_refusals(settings: Any) -> list[str]:

@@ -47,11 +47,17 @@ class RotaryAtPositions(torch.nn.Module):
     Megatron asks for the length of the sequence and gives the answer back to `forward`. Here the
     answer is a `WholeSequence`, so that nothing has to be remembered from one call to the other,
     and a layer that is computed again gets the rows that it had.
+
+    Args:
+        rotary: what it stands in for.
+        positions: those of this rank's rows.
+        in_layer: it belongs to a layer, MLA, which drops the batch dimension where there are
+            documents.
     """
 
-    def __init__(self, rotary: Any, positions: Positions) -> None:
+    def __init__(self, rotary: Any, positions: Positions, *, in_layer: bool = False) -> None:
         super().__init__()
-        self.rotary, self._positions = rotary, positions
+        self.rotary, self._positions, self._in_layer = rotary, positions, in_layer
 
     def get_rotary_seq_len(
         self,
@@ -78,11 +84,8 @@ class RotaryAtPositions(torch.nn.Module):
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
         positions = self._positions.of(sequence)
         table = self.rotary.get_emb(int(positions.max()) + 1)
-        if isinstance(table, tuple):
-            table, scale = table
-            return _rows(table, positions), scale
-        return _rows(table, positions)
-
-
-def _rows(table: Tensor, positions: Tensor) -> Tensor:
-    return table.index_select(0, positions.to(table.device))
+        table, *scale = table if isinstance(table, tuple) else (table,)
+        rows = table.index_select(0, positions.to(table.device))
+        if self._in_layer and sequence.bounds is not None:
+            rows = rows.squeeze(1)
+        return (rows, *scale) if scale else rows

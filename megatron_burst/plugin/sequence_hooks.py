@@ -68,12 +68,13 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
                 "--position-embedding-type mrope cannot follow documents or another layout"
             )
         if isinstance(rotary, RotaryEmbedding):
-            if not isinstance(module, GPTModel) and module.config.apply_rope_fusion:
+            in_layer = not isinstance(module, GPTModel)
+            if in_layer and module.config.apply_rope_fusion:
                 raise ValueError(
                     "fused rotary embeddings of MLA cannot follow documents or another layout: "
                     "pass --no-rope-fusion"
                 )
-            module.rotary_pos_emb = RotaryAtPositions(rotary, positions)
+            module.rotary_pos_emb = RotaryAtPositions(rotary, positions, in_layer=in_layer)
 
 
 class _StageHooks:

@@ -5,8 +5,10 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron_burst import BurstConfig
@@ -232,6 +234,79 @@ def test_megatrons_context_parallelism_with_transformer_engine_is_left_alone(
     args = parse(parser, "--context-parallel-size 2 --cp-comm-type a2a")
     configure(args)
     assert args.cp_comm_type == ["a2a"]
+
+
+# Windows, documents, block masks and layouts.
+
+
+def saved_mask(tmp_path: Path, blocks: int) -> str:
+    file = tmp_path / "blocks.npy"
+    numpy.save(file, numpy.eye(blocks, dtype=bool))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--window-size 128,0",
+        "--window-size (128,0) --window-attn-skip-freq 4",
+        "--window-size=-1,-1",
+        "--dataloader-inter-document-masking",
+        "--burst-layout segmented-zigzag --context-parallel-size 4",
+        "--burst-layout segmented-zigzag --burst-segments 4 --context-parallel-size 4",
+    ],
+)
+def test_masks_and_layouts_that_pass(parser: argparse.ArgumentParser, line: str) -> None:
+    configure(parse(parser, BURST + line))
+
+
+def test_a_block_mask_is_read_and_must_divide_the_sequence(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    configure(parse(parser, BURST + f"--burst-block-mask {saved_mask(tmp_path, 8)}"))
+    text = refusal(parser, BURST + f"--burst-block-mask {saved_mask(tmp_path, 7)}")
+    assert "32 tokens do not divide into the block mask's 7 blocks" in text
+    assert "--seq-length or --burst-block-mask" in text
+    assert "cannot be read" in refusal(parser, BURST + f"--burst-block-mask {tmp_path}/no.npy")
+    text = refusal(parser, f"--burst-block-mask {saved_mask(tmp_path, 8)}")
+    assert "has no effect under --context-parallel-algo megatron" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--seq-length 36", "divisible by 2 x 4 ranks = 8, got 36 tokens"),
+        (
+            "--seq-length 40 --burst-layout segmented-zigzag",
+            "2 segments, each divisible by 2 x 4 ranks = 8, got 20 tokens",
+        ),
+        (
+            "--seq-length 64 --burst-layout segmented-zigzag --burst-segments 3",
+            "64 tokens do not divide into 3 segments; change --seq-length or --burst-segments",
+        ),
+    ],
+)
+def test_lengths_are_refused_not_floored_TE_1930(
+    parser: argparse.ArgumentParser, line: str, message: str
+) -> None:
+    assert message in refusal(parser, f"{BURST} --context-parallel-size 4 {line}")
+
+
+@pytest.mark.parametrize("size", [(128, 128), (-2, 0), (1,)])
+def test_windows_that_are_refused(parser: argparse.ArgumentParser, size: tuple[int, ...]) -> None:
+    text = refusal(parser, BURST + f"--window-size={','.join(map(str, size))}")
+    assert f"window_size = {size}: " in text and "pass --window-size" in text
+
+
+def test_samples_that_experts_could_not_tell_apart_are_refused(
+    parser: argparse.ArgumentParser,
+) -> None:
+    line = BURST + "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
+    line += "--dataloader-inter-document-masking --micro-batch-size 2 "
+    text = refusal(parser, line + "--context-parallel-size 2")
+    assert "over 2 ranks" in text and "pass --micro-batch-size 1 instead of 2" in text
+    for passes in ("", "--context-parallel-size 2 --micro-batch-size 1"):
+        configure(parse(parser, line + passes))
 
 
 # What of Megatron our attention cannot honour.

@@ -153,6 +153,17 @@ def test_rotary_rows_within_documents_belong_to_the_call() -> None:
     assert torch.equal(ask(module, 8), table[positions])
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+def test_rotary_rows_of_mla_have_no_batch_dimension_where_there_are_documents(kind: str) -> None:
+    """As its tensors; with one they would be broadcast against each other, row by row."""
+    positions = Positions(Context(BurstConfig(), 2, 1))
+    module = RotaryAtPositions(rotary(kind), positions, in_layer=True)
+    found = [ask(module, 8, packed) for packed in (None, Documents(bounds=(0, 16)))]
+    plain, packed = (x[0] if kind == "yarn" else x for x in found)
+    assert plain.shape[:-1] == (8, 1, 1) and torch.equal(plain[:, 0], packed)
+
+
 def test_layers_share_positions() -> None:
     context = Context(BurstConfig(), 2, 0)
     positions = Positions(context)

@@ -25,7 +25,7 @@ def main() -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = GPTModelBuilder(config)
     (model,) = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
-    losses = Losses(model)
+    losses = Losses(model, groups.cp)
 
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, 256, (2, 1, 128), generator=generator)
@@ -53,15 +53,15 @@ def main() -> None:
 class Losses:
     """The losses of a whole sequence, of which each rank has the shard that Megatron gives it."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        self.model, self.group = model, group
 
     def __call__(self, tokens: Tensor, labels: Tensor, bounds: tuple[int, ...] | None) -> Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         from megatron_burst.layout import zigzag
 
-        layout, rank = zigzag(tokens.shape[1], dist.get_world_size()), dist.get_rank()
+        layout, rank = zigzag(tokens.shape[1], self.group.size()), self.group.rank()
         positions = torch.arange(tokens.shape[1])[None]
         packed = None
         if bounds is not None:
@@ -71,6 +71,6 @@ class Losses:
         mine = [layout.shard(x, rank, 1) for x in (tokens, positions, labels)]
         losses = self.model(*mine[:2], None, labels=mine[2], packed_seq_params=packed)
         shards = [torch.empty_like(losses) for _ in range(layout.ranks)]
-        dist.all_gather(shards, losses.detach())
+        dist.all_gather(shards, losses.detach(), group=self.group)
         shards[rank] = losses  # with its gradient
         return layout.unshard(shards, 1)

@@ -16,6 +16,10 @@ TOLERANCE = 1e-4
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm --rope-type"
+)
 PP2 = "--pipeline-model-parallel-size 2"
 SEGMENTED = "--burst-layout segmented-zigzag"
 WINDOW = "--window-size 15,0 --window-attn-skip-freq 2"
@@ -144,6 +148,10 @@ def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) ->
         pytest.param(1, "", marks=slow),
         pytest.param(2, CP2, marks=slow),
         pytest.param(4, "--context-parallel-size 4", marks=slow),
+        (2, f"{CP2} {MLA} rope"),
+        pytest.param(2, f"{CP2} {SEGMENTED} {MLA} yarn", marks=slow),
+        pytest.param(4, f"{CP2} {TP2} {SEGMENTED} {MLA} rope", marks=slow),
+        pytest.param(2, f"{CP2} {SEGMENTED} --position-embedding-type yarn", marks=slow),
     ],
 )
 def test_documents_do_not_see_each_other_axolotl_3608(
