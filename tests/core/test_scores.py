@@ -198,7 +198,7 @@ def test_te_3528_an_lse_of_minus_inf_does_not_poison_the_backward(
     wanted = torch.where(rows, floor[:, None].double(), expected.lse)
     torch.testing.assert_close(lse.double(), wanted, rtol=1e-6, atol=1e-6)
     assert not out.masked_select(blind).any()
-    if sink is not None:  # the stand-in is blind in its forward alone, and no lse tells its backward
+    if sink is not None:  # the stand-in is blind in its forward alone; no lse tells its backward
         assert oracle.relative_error(sink_gradient(dout, out, lse, sink), expected.dsink) < 3e-6
     else:
         for found, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
@@ -222,6 +222,18 @@ def test_a_sink_of_minus_inf_is_none() -> None:
     sink = torch.full((4,), -math.inf, requires_grad=True)
     for found, expected in zip(attend(sink), attend(None), strict=True):
         torch.testing.assert_close(found, expected)
+    assert sink.grad is not None and not sink.grad.any()
+
+
+def test_a_row_that_sees_nothing_not_even_a_sink() -> None:
+    context = BurstContext.create(BurstConfig())
+    x, sink = torch.ones(1, 4, 2, 6, requires_grad=True), torch.tensor([-math.inf, 0.5])
+    sink.requires_grad_()
+    mask = NOTHING.mask
+    out, lse = ring_attention(x, x, x, context, mask=mask, sink=sink, return_lse=True)
+    out.backward(torch.ones_like(out))
+    assert not out.any() and lse[:, 0].isneginf().all() and (lse[:, 1] == 0.5).all()
+    assert x.grad is not None and not x.grad.any()
     assert sink.grad is not None and not sink.grad.any()
 
 
