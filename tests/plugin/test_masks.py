@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from tests import oracle
+from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
@@ -144,6 +145,24 @@ def test_a_file_that_holds_no_block_mask(tmp_path: Path, content: Any, message: 
         numpy.save(file, content)
     with pytest.raises(ValueError, match=f"--burst-block-mask {file} .*{message}"):
         load_block_mask(str(file))
+
+
+def _compare(team: Team, directory: str, files: int) -> str:
+    pool = ContextPool(BurstConfig(block_mask=f"{directory}/{team.rank % files}.npy"))
+    try:
+        pool._compare_block_masks()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_of_the_job_has_the_same_block_mask(workers: WorkerPool, tmp_path: Path) -> None:
+    """The configuration of a context-parallel group names the same file, which may differ."""
+    for number, table in enumerate((TABLE, ~TABLE)):
+        numpy.save(tmp_path / f"{number}.npy", table.numpy())
+    assert set(workers.run(8, _compare, str(tmp_path), 1)) == {""}
+    for text in workers.run(8, _compare, str(tmp_path), 2):
+        assert "disagree on the contents of --burst-block-mask" in text
 
 
 # From Megatron's boundaries to ours.
