@@ -43,6 +43,12 @@ def test_a_grid_has_the_channels_that_its_rings_use(
     assert channels_of(grid) == channels
 
 
+def test_the_all_to_all_has_the_channel_of_reads_within_the_node() -> None:
+    assert channels_of(flat_grid(1), 4) == (Channel.READ_WITHIN,)
+    assert channels_of(Grid(((0,), (1,))), 2) == (Channel.READ_WITHIN, *BETWEEN)
+    assert channels_of(flat_grid(2), 2) == WITHIN
+
+
 def new_groups(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """This rank's of the groups; all ranks of the job make all."""
     made = [dist.new_group(ranks) for ranks in lists]

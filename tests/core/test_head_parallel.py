@@ -10,15 +10,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst import BurstConfig, ring_attention
+from megatron_burst import BurstConfig, BurstContext, ring_attention
 from megatron_burst.cost import Shape, bytes_sent
 from megatron_burst.head_parallel import HeadGroups, head_groups, kv_head_copies
 from megatron_burst.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plan import Channel
 from megatron_burst.planning import choose, make_layout
 from megatron_burst.tiles import Tiling
 from megatron_burst.topology import Grid, choose_grid
-from tests.core.cases import FLOAT32_TOLERANCE, Case, logged, run_cases
+from tests.core.cases import (
+    FLOAT32_TOLERANCE,
+    Case,
+    MakeContext,
+    answer,
+    errors,
+    logged,
+    put_together,
+    run_cases,
+)
 from tests.core.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.core.test_groups import new_groups
 from tests.oracle import relative_error
 from tests.workers import Team, WorkerPool
 
@@ -143,11 +154,11 @@ def heads_for(size: int, turn: int) -> tuple[int, int]:
 
 
 def check(cases: Sequence[Case], ranks: int, workers: WorkerPool) -> None:
-    for case, answer in zip(cases, run_cases(workers, ranks, cases), strict=True):
+    for case, reply in zip(cases, run_cases(workers, ranks, cases), strict=True):
         expected = case.expected(ranks)
         least = max(expected.dv.norm().item(), 1e-300)
         found = {
-            name: relative_error(getattr(answer.found, name), x, at_least=least)
+            name: relative_error(getattr(reply.found, name), x, at_least=least)
             for name, x in expected._asdict().items()
         }
         assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
@@ -184,7 +195,12 @@ def test_every_layout_and_backward(
 ) -> None:
     place = {"ranks_per_node": per_node, "head_parallel_size": size}
     cases = [
-        Case(config={"layout": layout, **config, **place}, chunk=2, heads=heads_for(size, turn))
+        Case(
+            config={"layout": layout, **config, **place},
+            chunk=2,
+            heads=heads_for(size, turn),
+            has_sink=turn % 2 == 0,
+        )
         for turn, (layout, config) in enumerate(itertools.product(LAYOUT_NAMES, RINGS))
     ]
     check(cases, ranks, workers)
@@ -219,6 +235,8 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
     ring=st.sampled_from(RINGS),
     layout=st.sampled_from(LAYOUT_NAMES),
     double=st.booleans(),
+    value_dim=st.sampled_from([6, 4, 8]),
+    has_sink=st.booleans(),
     data=st.data(),
 )
 def test_any_hybrid(
@@ -230,6 +248,8 @@ def test_any_hybrid(
     ring: dict[str, Any],
     layout: str,
     double: bool,
+    value_dim: int,
+    has_sink: bool,
     data: st.DataObject,
 ) -> None:
     ranks, size = place
@@ -240,7 +260,43 @@ def test_any_hybrid(
         nodes = {}
     config = {**ring, **nodes, "layout": layout, "head_parallel_size": size}
     heads = (size * group, kv_heads)
-    check([Case(config=config, chunk=2 * chunk, masking=masking, heads=heads)], ranks, workers)
+    case = Case(
+        config=config,
+        chunk=2 * chunk,
+        masking=masking,
+        heads=heads,
+        value_dim=value_dim,
+        has_sink=has_sink,
+    )
+    check([case], ranks, workers)
+
+
+def across_tensor_parallelism(_: Team, config: BurstConfig) -> BurstContext:
+    """The even ranks of the job, and the odd ones."""
+    return BurstContext.create(config, new_groups([range(t, 8, 2) for t in range(2)]))
+
+
+def in_megatrons_groups(_: Team, config: BurstConfig) -> BurstContext:
+    """The same with the process groups of a hierarchy of 2 x 2, which are adopted."""
+    group = new_groups([range(t, 8, 2) for t in range(2)])
+    within = new_groups([(t, t + 2) for t in (0, 1, 4, 5)])
+    between = new_groups([(t, t + 4) for t in range(4)])
+    context = BurstContext.create(config, group, hierarchy=(within, between))
+    channels = context.communicator._channels
+    assert channels[Channel.READ_WITHIN] is within and channels[Channel.READ_BETWEEN] is between
+    assert Channel.GRADIENT_WITHIN not in channels
+    return context
+
+
+@pytest.mark.parametrize("make_context", [across_tensor_parallelism, in_megatrons_groups])
+def test_groups_of_the_job(workers: WorkerPool, make_context: MakeContext) -> None:
+    per_node = {} if make_context is in_megatrons_groups else {"ranks_per_node": 4}
+    config = {"head_parallel_size": 2, **per_node}
+    cases = [Case(config={**config, "backward": way}, heads=(4, 2)) for way in ("kv", "query")]
+    replies = workers.run(range(8), answer, cases, "cpu", make_context)
+    for half in (replies[0::2], replies[1::2]):
+        for case, whole in zip(cases, put_together(cases, half), strict=True):
+            assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
 
 
 # Bytes
@@ -274,8 +330,6 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
 
 
 def first_line(team: Team) -> list[str]:
-    from tests.core.cases import answer
-
     with logged() as lines:
         answer(team, [Case(config={"head_parallel_size": 2}, chunk=8, heads=(4, 2), dim=8)])
     return [line for line in lines if "FLOPs" in line]

@@ -55,6 +55,7 @@ def trained(
     return train_once
 
 
+SLOW = {"hybrid in Megatron's groups", "MLA, query backward", "learnable sinks, hybrid"}
 CASES = {
     "hybrid of 2 x a ring of 2": ("", 4, f"{CP4} {HYBRID}"),
     "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),
@@ -72,7 +73,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+)
 def test_losses_and_gradient_norms_equal_those_of_one_rank(
     trained: Callable[..., Log], case: str
 ) -> None:
