@@ -5,9 +5,13 @@
 
 Counted is what the plans of all ranks send for one attention layer; beside it stands the closed
 formula, worked out without a plan. Ends with status 1 where the two differ.
+
+With --head-parallel-size U the rings are those of P/U ranks that hold U times the tokens and 1/U of
+the heads, and every rank also sends what the all-to-all over the heads takes.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from rich.table import Table
 
 from megatron_burst.config import GradDtype, GradientReturn, Topology
 from megatron_burst.cost import Shape, Traffic, traffic
+from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.layout import zigzag
 from megatron_burst.mask import Mask
 from megatron_burst.plan import Hop, Kind
@@ -30,6 +35,7 @@ from megatron_burst.topology import choose_grid
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
+ALLGATHER = "allgather"
 PLACES = ("a rank sends", "busiest card", "busiest node")
 # Of one rank's tokens: the blocks, their gradients, and all that ulysses exchanges.
 ITEMS = {
@@ -44,16 +50,17 @@ _ITEMS_OF_RING = {Kind.KV: ("KV", "dKV"), Kind.QUERY: ("Q", "dQ")}
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A cluster of equal nodes, and the attention of one layer."""
+    """A cluster of equal nodes, and the attention of one layer, as one of its rings has them."""
 
     nodes: int
     ranks_per_node: int
     shape: Shape
     mask: Mask
+    head_parallel_size: int = 1  # how many rings there are, each of other heads
 
     @property
     def ranks(self) -> int:
-        """P, the context-parallel size."""
+        """P, the ranks of a ring: of all without head parallelism."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -73,6 +80,7 @@ class Setting:
             "P": self.ranks,
             "M": self.nodes,
             "L": self.ranks_per_node,
+            "U": self.head_parallel_size,
             "n": self.shape.tokens,
             "Hq": self.shape.query_heads,
             "Hkv": self.shape.kv_heads,
@@ -120,7 +128,7 @@ def forward_rows(setting: Setting) -> list[Row]:
         _Case("burst flat", True, Topology.FLAT, Kind.KV),
         _Case("burst double", True, Topology.DOUBLE, Kind.KV),
         _Case(f"burst auto: {_auto_shape(setting)}", True, Topology.AUTO, Kind.KV),
-        _Case("allgather", False, Topology.FLAT, Kind.KV),
+        _Case(ALLGATHER, False, Topology.FLAT, Kind.KV),
     ]
     return [*(_ring_row(setting, case, None) for case in cases), _ulysses_row(setting)]
 
@@ -133,7 +141,7 @@ def backward_rows(setting: Setting) -> list[Row]:
         _Case("burst query flat", True, Topology.FLAT, Kind.QUERY),
         _Case("burst query double", True, Topology.DOUBLE, Kind.QUERY),
         _Case("burst kv double", True, Topology.DOUBLE, Kind.KV),
-        _Case("allgather", False, Topology.FLAT, Kind.KV),
+        _Case(ALLGATHER, False, Topology.FLAT, Kind.KV),
     ]
     rows = [_ring_row(setting, case, returns) for case in cases for returns in RETURNS]
     for returns in RETURNS:
@@ -156,19 +164,41 @@ def differences(setting: Setting, rows: Sequence[Row]) -> list[str]:
 
 def _ring_row(setting: Setting, case: _Case, returns: GradientReturn | None) -> Row:
     """Count one ring's forward, or with `returns` its backward."""
-    counted = _ring_traffic(setting, case.topology, case.travels, returns)
+    if case.name == ALLGATHER and setting.head_parallel_size > 1:
+        return Row(case.name, why_not="no head parallelism with it")
+    counted = _with_exchange(setting, _ring_traffic(setting, case.topology, case.travels, returns))
     double = case.topology is not Topology.FLAT
     block, gradient = _ITEMS_OF_RING[case.travels]
     reads = _hops(setting, double, None)
     if returns is None:
-        return Row(case.name, "", counted, tuple(_sum((count, block)) for count in reads))
-    formulas = tuple(
+        formulas = [_sum((count, block)) for count in reads]
+        return Row(case.name, "", counted, _and_exchange(setting, formulas))
+    formulas = [
         _sum((a, block), (b, gradient))
         for a, b in zip(reads, _hops(setting, double, returns), strict=True)
-    )
+    ]
     straight = case.burst and (double or setting.nodes == 1)
     default = GradientReturn.HOME if straight else GradientReturn.CHAIN
-    return Row(case.name, f"{returns} *" if returns is default else returns, counted, formulas)
+    return Row(
+        case.name,
+        f"{returns} *" if returns is default else returns,
+        counted,
+        _and_exchange(setting, formulas),
+    )
+
+
+def _with_exchange(setting: Setting, ring: Traffic) -> Traffic:
+    """Add the all-to-all, which stays in the node, and the rings of the other heads."""
+    size = setting.head_parallel_size
+    return Traffic(ring.rank + setting.shape.exchange_bytes(size), ring.card, ring.node * size)
+
+
+def _and_exchange(setting: Setting, formulas: Sequence[str]) -> tuple[str, ...]:
+    """Write down what `_with_exchange` counts."""
+    if setting.head_parallel_size == 1:
+        return tuple(formulas)
+    rank, card, node = formulas
+    return f"{rank} + (U-1)*H//U", card, node if node == "0" else f"U*({node})"
 
 
 def _ring_traffic(
@@ -207,11 +237,15 @@ def _auto_kind(setting: Setting, returns: GradientReturn) -> Kind:
 
 def _ulysses_row(setting: Setting) -> Row:
     """Count an all-to-all of q, k, v and out, or of their gradients: the same bytes."""
+    if setting.head_parallel_size > 1:
+        return Row("ulysses", why_not="is --head-parallel-size P: count it without that option")
     shape, ranks = setting.shape, setting.ranks
-    heads = (shape.query_heads, shape.kv_heads)
-    if any(count % ranks for count in heads):
-        why_not = f"{heads[0]} query and {heads[1]} kv heads do not both divide by {ranks} ranks"
-        return Row("ulysses", why_not=why_not)
+    try:
+        copies = kv_head_copies(shape.query_heads, shape.kv_heads, ranks)
+    except ValueError:
+        given = f"{shape.query_heads} query and {shape.kv_heads} kv heads"
+        return Row("ulysses", why_not=f"{given} cannot be shared out evenly over {ranks} ranks")
+    heads = (shape.query_heads, shape.kv_heads * copies)
     dims = (shape.head_dim, shape.value_head_dim)
     row_bytes = sum(count // ranks * dim * shape.element_bytes for count in heads for dim in dims)
     hops = [
@@ -220,7 +254,8 @@ def _ulysses_row(setting: Setting) -> Row:
         for send in exchange_plan(rank, ranks).sends
     ]
     counted = traffic(hops, {Kind.HEADS: shape.tokens * row_bytes}, setting.placement)
-    formulas = tuple(f"{count}*H//P" for count in ("(P-1)", "(P-L)", "L*(P-L)"))
+    held = "H" if copies == 1 else "n*(Hq+P)*(dk+dv)*e"  # a copy of a kv head for every rank
+    formulas = tuple(f"{count}*{held}//P" for count in ("(P-1)", "(P-L)", "L*(P-L)"))
     return Row("ulysses", "", counted, formulas)
 
 
@@ -273,7 +308,10 @@ def _legend(setting: Setting) -> str:
     values = setting.symbols
     lines = ["One attention layer; n: batch x tokens of a rank."]
     lines += ["Busiest card: a network card for every rank; busiest node: one for all its ranks."]
-    lines += [", ".join(f"{name} = {values[name]:,}" for name in values if name not in ITEMS)]
+    if setting.head_parallel_size > 1:
+        lines += ["All of a ring, one of U: its ranks P and L a node, their tokens n and heads."]
+    hidden = {*ITEMS} if setting.head_parallel_size > 1 else {*ITEMS, "U"}
+    lines += [", ".join(f"{name} = {values[name]:,}" for name in values if name not in hidden)]
     lines += [f"{name} = {_pretty(text)} = {values[name]:,}" for name, text in ITEMS.items()]
     return "\n".join(lines)
 
@@ -292,6 +330,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--value-head-dim", type=_positive, help="default: that of --head-dim")
     parser.add_argument("--nodes", type=_positive, default=1, metavar="M", help="default: 1")
     parser.add_argument("--ranks-per-node", type=_positive, required=True, metavar="L")
+    parser.add_argument(
+        "--head-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="U",
+        help="over how many ranks of a node the heads are spread (default: 1)",
+    )
     parser.add_argument("--batch", type=_positive, default=1, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     parser.add_argument(
@@ -327,7 +372,28 @@ def _setting(args: argparse.Namespace) -> Setting:
         gradient_bytes=4 if args.grad_dtype == GradDtype.FLOAT32 else element,
     )
     mask = Mask.causal() if args.mask == "causal" else Mask.full()
-    return Setting(nodes=args.nodes, ranks_per_node=args.ranks_per_node, shape=shape, mask=mask)
+    setting = Setting(nodes=args.nodes, ranks_per_node=args.ranks_per_node, shape=shape, mask=mask)
+    return of_a_ring(setting, args.head_parallel_size)
+
+
+def of_a_ring(setting: Setting, size: int) -> Setting:
+    """Return the setting of one of the rings if the heads are spread over `size` ranks."""
+    shape = setting.shape
+    if setting.ranks_per_node % size:
+        raise ValueError(
+            f"--head-parallel-size {size} does not divide --ranks-per-node {setting.ranks_per_node}"
+        )
+    copies = kv_head_copies(shape.query_heads, shape.kv_heads, size)
+    heads = shape.query_heads // size, shape.kv_heads * copies // size
+    shape = dataclasses.replace(
+        shape, tokens=shape.tokens * size, query_heads=heads[0], kv_heads=heads[1]
+    )
+    return dataclasses.replace(
+        setting,
+        ranks_per_node=setting.ranks_per_node // size,
+        shape=shape,
+        head_parallel_size=size,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,6 +50,27 @@ def test_what_plans_send_is_what_the_formulas_say(
     assert len(forward) == 7 and len(backward) == 15
 
 
+@pytest.mark.parametrize(("nodes", "length", "size"), [(1, 4, 2), (2, 2, 2), (2, 8, 4), (3, 4, 2)])
+@pytest.mark.parametrize("kv_heads", [24, 2, 1])
+def test_a_hybrid_sends_what_its_rings_and_its_all_to_all_send(
+    nodes: int, length: int, size: int, kv_heads: int
+) -> None:
+    whole = shape(kv_heads=kv_heads)
+    here = command.of_a_ring(setting(nodes, length, whole), size)
+    copied = max(kv_heads, size)
+    assert here.ranks == nodes * length // size
+    assert here.shape == shape(24 // size, copied // size, tokens=12 * size)
+    forward, backward = command.forward_rows(here), command.backward_rows(here)
+    for rows in (forward, backward):
+        assert command.differences(here, rows) == []
+    (flat,) = (row.counted for row in forward if row.algorithm == "ring flat")
+    block, exchanged = 12 * copied * (5 + 3) * 2, 12 * (24 + copied) * (5 + 3) * 2
+    assert flat and flat.rank == (here.ranks - 1) * block + exchanged * (size - 1) // size
+    assert flat.node == ((here.ranks - 1) * block * size if nodes > 1 else 0)
+    refused = {row.algorithm for row in (*forward, *backward) if row.why_not}
+    assert refused == {"allgather", "ulysses"}
+
+
 def test_a_double_ring_loads_a_card_less_by_the_ranks_of_a_node() -> None:
     rows = {row.algorithm: row.counted for row in command.forward_rows(setting(2, 8, shape()))}
     kv = 12 * 24 * (5 + 3) * 2
@@ -163,6 +184,10 @@ def test_the_command_prints_every_algorithm(capsys: pytest.CaptureFixture[str]) 
         ("--tokens-per-rank 20 --kv-heads 2 --value-head-dim 7", "Hkv = 2, dk = 4, dv = 7"),
         ("--tokens-per-rank 20 --dtype float32 --grad-dtype model", "e = 4, g = 4"),
         ("--tokens-per-rank 20 --grad-dtype model --mask full", "e = 2, g = 2"),
+        (
+            "--tokens-per-rank 20 --head-parallel-size 3",
+            "P = 2, M = 2, L = 1, U = 3, n = 60, Hq = ",
+        ),
     ],
 )
 def test_the_options_change_the_symbols(
@@ -173,10 +198,17 @@ def test_the_options_change_the_symbols(
 
 
 def test_ulysses_says_why_it_cannot(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"--tokens-per-rank 20 --kv-heads 2 {SMALL}"
+    arguments = "--tokens-per-rank 20 --heads 4 --head-dim 4 --nodes 2 --ranks-per-node 3"
     assert command.main(arguments.split()) == 0
     printed = capsys.readouterr().out
-    assert printed.count("6 query and 2 kv heads do not both divide by 6 ranks") == 2
+    why = "4 query and 4 kv heads cannot be shared out evenly over 6 ranks"
+    assert printed.count(why) == 2
+
+
+def test_ulysses_gives_every_rank_a_kv_head() -> None:
+    rows = command.forward_rows(setting(2, 4, shape(kv_heads=2)))
+    counted = rows[-1].counted
+    assert counted and counted.rank == 12 * (24 + 8) * (5 + 3) * 2 * 7 // 8
 
 
 @pytest.mark.parametrize(
@@ -200,6 +232,10 @@ def test_a_formula_that_does_not_hold_ends_with_status_1(
         ("--seq-length 100", "divisible by 2 x 6 ranks = 12, got 100 tokens"),
         ("--tokens-per-rank 5", "divisible by 2 x 6 ranks = 12, got 30 tokens"),
         ("--seq-length 120 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
+        (
+            "--seq-length 120 --head-parallel-size 2",
+            "--head-parallel-size 2 does not divide --ranks-per-node 3",
+        ),
         ("--seq-length 120 --batch 0", "--batch: 0 is not positive"),
         ("--seq-length 120 --tokens-per-rank 5", "not allowed with"),
         ("", "one of the arguments --tokens-per-rank --seq-length is required"),
