@@ -272,6 +272,26 @@ def test_what_travels_is_not_padded(
         assert reply.backward.total() == bytes_sent(plans.backward, item_bytes, 12)
 
 
+def attend_deterministically(team: Team, case: Case) -> list[Tensor]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        (reply,) = answer(team, [case])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [*reply.results, reply.dsink]
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+def test_every_step_serves_deterministic_mode(workers: WorkerPool, backward: str) -> None:
+    # Where something has no deterministic way, torch raises an error.
+    config = {"backward": backward, "layout": "striped"}
+    masking = Masking(window=5, documents=(0, 9, 32))
+    case = Case(config=config, chunk=8, has_sink=True, value_dim=9, masking=masking)
+    first, second = (workers.run(2, attend_deterministically, case) for _ in range(2))
+    for one, two in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
 def test_the_log_says_when_heads_are_padded() -> None:
     context = BurstContext.create(BurstConfig())
     q, v = torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 8)
