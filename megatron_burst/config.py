@@ -65,6 +65,12 @@ class LmHeadLoss(StrEnum):
     CHUNKED = "chunked"
 
 
+def check_fraction(fraction: float) -> None:
+    """Raise a ValueError if the share that runs again is not within 0 and 1."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"--recompute-attention-fraction is within 0 and 1, got {fraction}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BurstConfig:
     """Settings of BurstAttention; the same names, without prefix, as the command-line flags.
@@ -131,6 +137,20 @@ class BurstConfig:
     one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves the
     node, for every part would cross; chain for the baselines."""
 
+    recompute_fraction: float | None = field(
+        default=None, metadata={"flag": "--recompute-attention-fraction"}
+    )
+    """Which share of the sequence, 0 to 1, attention computes again in layers that Megatron
+    recomputes; the results of the rest are kept (default: all of it again, as Megatron does). 0
+    repeats neither attention nor its messages, 0.5 a quarter of a causal sequence's work and half
+    of the messages. It is rounded to whole chunks; with --burst-layout segmented-zigzag the
+    sequence is cut there, so that every rank repeats as much."""
+
+    recompute_offload: bool = field(
+        default=False, metadata={"flag": "--recompute-attention-offload"}
+    )
+    """Keep those results in the host's pinned memory; for GPUs."""
+
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the
     peer and the tensor; on NCCL, how long none may get through. Under Megatron:
@@ -161,6 +181,12 @@ class BurstConfig:
             raise ValueError(
                 f"--burst-segments {self.segments} has no effect under --burst-layout "
                 f"{self.layout}; take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
+            )
+        if self.recompute_fraction is not None:
+            check_fraction(self.recompute_fraction)
+        elif self.recompute_offload:
+            raise ValueError(
+                "--recompute-attention-offload has no effect without --recompute-attention-fraction"
             )
         self._check_preset()
 
@@ -243,7 +269,7 @@ class Flag:
 
     field: str
     name: str
-    type: type[int] | type[str]  # what its value is read as
+    type: type[int] | type[float] | type[bool] | type[str]  # what its value is read as
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
     shown_default: str
@@ -257,7 +283,7 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         Flag(
             field=spec.name,
             name=_flag_name(spec),
-            type=int if spec.type in (int, int | None) else str,
+            type=_flag_type(spec),
             values=_values(spec),
             default=spec.default,
             shown_default=spec.metadata.get("shown", str(spec.default)),
@@ -266,6 +292,13 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         for spec in dataclasses.fields(config)
         if _flag_name(spec) is not None
     )
+
+
+def _flag_type(spec: dataclasses.Field[Any]) -> type[int] | type[float] | type[bool] | type[str]:
+    for kind in (bool, int, float):
+        if spec.type in (kind, kind | None):
+            return kind
+    return str
 
 
 def _flag_name(spec: dataclasses.Field[Any]) -> Any:

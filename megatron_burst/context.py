@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron_burst.layout import Layout
 from megatron_burst.mask import Mask
 from megatron_burst.plan import Plan
 from megatron_burst.planning import Choice, Plans, choose, make_layout, mib
+from megatron_burst.recompute import AttentionMemory, boundary, first_kept_row
 from megatron_burst.tiles import Tiling
 from megatron_burst.topology import Grid, choose_grid, flat_grid
 
@@ -38,6 +39,7 @@ class AttentionCall:
     communicator: Communicator
     gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
     soft_cap: float | None = None
+    first_kept_row: int = 0  # of a call with a memory: see `recompute`
 
 
 class BurstContext:
@@ -152,8 +154,11 @@ class BurstContext:
         mask: Mask,
         scale: float,
         soft_cap: float | None = None,
+        memory: AttentionMemory | None = None,
     ) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`."""
+        if memory is not None:
+            return self._prepare_with_memory(q, k, v, mask, scale, soft_cap, memory)
         shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
         shapes += "" if soft_cap is None else f", soft cap {soft_cap}"
         plans = self._plans.get(shapes)
@@ -170,6 +175,27 @@ class BurstContext:
         _, index = self.heads.place(self.rank)
         ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
         return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
+
+    def _prepare_with_memory(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None,
+        memory: AttentionMemory,
+    ) -> AttentionCall:
+        """Prepare one of two passes: the first is whole, the second's forward stops early."""
+        call = self.prepare(q, k, v, mask, scale, soft_cap)
+        tokens = q.shape[1] * self.grid.ranks
+        stop = boundary(self.layout(tokens), memory.fraction)
+        ring = self.heads.ring_layout(self.layout(tokens))
+        row = first_kept_row(ring, self.heads.place(self.rank)[0], stop)
+        if memory.kept is None or stop == tokens:
+            return replace(call, first_kept_row=row)
+        early = self.prepare(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
+        return replace(call, forward_plan=early.forward_plan, first_kept_row=row)
 
     def _remember(self, shapes: str, plans: Plans) -> None:
         """Keep the plans that were used last: with documents every batch has a mask of its own."""

@@ -66,7 +66,7 @@ class Traffic:
 
 
 def traffic(
-    hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 1
+    hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 0
 ) -> Traffic:
     """Count what these hops put on the links.
 
@@ -87,14 +87,16 @@ def traffic(
     return Traffic(max(sent), max(through_card), max(through_node.values()))
 
 
-def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 1) -> int:
+def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
     """Return the payload bytes that the plan's rank sends; see `traffic`."""
     return sum(_bytes(send.item, sizes, local_tokens) for send in plan.sends)
 
 
 def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
-    whole = sizes[item.kind]
-    return whole if item.part is None else whole * item.part.length // local_tokens
+    if item.part is None or item.kind is Kind.HEADS:
+        return sizes[item.kind]
+    assert local_tokens, f"{item} is a part, but of how many rows was not said"
+    return sizes[item.kind] * item.part.length // local_tokens
 
 
 def pairs_computed(plan: Plan) -> int:

@@ -127,6 +127,10 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
     Raises:
         ValueError: the sequence does not divide over the ranks.
     """
+    if config.layout is LayoutName.SEGMENTED_ZIGZAG and (fraction := config.recompute_fraction):
+        chunks = 2 * ranks
+        early = round(fraction * tokens / chunks) * chunks
+        return segmented_zigzag([n for n in (early, tokens - early) if n], ranks)
     if config.layout is LayoutName.SEGMENTED_ZIGZAG:
         if tokens % config.segments:
             raise ValueError(

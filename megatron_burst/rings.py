@@ -91,7 +91,13 @@ class Ring:
         return self.tiling(*((rank, owner) if self.travels is Kind.KV else (owner, rank)))
 
     def _part(self, owner: int) -> Interval | None:
-        """The rows from the first to the last that another rank needs of a block; None for all."""
+        """The rows from the first to the last that another rank needs of a block; None for all.
+
+        Without a mask beside causality all blocks are whole: a few rows less from the last chunk's
+        owner alone would not unload the busiest link.
+        """
+        if not self.tiling.mask.is_sparse:
+            return None
         needed = [
             tile.key_rows if self.travels is Kind.KV else tile.query_rows
             for rank in self._owners

@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 
+import torch
+
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
@@ -32,6 +34,9 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for flag in (*flags(), *flags(LmHeadConfig)):
         values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
         default = values[0] if flag.field == "algorithm" else flag.default
+        if flag.type is bool:
+            group.add_argument(flag.name, action="store_true", help=flag.help.replace("%", "%%"))
+            continue
         help_text = flag.help if default is None else f"{flag.help} (default: {default})"
         group.add_argument(
             flag.name,
@@ -111,6 +116,7 @@ def configure(args: argparse.Namespace) -> None:
             f"--cp-comm-type {' '.join(chosen)} contradicts --context-parallel-algo "
             f"{config.algorithm}; drop one of them"
         )
+    _check_recompute(args, config)
     if reasons := refusals(args):
         raise ValueError(
             f"--context-parallel-algo {config.algorithm} cannot run this:\n  "
@@ -131,6 +137,32 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
     zigzag(args.seq_length, args.context_parallel_size)
     make_layout(config, args.seq_length, args.context_parallel_size)
     Mask.causal(block_table=table).check_length(args.seq_length)
+
+
+def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
+    """Attention's results are kept only where Megatron would compute them again."""
+    if config.recompute_fraction is None:
+        return
+    given = f"--recompute-attention-fraction {config.recompute_fraction}"
+    selective = args.recompute_granularity == "selective" or args.recompute_activations
+    if args.recompute_granularity != "full" and not (
+        selective and "core_attn" in (args.recompute_modules or ["core_attn"])
+    ):
+        raise ValueError(
+            f"{given} has no effect where Megatron does not recompute attention: add "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+            "drop it"
+        )
+    if args.distribute_saved_activations:
+        raise ValueError(
+            f"{given} finds what it kept by the inputs that Megatron saves, which "
+            "--distribute-saved-activations replaces: drop one of them"
+        )
+    if config.recompute_offload and not torch.cuda.is_available():
+        raise ValueError(
+            "--recompute-attention-offload moves results from a GPU's memory to the host's, and "
+            "there is no GPU: drop it"
+        )
 
 
 def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:

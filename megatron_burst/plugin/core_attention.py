@@ -21,6 +21,7 @@ from megatron_burst.mask import BlockTable, Mask
 from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.documents import Documents
 from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.recompute import Checkpoints
 from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
 from megatron_burst.ring_attention import ring_attention
 
@@ -39,6 +40,10 @@ class ContextPool:
         self.config = config
         self.bytes_sent_in_evaluation = 0
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
+        fraction = config.recompute_fraction
+        self.checkpoints: Checkpoints | None = None
+        if fraction is not None and fraction < 1:
+            self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
         self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
@@ -192,6 +197,7 @@ class BurstCoreAttention(MegatronModule):
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
+        checkpoints = self._pool.checkpoints if self.training else None
         sent = self._context.bytes_sent
         out = ring_attention(
             q,
@@ -201,6 +207,7 @@ class BurstCoreAttention(MegatronModule):
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
+            memory=None if checkpoints is None else checkpoints.memory(self, query),
         )
         if not self.training:
             self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.context import AttentionCall, BurstContext
 from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.mask import Mask
+from megatron_burst.recompute import AttentionMemory
 from megatron_burst.ring_attention.backward import backward
 from megatron_burst.ring_attention.forward import forward
 from megatron_burst.ring_attention.head_exchange import HeadExchange
@@ -27,6 +28,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -42,6 +44,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -56,6 +59,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole sequence, each rank holding the tokens of its shard.
@@ -83,6 +87,9 @@ def ring_attention(
             is the part of the rank's own tokens; like that of any parameter it is summed or
             averaged over the group, which Megatron's all-reduce over CP x DP does. Zeros without a
             gradient are the off-by-one softmax.
+        memory: for a call that runs twice, as in a checkpointed layer. Into an empty one the call
+            puts the results of the late rows; with a full one it takes them out and computes only
+            the early rows, its messages cut to what those need.
         return_lse: also return the log-sum-exp of every row's scores.
 
     Returns:
@@ -99,10 +106,10 @@ def ring_attention(
     _check_scores(q, soft_cap, sink)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if context.heads.size > 1:
-        out, lse = _over_heads(q, k, v, sink, context, mask, scale, soft_cap, return_lse)
+        out, lse = _over_heads(q, k, v, sink, memory, context, mask, scale, soft_cap, return_lse)
     else:
-        call = context.prepare(q, k, v, mask, scale, soft_cap)
-        out, lse = _RingAttention.apply(q, k, v, sink, call)
+        call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
+        out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
     return (out, lse) if return_lse else out
 
 
@@ -111,6 +118,7 @@ def _over_heads(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
+    memory: AttentionMemory | None,
     context: BurstContext,
     mask: Mask,
     scale: float,
@@ -124,8 +132,8 @@ def _over_heads(
     q, k, v = exchange.to_heads(q, k, v)
     if sink is not None:
         sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are spread
-    call = context.prepare(q, k, v, mask, scale, soft_cap)
-    out, lse = _RingAttention.apply(q, k, v, sink, call)
+    call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
+    out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
     if return_lse:
         (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
         lse = rows[..., 0].transpose(1, 2)
@@ -142,10 +150,21 @@ def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: AttentionCall,
+        memory: AttentionMemory | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
         out, lse = forward(q, k, v, call, sink)
+        if memory is not None:
+            if kept := memory.recall():
+                kept.put(out, lse)
+            else:
+                memory.keep(call.first_kept_row, out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
@@ -157,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
-        return *backward(dout, q, k, v, out, lse, ctx.call), dsink, None
+        return *backward(dout, q, k, v, out, lse, ctx.call), dsink, None, None
 
 
 def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:

@@ -50,6 +50,8 @@ def test_flags_agree_with_the_fields() -> None:
         "block_mask": "--burst-block-mask",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
+        "recompute_fraction": "--recompute-attention-fraction",
+        "recompute_offload": "--recompute-attention-offload",
     }
     assert {flag.field: flag.name for flag in flags()} == names
     assert list(fields) == [n for n in fields if n in without_a_flag or n in names]

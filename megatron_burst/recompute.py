@@ -1,0 +1,112 @@
+"""Which rows of attention are kept from a checkpointed call's first pass, and which run again.
+
+Megatron's full recompute runs every layer twice, attention and its ring with it. Of a causal
+sequence the late rows cost most, and early ones see none of them: kept are the results of the last
+1-ρ of the sequence, and the first ρ runs again, for ρ² of the FLOPs and, as only early keys have to
+travel, ρ of the ring's bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_burst.config import check_fraction
+from megatron_burst.layout import Layout
+
+
+@dataclass(slots=True)
+class AttentionMemory:
+    """Carries results of one attention call from its first pass to its second.
+
+    The first call of `ring_attention` with it fills it, the second empties it again; both are
+    given the same tensors. It belongs to one call of one module: a memory that is never emptied
+    is never used for another.
+    """
+
+    fraction: float
+    """ρ, the share of the sequence that runs again; rounded to whole chunks."""
+    offload: bool = False
+    """Keep in the host's memory what a GPU has computed."""
+    kept: "Kept | None" = None
+
+    def __post_init__(self) -> None:
+        """Check the fraction."""
+        check_fraction(self.fraction)
+
+    def keep(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Keep the results from `row` on."""
+        late = out_BSHD[:, row:], lse_BHS[:, :, row:]
+        if self.offload:
+            self.kept = _on_host(row, *late)
+        else:
+            out, lse = (x.clone() for x in late)  # the whole is to be freed
+            self.kept = Kept(row, out, lse)
+
+    def recall(self) -> "Kept | None":
+        """Return what is kept and forget it; None before the first pass."""
+        kept, self.kept = self.kept, None
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The results of a rank's rows from `row` on."""
+
+    row: int
+    out_BSHD: Tensor
+    lse_BHS: Tensor
+    ready: torch.cuda.Event | None = None  # when they are in the host's memory
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return self.out_BSHD.nbytes + self.lse_BHS.nbytes
+
+    def put(self, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Write the kept rows into the results of the others."""
+        if self.ready is not None:
+            torch.cuda.current_stream(out_BSHD.device).wait_event(self.ready)
+        out_BSHD[:, self.row :].copy_(self.out_BSHD, non_blocking=True)
+        lse_BHS[:, :, self.row :].copy_(self.lse_BHS, non_blocking=True)
+
+
+def boundary(layout: Layout, fraction: float) -> int:
+    """Return the position before which rows run again: the border of chunks nearest to ρ·S.
+
+    A rank alone, or one that holds every P-th token, has no chunks, and any position will do.
+    """
+    wanted = fraction * layout.tokens
+    if layout.ranks == 1 or any(r.step > 1 for shard in layout.shards for r in shard):
+        return round(wanted)
+    borders = {layout.tokens, *(r.start for shard in layout.shards for r in shard)}
+    return min(sorted(borders), key=lambda border: abs(border - wanted))
+
+
+def first_kept_row(layout: Layout, rank: int, stop: int) -> int:
+    """Return how many rows of a rank have positions before `stop`; they are its first.
+
+    Raises:
+        ValueError: the rank's rows are not in the order of the sequence.
+    """
+    before = [len(range(r.start, min(r.stop, stop), r.step)) for r in layout.shards[rank]]
+    row = sum(before)
+    held = [len(r) for r in layout.shards[rank]]
+    complete = [b == h for b, h in zip(before, held, strict=True)]
+    if any(b and not all(complete[:i]) for i, b in enumerate(before)):
+        raise ValueError(f"the rows of rank {rank} are not in the order of the sequence")
+    return row
+
+
+def _on_host(row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> Kept:
+    """Start to copy to pinned memory, on a stream of its own."""
+    side = torch.cuda.Stream(out_BSHD.device)
+    side.wait_stream(torch.cuda.current_stream(out_BSHD.device))
+    copies = []
+    with torch.cuda.stream(side):
+        for x in (out_BSHD, lse_BHS):
+            copies.append(torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
+            copies[-1].copy_(x, non_blocking=True)
+            x.record_stream(side)
+    out, lse = copies
+    return Kept(row, out, lse, side.record_event())
