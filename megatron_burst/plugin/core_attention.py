@@ -194,10 +194,11 @@ class BurstCoreAttention(MegatronModule):
                 ),
             }.items()
         )
+        checkpoints = self._pool.checkpoints if self.training else None
+        memory = None if checkpoints is None else checkpoints.memory(self, query)
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
-        checkpoints = self._pool.checkpoints if self.training else None
         sent = self._context.bytes_sent
         out = ring_attention(
             q,
@@ -207,7 +208,7 @@ class BurstCoreAttention(MegatronModule):
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
-            memory=None if checkpoints is None else checkpoints.memory(self, query),
+            memory=memory,
         )
         if not self.training:
             self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent

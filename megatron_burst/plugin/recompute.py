@@ -4,6 +4,7 @@ Megatron runs a checkpointed function twice and says to nobody which second pass
 first. But the checkpoint saves its input: the second pass starts from a detached alias of it, in
 the same storage. What is kept hangs on that storage, weakly: it lives as long as the forward's
 graph does, no other forward can find it, and where nothing is found all of attention runs again.
+That is so, too, where two calls save the same storage, for then nobody could tell them apart.
 """
 
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from megatron_burst.recompute import AttentionMemory
 
@@ -31,39 +32,53 @@ class Checkpoints:
 
     def __init__(self, fraction: float, offload: bool) -> None:
         self._fraction, self._offload = fraction, offload
-        self._calls = WeakIdKeyDictionary()
-        self._current: _Call | None = None
+        self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
+        self._current = _nothing()  # what the current call's checkpoint saves
+        self._left = _nothing()  # what the last layer returned
+        self._is_second = False  # the pass in which the current call is
 
     def begin_forward(self) -> None:
         """A model's forward begins: nothing that runs belongs to an earlier call any more."""
-        self._current = None
+        self._current = _nothing()
 
     def enter_layer(self, hidden: Tensor) -> None:
-        """A layer begins; its input says whether a checkpointed call begins with it."""
+        """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
+        storage = hidden.untyped_storage()
         if _starts_a_pass(hidden):
-            self._current = self._call(hidden)
+            self._begin(storage)
+            self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
+        elif self._left() is not storage:
+            self._current = _nothing()
+
+    def leave_layer(self, hidden: Tensor) -> None:
+        """A layer ends; the next one of the same call begins with what it returned."""
+        self._left = WeakIdRef(hidden.untyped_storage())
 
     def memory(self, attention: object, query: Tensor) -> AttentionMemory | None:
         """Return what carries this attention's results between the passes of the call it is in.
 
         None outside of checkpointed calls, and in a second pass for which nothing was kept.
         """
-        # Megatron's selective recompute checkpoints attention alone.
-        call = self._call(query) if _starts_a_pass(query) else self._current
+        again = torch.is_grad_enabled()
+        storage = self._current() if self._is_second == again else None
+        if _starts_a_pass(query):  # Megatron's selective recompute checkpoints attention alone
+            storage = query.untyped_storage()
+            self._begin(storage)
+        call: _Call | None = None if storage is None else self._calls.get(storage)
         if call is None:
             return None
-        if torch.is_grad_enabled():
+        if again:
             return call.pop(id(attention), None)
         return call.setdefault(id(attention), AttentionMemory(self._fraction, self._offload))
 
-    def _call(self, saved: Tensor) -> _Call | None:
-        """Return the call whose checkpoint saves this tensor; None if it is no second pass."""
-        storage = saved.untyped_storage()
-        if torch.is_grad_enabled():
-            return self._calls.get(storage)
-        call: _Call = {}
-        self._calls[storage] = call
-        return call
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        """A pass begins; the first one's call is new."""
+        if not torch.is_grad_enabled():
+            self._calls[storage] = None if storage in self._calls else {}
+
+
+def _nothing() -> WeakIdRef:
+    return WeakIdRef(torch.UntypedStorage())
 
 
 class RecomputeHooks:
@@ -78,10 +93,14 @@ class RecomputeHooks:
             model.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
             for layer in model.decoder.layers if isinstance(model, GPTModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+                layer.register_forward_hook(self._leave)
         return models
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._checkpoints.enter_layer(args[0] if args else kwargs["hidden_states"])
+
+    def _leave(self, _: Any, args: Any, output: Tensor | tuple[Tensor, Any]) -> None:
+        self._checkpoints.leave_layer(output[0] if isinstance(output, tuple) else output)
 
 
 def _starts_a_pass(x: Tensor) -> bool:

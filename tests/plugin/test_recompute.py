@@ -1,0 +1,318 @@
+"""What checkpointed layers keep is found by its own second pass and by no other. (fast tier)
+
+Layers with our core attention under torch's checkpoint, which saves its inputs and runs as
+Megatron's does; tests/training runs the same with Megatron itself.
+"""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_burst import BurstConfig
+
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.recompute import Checkpoints, RecomputeHooks  # noqa: E402
+
+TOKENS, SIZE, LAYERS = 12, 16, 4
+type Run = Callable[["Model", Tensor], Tensor]  # the layers of a model
+
+
+class Counting(Checkpoints):
+    """Counts the second passes that found something and those that did not."""
+
+    def __init__(self, fraction: float, offload: bool = False) -> None:
+        super().__init__(fraction, offload)
+        self.found = self.missed = 0
+
+    def memory(self, attention: object, query: Tensor) -> Any:
+        memory = super().memory(attention, query)
+        if torch.is_grad_enabled():
+            has = memory is not None and memory.kept is not None
+            self.found, self.missed = self.found + has, self.missed + (not has)
+        return memory
+
+    @property
+    def calls(self) -> int:
+        """How many are still known."""
+        gc.collect()
+        return len(self._calls)
+
+    @property
+    def kept(self) -> int:
+        """How many attention calls have something kept."""
+        gc.collect()
+        return sum(
+            m.kept is not None for call in self._calls.values() if call for m in call.values()
+        )
+
+
+class Layer(torch.nn.Module):
+    """Called as Megatron calls one, by keyword; returns a pair as Megatron's does."""
+
+    def __init__(self, pool: ContextPool, number: int) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(SIZE, 3 * SIZE)
+        self.selective = False
+        self.attention = BurstCoreAttention(
+            pool=pool,
+            config=TransformerConfig(
+                num_layers=LAYERS, hidden_size=SIZE, num_attention_heads=2, attention_dropout=0.0
+            ),
+            layer_number=number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            pg_collection=SimpleNamespace(cp=None, tp=None),
+        )
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        heads = self.qkv(hidden_states).unflatten(2, (2, -1))
+        q, k, v = heads.chunk(3, dim=3)
+        attend = self.attention
+        if self.selective:
+            out = checkpoint(attend, q, k, v, None, use_reentrant=True)
+        else:
+            out = attend(q, k, v, None)
+        return hidden_states + out.tanh(), None
+
+
+class Model(GPTModel):
+    """A model as far as the hooks know one."""
+
+    def __init__(self, fraction: float | None) -> None:
+        torch.nn.Module.__init__(self)
+        torch.manual_seed(0)
+        pool = ContextPool(BurstConfig(recompute_fraction=fraction))
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(Layer(pool, n + 1) for n in range(LAYERS))
+        self.embedding = torch.nn.Linear(SIZE, SIZE)
+        self.checkpoints: Any = None
+        if fraction is not None:
+            pool.checkpoints = self.checkpoints = Counting(fraction)
+            assert RecomputeHooks(pool.checkpoints)([self]) == [self]
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return run(self, self.embedding(x)).square().sum()
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+def layers(model: Model, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    def run(hidden: Tensor) -> Tensor:
+        for layer in model.decoder.layers[start:stop]:
+            hidden, _ = layer(hidden_states=hidden)
+        return hidden
+
+    return run
+
+
+def uniform(model: Model, hidden: Tensor, chunk: int = 1) -> Tensor:
+    for start in range(0, LAYERS, chunk):
+        hidden = checkpoint(layers(model, start, start + chunk), hidden, use_reentrant=True)
+    return hidden
+
+
+def in_pairs(model: Model, hidden: Tensor) -> Tensor:
+    return uniform(model, hidden, 2)
+
+
+def block(model: Model, hidden: Tensor) -> Tensor:
+    """The first two layers checkpointed, the others not."""
+    for start in range(2):
+        hidden = checkpoint(layers(model, start, start + 1), hidden, use_reentrant=True)
+    return layers(model, 2, LAYERS)(hidden)
+
+
+def selective(model: Model, hidden: Tensor) -> Tensor:
+    for layer in model.decoder.layers:
+        layer.selective = True
+    return layers(model, 0, LAYERS)(hidden)
+
+
+def behind_other_work(model: Model, hidden: Tensor) -> Tensor:
+    """Layers whose input is made inside the checkpoint: they cannot be told apart."""
+    hidden = checkpoint(layers(model, 0, 1), hidden, use_reentrant=True)
+    for start in range(1, LAYERS):
+        run = layers(model, start, start + 1)
+        hidden = checkpoint(lambda x, run=run: run(x * 1.5), hidden, use_reentrant=True)
+    return hidden
+
+
+RUNS = {"uniform": uniform, "pairs": in_pairs, "block": block, "selective": selective}
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(TOKENS, 2, SIZE, generator=torch.Generator().manual_seed(number))
+
+
+def expected(*numbers: int, run: Run = uniform) -> list[Tensor]:
+    model = Model(None)
+    for number in numbers:
+        model(batch(number), run).backward()
+    return model.gradients()
+
+
+def check(model: Model, wanted: list[Tensor], *, found: int | None = None) -> None:
+    for x, y in zip(model.gradients(), wanted, strict=True):
+        assert (x - y).norm() <= 2e-6 * y.norm()
+    if found is not None:
+        assert model.checkpoints.found == found
+    assert model.checkpoints.kept == 0
+
+
+def test_a_stale_result_would_show() -> None:
+    """The batches differ by more than what `check` allows, in every parameter."""
+    for x, y in zip(expected(1), expected(2), strict=True):
+        assert (x - y).norm() > 0.01 * y.norm()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_forwards_in_flight(fraction: float, run: Run, order: tuple[int, ...]) -> None:
+    model = Model(fraction)
+    losses = [model(batch(number), run) for number in range(3)]
+    again = 2 if run is block else LAYERS
+    assert model.checkpoints.kept == 3 * again
+    for number in order:
+        losses[number].backward()
+    check(model, expected(*order, run=run), found=3 * again)
+    del losses
+    assert model.checkpoints.calls == 0
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_between_forward_and_backward(run: Run, training: bool) -> None:
+    model = Model(0.5)
+    loss = model(batch(0), run)
+    model.train(training)
+    with torch.no_grad():
+        model(batch(1), run)
+    model.train()
+    loss.backward()
+    check(model, expected(0, run=run), found=2 if run is block else LAYERS)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_evaluation_of_an_input_that_requires_a_gradient(run: Run) -> None:
+    """As a later pipeline stage receives one."""
+    model, received = Model(0.5), [batch(n).requires_grad_() for n in range(2)]
+    loss = run(model, received[0]).square().sum()
+    with torch.no_grad():
+        run(model, received.pop())
+    loss.backward()
+    plain, wanted = Model(None), batch(0).requires_grad_()
+    run(plain, wanted).square().sum().backward()
+    check(model, plain.gradients(), found=2 if run is block else LAYERS)
+    assert (received[0].grad - wanted.grad).norm() <= 2e-6 * wanted.grad.norm()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("layer", [0, 3])
+def test_an_exception_between(run: Run, layer: int) -> None:
+    """In a forward and between forward and backward; new tensors may get the memory of the old."""
+    model = Model(0.5)
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    for number in range(5):
+        hook = model.decoder.layers[layer].register_forward_pre_hook(interrupt)
+        with pytest.raises(Interrupted):
+            model(batch(number), run)
+        hook.remove()
+        model(batch(number + 10), run)  # never gets its backward
+    model(batch(20), run).backward()
+    check(model, expected(20, run=run), found=2 if run is block else LAYERS)
+    assert model.checkpoints.calls == 0
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_an_exception_in_the_second_pass(run: Run) -> None:
+    model = Model(0.5)
+    loss = model(batch(0), run)
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    hook = model.decoder.layers[1].attention.register_full_backward_pre_hook(interrupt)
+    with pytest.raises(Interrupted):
+        loss.backward()
+    hook.remove()
+    model.zero_grad()
+    model.checkpoints.found = 0
+    del loss
+    model(batch(1), run).backward()
+    check(model, expected(1, run=run), found=2 if run is block else LAYERS)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_second_backward_runs_all_of_attention_again(run: Run) -> None:
+    model = Model(0.5)
+    loss = model(batch(0), run)
+    loss.backward(retain_graph=True)
+    again = model.checkpoints.found
+    other = model(batch(1), run)
+    loss.backward()
+    assert model.checkpoints.found == again, "nothing of the other forward was taken"
+    other.backward()
+    check(model, expected(0, 0, 1, run=run), found=2 * again)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_passes_in_different_modes_find_nothing(first: bool) -> None:
+    model = Model(0.5).train(first)
+    loss = model(batch(0), uniform)
+    model.train(not first)
+    loss.backward()
+    del loss
+    check(model, expected(0), found=0)
+    assert model.checkpoints.calls == 0
+
+
+def test_two_calls_that_save_one_storage_keep_nothing() -> None:
+    """Nobody could tell whose second pass it is: here two samples are parts of one tensor."""
+    wanted, model = Model(None), Model(0.5)
+    for each in (wanted, model):
+        samples = batch(0).requires_grad_().split(1, dim=1)
+        losses = [uniform(each, sample).square().sum() for sample in samples]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+    check(model, wanted.gradients(), found=2 * (LAYERS - 1))
+
+
+def test_layers_behind_other_work_keep_nothing() -> None:
+    model = Model(0.5)
+    losses = [model(batch(number), behind_other_work) for number in range(3)]
+    for loss in losses:
+        loss.backward()
+    check(model, expected(0, 1, 2, run=behind_other_work), found=3)
+
+
+def test_without_checkpoints_nothing_is_kept() -> None:
+    model = Model(0.5)
+    loss = model(batch(0), lambda model, x: layers(model, 0, LAYERS)(x))
+    assert model.checkpoints.calls == 0
+    loss.backward()
+    check(model, expected(0), found=0)
+
+
+def test_a_fraction_of_1_needs_no_checkpoints() -> None:
+    assert ContextPool(BurstConfig(recompute_fraction=1.0)).checkpoints is None
+    assert ContextPool(BurstConfig()).checkpoints is None
