@@ -63,6 +63,7 @@ class BurstContext:
         self.communicator = communicator
         self._nodes = nodes  # of the ranks of one ring
         self._plans: dict[str, Plans] = {}
+        self._logged: set[tuple[Shape, Mask]] = set()
 
     @classmethod
     def create(
@@ -213,7 +214,10 @@ class BurstContext:
         shape = self._shape(q, k, v)
         choice = choose(self.config, tiling, self.grid, shape.item_bytes(), self._nodes)
         plans = choice.plans(self.heads.place(self.rank)[0])
-        if self.rank == 0:
+        # With documents every micro-batch has a mask of its own: one line for all of them.
+        said = shape, replace(mask, documents=mask.documents and (0,))
+        if self.rank == 0 and said not in self._logged:
+            self._logged.add(said)
             request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
             self._log(request, choice, shape)
         return plans

@@ -144,10 +144,13 @@ def test_the_bytes_that_leave_are_the_plans(
 
 
 def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:
-    (line,) = workers.run(2, first_line)[0]
-    # 32 tokens, of which the first three see 3, 2 and 1 keys less: 122 of 528 pairs.
-    assert "causal, window 3: 23.1% of the pairs without it in 5 tiles" in line, line
-    assert "direct exchange" in line and "FLOPs max/mean 1.049" in line
+    (line,) = workers.run(4, first_line)[0]
+    # 64 tokens, of which the first three see 3, 2 and 1 keys less: 250 of 2080 pairs.
+    assert "causal, window 3: 12.0% of the pairs without it in 13 tiles, a layer sends" in line, (
+        line
+    )
+    assert "a rank forward straight instead of" in line
+    assert "direct exchange puts" in line and "FLOPs max/mean 1.024" in line
 
 
 def first_line(team: Any) -> list[str]:
@@ -156,6 +159,20 @@ def first_line(team: Any) -> list[str]:
     with logged() as lines:
         answer(team, [Case(chunk=8, masking=Masking(window=3))])
     return [line for line in lines if "FLOPs" in line][:1] or [""]
+
+
+def lines_of_batches(team: Any) -> list[str]:
+    from tests.core.cases import answer
+
+    documents = ((0, 5, 32), (0, 7, 9, 32), (0, 32))
+    with logged() as lines:
+        answer(team, [Case(chunk=8, masking=Masking(documents=bounds)) for bounds in documents])
+    return [line for line in lines if "FLOPs" in line]
+
+
+def test_documents_are_logged_once_and_not_for_every_micro_batch(workers: WorkerPool) -> None:
+    (line,) = workers.run(2, lines_of_batches)[0]
+    assert "2 documents" in line
 
 
 def test_a_rank_whose_tokens_see_only_themselves_sends_nothing() -> None:
