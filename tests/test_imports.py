@@ -24,7 +24,7 @@ LAYERS = (
     ("rings", "direct", "comm", "kernels", "cost", "simulator"),
     ("groups",),
     ("planning",),
-    ("context",),
+    ("context", "recompute_cost"),
     ("ring_attention", "linear_cross_entropy"),
     ("",),  # megatron_burst/__init__.py
     ("plugin", "tools"),

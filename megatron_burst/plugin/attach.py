@@ -23,6 +23,7 @@ from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 from megatron_burst.plugin.lm_head import ChunkedHead
 from megatron_burst.plugin.recompute import RecomputeHooks
+from megatron_burst.plugin.recompute_log import RecomputeLog
 from megatron_burst.plugin.sequence_hooks import SequenceHooks
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             model_config.pre_wrap_hooks.append(SequenceHooks(pool))
         if pool is not None and pool.checkpoints is not None:
             model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
+            model_config.pre_wrap_hooks.append(RecomputeLog(pool, args))
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
             model_config.pre_wrap_hooks.append(ChunkedHead(head))

@@ -183,7 +183,11 @@ class BurstCoreAttention(MegatronModule):
             ValueError: a mask, bias or packing that the ring would have to ignore.
         """
         documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
-        mask = self._mask(attn_mask_type or self._attn_mask_type, documents)
+        mask = self._mask(
+            attn_mask_type or self._attn_mask_type,
+            documents.bounds if documents else None,
+            documents.samples if documents else 1,
+        )
         _refuse_tensors(
             {
                 "attention_mask": (attention_mask, "--no-create-attention-mask-in-dataloader"),
@@ -224,7 +228,11 @@ class BurstCoreAttention(MegatronModule):
         collection = self._pg_collection
         return sharded_softmax_offset(self, collection, prefix, sharded_offsets, metadata)
 
-    def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
+    def mask_of(self, bounds: tuple[int, ...] | None, samples: int) -> Mask:
+        """Return the mask of this layer for documents that begin at `bounds`, None for one."""
+        return self._mask(self._attn_mask_type, bounds, samples)
+
+    def _mask(self, mask_type: AttnMaskType, bounds: tuple[int, ...] | None, samples: int) -> Mask:
         if mask_type not in _IS_CAUSAL:
             raise ValueError(
                 f"attention mask type {mask_type.name} is not supported; there are: "
@@ -234,8 +242,8 @@ class BurstCoreAttention(MegatronModule):
         return self._pool.mask(
             _IS_CAUSAL[mask_type] or none_behind,
             left,
-            documents.bounds if documents else None,
-            documents.samples if documents else 1,
+            bounds,
+            samples,
         )
 
 

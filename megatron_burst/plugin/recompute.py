@@ -19,7 +19,7 @@ from megatron_burst.recompute import AttentionMemory
 
 logger = logging.getLogger(__name__)
 
-type _Call = dict[int, AttentionMemory]  # of one checkpointed call, by the id of the attention
+type _Call = dict[int, AttentionMemory | None]  # of a checkpointed call, by id of the attention
 
 
 class Checkpoints:
@@ -69,7 +69,9 @@ class Checkpoints:
             return None
         if again:
             return call.pop(id(attention), None)
-        return call.setdefault(id(attention), AttentionMemory(self._fraction, self._offload))
+        twice = id(attention) in call  # a shared layer: which of them the second pass is in?
+        call[id(attention)] = None if twice else AttentionMemory(self._fraction, self._offload)
+        return call[id(attention)]
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         """A pass begins; the first one's call is new."""

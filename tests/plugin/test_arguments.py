@@ -236,6 +236,63 @@ def test_megatrons_context_parallelism_with_transformer_engine_is_left_alone(
     assert args.cp_comm_type == ["a2a"]
 
 
+# Attention's results kept for the second pass of a checkpointed layer.
+
+KEEP = BURST + "--recompute-attention-fraction 0.5 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        FULL,
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--recompute-granularity selective",
+        "--recompute-granularity selective --recompute-modules core_attn mlp",
+        "--recompute-activations",
+    ],
+)
+def test_recompute_that_can_keep_attention(parser: argparse.ArgumentParser, line: str) -> None:
+    configure(parse(parser, KEEP + line))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (KEEP, "0.5 has no effect where Megatron does not recompute attention: add --recompute-gr"),
+        (
+            KEEP + "--recompute-granularity selective --recompute-modules mlp",
+            "0.5 has no effect where Megatron does not recompute attention",
+        ),
+        (
+            KEEP + FULL + "--distribute-saved-activations",
+            "--distribute-saved-activations replaces: drop one of them",
+        ),
+        (BURST + FULL + "--recompute-attention-fraction 1.5", "within 0 and 1, got 1.5"),
+        (
+            BURST + FULL + "--recompute-attention-offload",
+            "--recompute-attention-offload has no effect without --recompute-attention-fraction",
+        ),
+        (
+            FULL + "--recompute-attention-fraction 0.5",
+            "--recompute-attention-fraction 0.5 has no effect under --context-parallel-algo meg",
+        ),
+    ],
+)
+def test_recompute_that_cannot(parser: argparse.ArgumentParser, line: str, message: str) -> None:
+    assert message in refusal(parser, line)
+
+
+def test_without_a_gpu_there_is_nothing_to_offload(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = KEEP + FULL + "--recompute-attention-offload"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "there is no GPU: drop it" in refusal(parser, line)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    configure(parse(parser, line))
+
+
 # Windows, documents, block masks and layouts.
 
 

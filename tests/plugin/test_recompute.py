@@ -301,8 +301,28 @@ def test_layers_behind_other_work_keep_nothing() -> None:
     model = Model(0.5)
     losses = [model(batch(number), behind_other_work) for number in range(3)]
     for loss in losses:
-        loss.backward()
+        loss.backward(retain_graph=True)
     check(model, expected(0, 1, 2, run=behind_other_work), found=3)
+
+
+def shared_in_one_call(model: Model, hidden: Tensor) -> Tensor:
+    once = layers(model, 0, 1)
+    return checkpoint(lambda x: once(once(x)), hidden, use_reentrant=True)
+
+
+def shared_in_and_behind_a_call(model: Model, hidden: Tensor) -> Tensor:
+    once = layers(model, 0, 1)
+    return once(checkpoint(once, hidden, use_reentrant=True))
+
+
+@pytest.mark.parametrize(
+    ("run", "found"), [(shared_in_one_call, 0), (shared_in_and_behind_a_call, 2)]
+)
+def test_a_layer_that_runs_twice_in_a_forward(run: Run, found: int) -> None:
+    model = Model(0.5)
+    for loss in [model(batch(number), run) for number in range(2)]:
+        loss.backward()
+    check(model, expected(0, 1, run=run), found=found)
 
 
 def test_without_checkpoints_nothing_is_kept() -> None:
