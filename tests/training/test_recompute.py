@@ -46,6 +46,8 @@ CASES = [
     slow(4, f"{CP2} {INTERLEAVED} {UNIFORM}", 0.5),
     slow(4, f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel {UNIFORM}", 0.5),
     slow(2, f"{CP2} {SEGMENTED} {UNIFORM}", 0.25),
+    slow(2, f"{CP2} {UNIFORM} --dataloader-inter-document-masking", 0.5),
+    slow(2, f"{CP2} {SELECTIVE} --window-size 20,0 --window-attn-skip-freq 2", 0.5),
     slow(2, f"{CP2} {UNIFORM} --split 90,10,0 --eval-iters 1 --eval-interval 7", 0.5),
 ]
 

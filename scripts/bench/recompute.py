@@ -1,0 +1,298 @@
+#!/usr/bin/env python
+"""Measures step time and stored bytes of checkpointed layers that keep attention's results.
+
+    python scripts/bench/recompute.py
+    python scripts/bench/recompute.py --tokens 16384 --layers 2 --figure recompute.svg
+
+A few layers in which attention dominates, forward and backward, on one rank: without recompute, and
+with every layer checkpointed for each ρ, in turns. Times are CPU time of the process, so that other
+load counts little. Stored are the bytes that operations have made in forward and that live until
+backward. Beside both stand the predictions: the time without recompute, and that of one more
+forward less the share of attention that does not run again; bytes by `recompute_cost`. Prints a
+Markdown table and writes it, with the date, the device, the load, the versions and the command, to
+scripts/bench/results/, and a figure to the file of --figure.
+"""
+
+import argparse
+import datetime
+import functools
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from live_bytes import LiveBytes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.cost import Shape
+from megatron_burst.plugin.recompute import Checkpoints
+from megatron_burst.recompute import boundary
+from megatron_burst.recompute_cost import Prediction, predict
+from megatron_burst.topology import flat_grid
+
+HERE = Path(__file__).resolve().parent
+MIB = 2**20
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+WITHIN = 0.2  # of the measured time
+
+
+class Layer(nn.Module):
+    """A transformer layer, its attention ours."""
+
+    def __init__(self, args: argparse.Namespace, context: BurstContext) -> None:
+        super().__init__()
+        self.context, self.heads = context, args.heads
+        self.checkpoints: Checkpoints | None = None
+        self.norms = nn.ModuleList(nn.LayerNorm(args.hidden) for _ in range(2))
+        self.qkv = nn.Linear(args.hidden, 3 * args.hidden)
+        self.out = nn.Linear(args.hidden, args.hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(args.hidden, 4 * args.hidden),
+            nn.GELU(),
+            nn.Linear(4 * args.hidden, args.hidden),
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.checkpoints is not None:
+            self.checkpoints.enter_layer(hidden)
+        hidden = hidden + self.out(self.attend(*self.split(hidden)).flatten(2))
+        return hidden + self.mlp(self.norms[1](hidden))
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(self.norms[0](hidden)).unflatten(2, (self.heads, -1)).chunk(3, dim=3)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        memory = self.checkpoints and self.checkpoints.memory(self, q)
+        return ring_attention(q, k, v, self.context, mask=Mask.causal(), memory=memory or None)
+
+
+class Point(NamedTuple):
+    seconds: float
+    stored: float  # bytes
+
+
+class Bench:
+    """The layers, and what is done with them.
+
+    A step's input is a tensor of its own, as a model's embedding makes it.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.args = args
+        self.context = BurstContext.create(BurstConfig())
+        self.layers = [Layer(args, self.context) for _ in range(args.layers)]
+        self.x = torch.randn(1, args.tokens, args.hidden)
+
+    def forward(self, fraction: float | None) -> Tensor:
+        """Run forward; None is without recompute, 1 recompute as it is without ours."""
+        checkpoints = None
+        if fraction is not None and fraction < 1:
+            checkpoints = Checkpoints(fraction, offload=False)
+        hidden = self.x.clone().requires_grad_()
+        for layer in self.layers:
+            layer.checkpoints = checkpoints
+            if fraction is None:
+                hidden = layer(hidden)
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+    def step(self, fraction: float | None) -> None:
+        self.forward(fraction).backward()
+        for layer in self.layers:
+            layer.zero_grad()
+
+    def attention(self) -> None:
+        """Run the forward of attention alone, once a layer."""
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.checkpoints = None
+                layer.attend(*self.qkv)
+
+    def whole_forward(self) -> None:
+        with torch.no_grad():
+            self.forward(None)
+
+    @property
+    def qkv(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return self.layers[0].split(self.x)
+
+    def stored(self, fraction: float | None) -> int:
+        """Return the bytes that forward leaves behind for backward."""
+        existing = [self.x, *(p for layer in self.layers for p in layer.parameters())]
+        with LiveBytes(existing) as live:
+            loss = self.forward(fraction)
+            stored = live.now
+        del loss
+        return stored
+
+    def prediction(self, fraction: float) -> Prediction:
+        args = self.args
+        size = args.hidden // args.heads
+        shape = Shape(args.tokens, args.heads, args.heads, size, size, 4, 4)
+        layout = self.context.layout(args.tokens)
+        stop = boundary(layout, fraction)
+        return predict(self.context.config, layout, Mask.causal(), flat_grid(1), shape, stop)
+
+
+def cpu_time(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point]]:
+    """Return, for each ρ, what was measured and what was predicted; None is no recompute."""
+    ways: dict[object, Callable[[], object]] = {
+        fraction: functools.partial(bench.step, fraction) for fraction in (None, *FRACTIONS)
+    }
+    ways |= {"attention": bench.attention, "forward": bench.whole_forward}
+    times: dict[object, list[float]] = defaultdict(list)
+    names = list(ways)
+    for repetition in range(1 + bench.args.repetitions):
+        shift = repetition % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = cpu_time(ways[name])
+            if repetition:  # the first one warms up
+                times[name].append(seconds)
+    middle = {name: median(found) for name, found in times.items()}
+    measured = {f: Point(middle[f], bench.stored(f)) for f in (None, *FRACTIONS)}
+    hidden = (
+        bench.args.layers + 1
+    ) * bench.x.nbytes  # the inputs of the layers and the last output
+    predicted = {}
+    for fraction in FRACTIONS:
+        counted = bench.prediction(fraction)
+        spared = (1 - counted.flops_share) * middle["attention"]
+        seconds = middle[None] + middle["forward"] - spared
+        predicted[fraction] = Point(seconds, hidden + bench.args.layers * max(counted.kept))
+    return measured, predicted
+
+
+def table(measured: dict[float | None, Point], predicted: dict[float, Point]) -> str:
+    lines = [
+        "| recompute | s a step | predicted | apart | MiB stored | predicted | apart |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for fraction, one in measured.items():
+        cells = ["none" if fraction is None else f"ρ = {fraction:g}", f"{one.seconds:.2f}"]
+        if fraction is None:
+            cells += ["", "", f"{one.stored / MIB:.1f}", "", ""]
+        else:
+            other = predicted[fraction]
+            cells += [f"{other.seconds:.2f}", f"{other.seconds / one.seconds - 1:+.1%}"]
+            cells += [f"{one.stored / MIB:.1f}", f"{other.stored / MIB:.1f}"]
+            cells += [f"{other.stored / one.stored - 1:+z.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(
+    args: argparse.Namespace, measured: dict[float | None, Point], predicted: dict[float, Point]
+) -> None:
+    """Write the figure of time against memory."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}):
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for points, label, style in (
+            ([measured[f] for f in FRACTIONS], "every layer checkpointed, measured", "o-"),
+            (list(predicted.values()), "predicted", "x--"),
+            ([measured[None]], "no recompute", "s"),
+        ):
+            axes.plot(
+                [p.stored / MIB for p in points], [p.seconds for p in points], style, label=label
+            )
+        for fraction in FRACTIONS:
+            point = measured[fraction]
+            place = (point.stored / MIB, point.seconds)
+            axes.annotate(f"ρ = {fraction:g}", place, xytext=(6, 6), textcoords="offset points")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("MiB that forward stores")
+        axes.set_ylabel("seconds a step")
+        axes.set_title(f"{args.layers} layers, {args.tokens} tokens, hidden size {args.hidden}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        figure.savefig(args.figure, metadata={"Date": None} if args.figure.suffix == ".svg" else {})
+
+
+def page(args: argparse.Namespace) -> str:
+    """Return the table with all that is needed to measure it again."""
+    load = f"{os.getloadavg()[0]:.1f}"
+    device = f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    device += f"; {torch.get_num_threads()} thread(s); load of the machine at the start {load}"
+    command = shlex.join(["python", "scripts/bench/recompute.py", *sys.argv[1:]])
+    measured, predicted = measure(Bench(args))
+    if args.figure is not None:
+        draw(args, measured, predicted)
+    worst = max(abs(predicted[f].seconds / measured[f].seconds - 1) for f in FRACTIONS)
+    verdict = "met" if worst <= WITHIN else "missed"
+    return f"""# Keeping attention's results: time against memory
+
+{args.layers} layers, {args.tokens} tokens on one rank, hidden size {args.hidden},
+{args.heads} heads, float32, causal: forward and backward. ρ is `--recompute-attention-fraction`,
+the share of the sequence whose attention runs again; ρ = 1 is recompute without it. CPU time of the
+process, median of {args.repetitions} repetitions in turns. Predicted time: that without recompute
+and one more forward, less the share of attention's forward that does not run again. Predicted
+bytes: the inputs of the layers, the output of the last and what the policy keeps.
+
+* date: {datetime.date.today()}
+* device: {device}
+* versions: torch {torch.__version__}, Python {platform.python_version()}
+* command: `{command}`
+
+{table(measured, predicted)}
+
+Predicted times within {WITHIN:.0%}: {verdict}, the furthest {worst:.1%} apart.
+"""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    about = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--figure", type=Path, help="an .svg or .png to draw time and memory to")
+    parser.add_argument("--output", type=Path, help="default: DATE_cpu_recompute.md in results/")
+    args = parser.parse_args(arguments)
+    if min(args.layers, args.tokens, args.hidden, args.heads, args.repetitions, args.threads) < 1:
+        parser.error("all numbers must be positive")
+    if args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
+    name = f"{datetime.date.today()}_cpu_recompute.md"
+    args.output = args.output or HERE / "results" / name
+    return args
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(args.threads)
+    text = page(args)
+    print(text)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(text)
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
