@@ -16,6 +16,7 @@ scripts/bench/results/, and a figure to the file of --figure.
 import argparse
 import datetime
 import functools
+import math
 import os
 import platform
 import shlex
@@ -221,9 +222,21 @@ def draw(
         for fraction in FRACTIONS:
             point = measured[fraction]
             place = (point.stored / MIB, point.seconds)
-            axes.annotate(f"ρ = {fraction:g}", place, xytext=(6, 6), textcoords="offset points")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+            axes.annotate(
+                f"ρ = {fraction:g}",
+                place,
+                xytext=(0, -6),
+                textcoords="offset points",
+                rotation=60,
+                horizontalalignment="right",
+                verticalalignment="top",
+            )
+        axes.set_xscale("log", base=2)
+        stored = [point.stored / MIB for point in measured.values()]
+        powers = range(int(math.log2(min(stored))), math.ceil(math.log2(max(stored))) + 1)
+        axes.set_xticks(ticks := [2**n for n in powers], [str(tick) for tick in ticks])
+        seconds = [point.seconds for points in (measured, predicted) for point in points.values()]
+        axes.set_ylim(0.85 * min(seconds), 1.08 * max(seconds))
         axes.set_xlabel("MiB that forward stores")
         axes.set_ylabel("seconds a step")
         axes.set_title(f"{args.layers} layers, {args.tokens} tokens, hidden size {args.hidden}")
