@@ -196,6 +196,7 @@ def test_every_limit_names_an_argument_of_megatron(cpu_arguments: argparse.Names
     assert [name for name in names if not hasattr(cpu_arguments, name)] == []
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel_training_equals_one_process(tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1)
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]

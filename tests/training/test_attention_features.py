@@ -55,7 +55,14 @@ def trained(
     return train_once
 
 
-SLOW = {"hybrid in Megatron's groups", "MLA, query backward", "learnable sinks, hybrid"}
+SLOW = {
+    "hybrid in Megatron's groups",
+    "MLA, query backward",
+    "learnable sinks, hybrid",
+    "hybrid with copied kv heads",
+    "learnable sinks",
+    "off-by-one",
+}
 CASES = {
     "hybrid of 2 x a ring of 2": ("", 4, f"{CP4} {HYBRID}"),
     "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),

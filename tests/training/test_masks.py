@@ -78,10 +78,10 @@ def test_windows_on_alternate_layers(
 
 DOCUMENT_CASES = {
     "CP 2": (2, CP2),
-    "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
-    "PP 2": (2, PP2),
 }
 MORE_DOCUMENT_CASES = {
+    "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
+    "PP 2": (2, PP2),
     "CP 4": (4, f"{CP2.replace('2', '4')}"),
     "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
     "PP 4": (4, PP2.replace("2", "4")),
@@ -118,6 +118,7 @@ def test_learned_positions_of_documents(tmp_path: Path, short_documents: tuple[s
     report("learned positions", largest_difference(two, one, STEPS), TOLERANCE)
 
 
+@slow
 def test_a_block_mask(runs: Callable[..., Log], block_mask: str) -> None:
     one = runs(1, PER_TOKEN, *block_mask.split())
     two = runs(2, PER_TOKEN, *block_mask.split(), *CP2.split())
