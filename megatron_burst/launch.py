@@ -2,8 +2,22 @@
 
 import logging
 import os
+import sys
 
 from megatron_burst.plugin import compat, cpu_platform
+
+logger = logging.getLogger(__name__)
+
+
+def start() -> None:
+    """`prepare` for a training script: what cannot work ends the process with the reason.
+
+    The one call that all ways to launch make, `patches/` among them.
+    """
+    try:
+        prepare()
+    except ValueError as error:
+        sys.exit(f"megatron_burst: {error}")
 
 
 def prepare() -> None:
@@ -16,7 +30,8 @@ def prepare() -> None:
         ValueError: Megatron is missing, too old or new, or mixed from two places.
     """
     _show_our_log()
-    compat.check_megatron_version()
+    version = compat.check_megatron_version()
+    logger.info("megatron-core %s in %s", version, compat.megatron_folder())
     if cpu_platform.cpu_platform_wanted():
         cpu_platform.activate()
     from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform

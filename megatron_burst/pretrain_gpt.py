@@ -15,10 +15,7 @@ from megatron_burst import launch
 
 def main() -> None:
     """Parse the command line and train."""
-    try:
-        launch.prepare()
-    except ValueError as error:
-        sys.exit(f"megatron_burst: {error}")
+    launch.start()
     _train(*_configure())
 
 

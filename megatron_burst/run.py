@@ -4,7 +4,6 @@
         --context-parallel-size 4 --context-parallel-algo burst ...
 """
 
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -25,22 +24,8 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     # As Python does for a script: what lies beside it comes first, a checkout before the wheel.
     sys.path.insert(0, str(script.parent))
-    try:
-        launch.prepare()
-    except ValueError as error:
-        sys.exit(f"megatron_burst: {error}")
-    _say_which_files()
+    launch.start()
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _say_which_files() -> None:
-    if os.environ.get("RANK", "0") != "0":
-        return
-    import megatron.core
-    import megatron.training
-
-    for module in (megatron.core, megatron.training):
-        print(f"[megatron_burst] {module.__name__}: {module.__file__}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_MEGATRON = (0, 19)
+# What was run, by (MAJOR, MINOR) of megatron/core/package_info.py.
+SUPPORTED_MEGATRON: Mapping[tuple[int, int], str] = {
+    (0, 19): "0.19",
+    (0, 20): "0.20, main of August 2026 (d98e8a64)",
+}
 
 # Megatron's defaults ask for CUDA extensions of TransformerEngine and Apex and stop without them.
 DEFAULTS_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
@@ -228,7 +232,7 @@ def unless_prebuilt(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 def check_megatron_version() -> str:
     """The version of the Megatron-Core that `import megatron.core` takes, without importing it.
 
-    Raises ValueError where there is none, where it is outside the supported range, or where
+    Raises ValueError where there is none, where it is not one of `SUPPORTED_MEGATRON`, or where
     `megatron.core` and `megatron.training` come from different places (a checkout and a wheel).
     """
     core, training = (_first_on_path(name) for name in ("core", "training"))
@@ -237,10 +241,10 @@ def check_megatron_version() -> str:
     info = core / "package_info.py"
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE))
     version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
-    supported = ".".join(map(str, SUPPORTED_MEGATRON))
-    if tuple(int(numbers[part]) for part in ("MAJOR", "MINOR")) != SUPPORTED_MEGATRON:
+    if (int(numbers["MAJOR"]), int(numbers["MINOR"])) not in SUPPORTED_MEGATRON:
         raise ValueError(
-            f"megatron-core {version} ({info}) is outside the supported range {supported}.*"
+            f"megatron-core {version} ({info}) is not supported; supported are: "
+            f"{'; '.join(SUPPORTED_MEGATRON.values())}"
         )
     if core.parent != training.parent:
         raise ValueError(
@@ -248,6 +252,12 @@ def check_megatron_version() -> str:
             "remove one of the two from PYTHONPATH or uninstall the wheel"
         )
     return version
+
+
+def megatron_folder() -> Path | None:
+    """Where `import megatron.core` looks, a checkout or the wheel; None without Megatron."""
+    core = _first_on_path("core")
+    return None if core is None else core.parent
 
 
 def _first_on_path(subpackage: str) -> Path | None:

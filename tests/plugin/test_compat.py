@@ -186,11 +186,21 @@ def use_megatron(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
 
 def test_the_installed_version_is_supported() -> None:
     assert compat.check_megatron_version().startswith("0.19.")
+    assert (compat.megatron_folder() / "core").is_dir()
 
 
-def test_another_version_is_refused_with_its_file(tmp_path, monkeypatch) -> None:
-    use_megatron(monkeypatch, fake_megatron(tmp_path, minor=18))
-    with pytest.raises(ValueError, match=r"0\.18\.3 \(.*package_info.py\).*supported range 0\.19"):
+@pytest.mark.parametrize("minor", [19, 20])
+def test_supported_versions(tmp_path, monkeypatch, minor: int) -> None:
+    use_megatron(monkeypatch, fake_megatron(tmp_path, minor))
+    assert compat.check_megatron_version() == f"0.{minor}.3"
+    assert compat.megatron_folder() == tmp_path / "megatron"
+
+
+@pytest.mark.parametrize("minor", [18, 21])
+def test_another_version_is_refused_with_its_file(tmp_path, monkeypatch, minor: int) -> None:
+    use_megatron(monkeypatch, fake_megatron(tmp_path, minor))
+    message = rf"0\.{minor}\.3 \(.*package_info.py\) is not supported; supported are: 0\.19; 0\.20"
+    with pytest.raises(ValueError, match=message):
         compat.check_megatron_version()
 
 
@@ -204,5 +214,6 @@ def test_a_mix_of_two_installations_is_refused(tmp_path, monkeypatch) -> None:
 
 def test_no_megatron_is_said(monkeypatch) -> None:
     use_megatron(monkeypatch)
+    assert compat.megatron_folder() is None
     with pytest.raises(ValueError, match="not installed"):
         compat.check_megatron_version()
