@@ -152,6 +152,11 @@ class BurstConfig:
     """Keep those results in the host's pinned memory; for GPUs."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
+    check_nan: bool = False
+    """For finding a fault: attention looks for NaN and Inf in what it is given and what it makes,
+    forward and backward, and stops at the first with its layer, rank, pass and tensor. Every look
+    waits for the device; off, it costs nothing."""
+
     """How long a message may take before the rank gives up with an error that names the step, the
     peer and the tensor; on NCCL, how long none may get through. Under Megatron:
     --distributed-timeout-minutes."""

@@ -117,6 +117,11 @@ def configure(args: argparse.Namespace) -> None:
             f"{config.algorithm}; drop one of them"
         )
     _check_recompute(args, config)
+    if config.check_nan and args.fp16 and args.loss_scale is None:
+        raise ValueError(
+            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: "
+            "add --loss-scale N, or take --bf16"
+        )
     if reasons := refusals(args):
         raise ValueError(
             f"--context-parallel-algo {config.algorithm} cannot run this:\n  "

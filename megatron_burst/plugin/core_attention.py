@@ -21,6 +21,7 @@ from megatron_burst.mask import BlockTable, Mask
 from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.documents import Documents
 from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.nan_check import with_nan_check
 from megatron_burst.plugin.recompute import Checkpoints
 from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
 from megatron_burst.ring_attention import ring_attention
@@ -162,6 +163,8 @@ class BurstCoreAttention(MegatronModule):
         self._window = _window(config, layer_number)
         self._pg_collection = pg_collection
         add_softmax_offset(self, pg_collection)
+        check = pool.config.check_nan
+        self._attend = with_nan_check(ring_attention, layer_number) if check else ring_attention
 
     def forward(
         self,
@@ -204,7 +207,7 @@ class BurstCoreAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         sent = self._context.bytes_sent
-        out = ring_attention(
+        out = self._attend(
             q,
             k,
             v,

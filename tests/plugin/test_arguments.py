@@ -110,6 +110,10 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
     ("line", "message"),
     [
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
+        (
+            BURST + "--burst-check-nan --fp16",
+            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
+        ),
         (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
             BURST + "--context-parallel-algo ring --burst-backward query",
