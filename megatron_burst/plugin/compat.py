@@ -137,11 +137,14 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 def mend_wheel() -> None:
     """Put `with_torch_adam` and `unless_prebuilt` around the Megatron functions they describe.
 
-    Called by the launchers on any platform, before Megatron's training loop starts.
+    Called by the launchers on any platform, before Megatron's training loop starts; again it does
+    nothing.
     """
     from megatron.core.datasets import utils
     from megatron.training import training
 
+    if getattr(utils.compile_helpers, "_burst", False):
+        return
     utils.compile_helpers = unless_prebuilt(utils.compile_helpers)
     training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
 
@@ -226,6 +229,7 @@ def unless_prebuilt(compile_helpers: Callable[[], None]) -> Callable[[], None]:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
 
+    compile_or_skip._burst = True  # type: ignore[attr-defined]
     return compile_or_skip
 
 
