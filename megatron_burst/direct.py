@@ -26,15 +26,21 @@ class Direct:
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""
-        return assemble(rank, self.reads(), self._tiles_by_step(rank))
+        return assemble(rank, self.reads(), self.tiles(rank, backward=False))
 
     def backward(self, rank: int) -> Plan:
         """Return a rank's plan of the backward."""
+        hops = [*self.reads(), *self.gradients()]
+        return assemble(rank, hops, self.tiles(rank, backward=True))
+
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+        """Return what a rank computes, by step."""
         tiles = self._tiles_by_step(rank)
-        parts = [thirds(tile) for tile in tiles[0]]
-        tiles[0] = [t for half, _, _ in parts for t in half]
-        tiles[self._end] = [t for _, first, second in parts for t in (*first, *second)]
-        return assemble(rank, [*self.reads(), *self.gradients()], tiles)
+        if backward:
+            parts = [thirds(tile) for tile in tiles[0]]
+            tiles[0] = [t for half, _, _ in parts for t in half]
+            tiles[self._end] = [t for _, first, second in parts for t in (*first, *second)]
+        return tiles
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""

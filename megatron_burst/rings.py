@@ -45,17 +45,22 @@ class Ring:
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""
-        return assemble(rank, self.reads(), self._tiles_by_step(rank))
+        return assemble(rank, self.reads(), self.tiles(rank, backward=False))
 
     def backward(self, rank: int) -> Plan:
         """Return a rank's plan of the backward.
 
         The gradient of what travels comes home; that of what stays is summed in place.
         """
+        hops = [*self.reads(), *self.gradients()]
+        return assemble(rank, hops, self.tiles(rank, backward=True))
+
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+        """Return what a rank computes, by step."""
         tiles = self._tiles_by_step(rank)
-        if self.grid.ranks > 1 and not self.gather:
+        if backward and self.grid.ranks > 1 and not self.gather:
             tiles |= self._own_tiles_by_step(tiles[0])
-        return assemble(rank, [*self.reads(), *self.gradients()], tiles)
+        return tiles
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""
