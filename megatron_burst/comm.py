@@ -11,7 +11,7 @@ import copy
 import datetime
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.blocks import Block
-from megatron_burst.plan import Channel, Item, Kind, Receive, Send, Step
+from megatron_burst.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.trace import HostClock, Recorder
 from megatron_burst.watchdog import Watchdog
 
 
@@ -34,6 +35,7 @@ class Communicator:
         ranks: the job's number of each rank of the group.
         channels: the process group of each channel; empty for a process that has no peer.
         timeout_seconds: how long a message may take.
+        recorder: of what is carried out by it; None: of nothing.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Communicator:
         ranks: Sequence[int],
         channels: Mapping[Channel, dist.ProcessGroup],
         timeout_seconds: float,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder or Recorder(HostClock())
         self._ranks, self._channels = ranks, channels
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
@@ -64,6 +68,10 @@ class Communicator:
         part._ranks = [self._ranks[member] for member in members]
         part._numbers = [self._numbers[member] for member in members]
         return part
+
+    def record(self, name: str, plan: Plan) -> AbstractContextManager[None]:
+        """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
+        return self.recorder.call(name, plan, self._ranks)
 
     def begin(self, name: str, like: Callable[[Item], Block]) -> "Flight":
         """Start the transfers of a forward or backward.
@@ -169,9 +177,11 @@ class Flight:
                 block = outgoing[transfer.item]
             batch = batches[transfer.channel, transfer.lands]
             batch += self._communicator.messages(transfer, block)
-        for (_, lands), batch in sorted(batches.items(), key=_channel_order):
-            pending = self._communicator.start(batch, f"{self._name} step {number}")
-            self._pending[lands].append(pending)
+        posted = ((m.transfer, m.wire.nbytes) for batch in batches.values() for m in batch)
+        with self._communicator.recorder.post(number, posted):
+            for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+                pending = self._communicator.start(batch, f"{self._name} step {number}")
+                self._pending[lands].append(pending)
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -181,8 +191,11 @@ class Flight:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        landed = self._pending.pop(number, [])
-        receives = [receive for pending in landed for receive in pending.wait()]
+        if number not in self._pending:
+            return []
+        with self._communicator.recorder.wait(number):
+            landed = self._pending.pop(number)
+            receives = [receive for pending in landed for receive in pending.wait()]
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:

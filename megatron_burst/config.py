@@ -151,12 +151,17 @@ class BurstConfig:
     )
     """Keep those results in the host's pinned memory; for GPUs."""
 
-    timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     check_nan: bool = False
     """For finding a fault: attention looks for NaN and Inf in what it is given and what it makes,
     forward and backward, and stops at the first with its layer, rank, pass and tensor. Every look
     waits for the device; off, it costs nothing."""
 
+    trace: str | None = field(default=None, metadata={"shown": "none"})
+    """A directory for a trace that Chrome and Perfetto open: every tile, message and wait of
+    attention in the second and third step of the run, a file a rank (default: none).
+    python -m megatron_burst.tools.trace DIR joins the ranks and draws a step."""
+
+    timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the
     peer and the tensor; on NCCL, how long none may get through. Under Megatron:
     --distributed-timeout-minutes."""

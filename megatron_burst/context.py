@@ -22,6 +22,7 @@ from megatron_burst.planning import Choice, Plans, choose, make_layout, mib
 from megatron_burst.recompute import AttentionMemory, boundary, first_kept_row
 from megatron_burst.tiles import Tiling
 from megatron_burst.topology import Grid, choose_grid, flat_grid
+from megatron_burst.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         channels: Channels | None = None,
+        recorder: Recorder | None = None,
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -87,6 +89,7 @@ class BurstContext:
                 node and the one between the nodes.
             channels: process groups of the same ranks made beforehand, one a channel; then the call
                 is a collective of `group` alone.
+            recorder: of what the calls do and when, if it is started; see `trace`.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
@@ -97,7 +100,7 @@ class BurstContext:
             group = dist.group.WORLD
         if group is None or group.size() == 1:
             _head_groups(config, (0,))
-            alone = Communicator((), {}, config.timeout_seconds)
+            alone = Communicator((), {}, config.timeout_seconds, recorder)
             return cls(config, None, flat_grid(1), (0,), alone)
         check_agreement(group, "the configuration", str(config), config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
@@ -114,7 +117,7 @@ class BurstContext:
         if channels is None:
             channels = make_channels(config, group, grid, hierarchy, heads.size)
         ranks = dist.get_process_group_ranks(group)
-        communicator = Communicator(ranks, channels, config.timeout_seconds)
+        communicator = Communicator(ranks, channels, config.timeout_seconds, recorder)
         return cls(config, group, grid, nodes, communicator, heads)
 
     @property

@@ -22,7 +22,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
-_METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
+_METAVARS = {"kernel": "NAME", "block_mask": "FILE", "trace": "DIR"}
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 

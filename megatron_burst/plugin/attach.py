@@ -5,6 +5,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import megatron.training.argument_utils as argument_utils
@@ -25,6 +26,7 @@ from megatron_burst.plugin.lm_head import ChunkedHead
 from megatron_burst.plugin.recompute import RecomputeHooks
 from megatron_burst.plugin.recompute_log import RecomputeLog
 from megatron_burst.plugin.sequence_hooks import SequenceHooks
+from megatron_burst.plugin.trace import TraceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,9 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
         if pool is not None and pool.checkpoints is not None:
             model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
             model_config.pre_wrap_hooks.append(RecomputeLog(pool, args))
+        if pool is not None and pool.config.trace is not None:
+            hook = TraceSteps(pool.recorder, Path(pool.config.trace))
+            model_config.pre_wrap_hooks.append(hook)
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
             model_config.pre_wrap_hooks.append(ChunkedHead(head))

@@ -24,6 +24,7 @@ from megatron_burst.plugin.limits import refusals
 from megatron_burst.plugin.nan_check import with_nan_check
 from megatron_burst.plugin.recompute import Checkpoints
 from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
+from megatron_burst.plugin.trace import make_recorder
 from megatron_burst.ring_attention import ring_attention
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -40,6 +41,7 @@ class ContextPool:
     def __init__(self, config: BurstConfig) -> None:
         self.config = config
         self.bytes_sent_in_evaluation = 0
+        self.recorder = make_recorder()
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
@@ -60,7 +62,9 @@ class ContextPool:
         """
         if group not in self._contexts:
             self._compare_block_masks()
-            self._contexts[group] = BurstContext.create(self.config, group, hierarchy=hierarchy)
+            self._contexts[group] = BurstContext.create(
+                self.config, group, hierarchy=hierarchy, recorder=self.recorder
+            )
         return self._contexts[group]
 
     def get_megatrons(self, config: ModelParallelConfig, pg_collection: Any = None) -> BurstContext:

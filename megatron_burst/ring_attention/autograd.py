@@ -159,7 +159,8 @@ class _RingAttention(torch.autograd.Function):
         memory: AttentionMemory | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
-        out, lse = forward(q, k, v, call, sink)
+        with call.communicator.record("forward", call.forward_plan):
+            out, lse = forward(q, k, v, call, sink)
         if memory is not None:
             if kept := memory.recall():
                 kept.put(out, lse)
@@ -176,7 +177,10 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
-        return *backward(dout, q, k, v, out, lse, ctx.call), dsink, None, None
+        call: AttentionCall = ctx.call
+        with call.communicator.record("backward", call.backward_plan):
+            gradients = backward(dout, q, k, v, out, lse, call)
+        return *gradients, dsink, None, None
 
 
 def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:

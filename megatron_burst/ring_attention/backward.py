@@ -33,17 +33,21 @@ def backward(
     def like(item: Item) -> Block:
         return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
+    recorder = call.communicator.recorder
     flight = call.communicator.begin("backward", like)
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
-            dq, dk, dv = _differentiate(tile, blocks, outputs, call)
-            sums.add(d_query, tile.query_slice, (dq,))
-            sums.add(d_kv, tile.key_slice, (dk, dv))
+            with recorder.tile(number, tile):
+                dq, dk, dv = _differentiate(tile, blocks, outputs, call)
+            with recorder.sum(number):
+                sums.add(d_query, tile.query_slice, (dq,))
+                sums.add(d_kv, tile.key_slice, (dk, dv))
         for item, block in flight.land(number):
             if item.kind.is_gradient:
-                sums.take(item, block)
+                with recorder.sum(number):
+                    sums.take(item, block)
             else:
                 blocks[item] = block
     (dq,), (dk, dv) = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))

@@ -21,11 +21,15 @@ def forward(
     }
     results = PartialResults(q, v.shape[-1])
     blocks |= parts_to_send(plan, blocks)
+    recorder = call.communicator.recorder
     flight = call.communicator.begin("forward", lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks)
         for tile in step.tiles:
-            results.add(tile.query_rows, *_attend(tile, blocks, call))
+            with recorder.tile(number, tile):
+                partial = _attend(tile, blocks, call)
+            with recorder.sum(number):
+                results.add(tile.query_rows, *partial)
         blocks.update(flight.land(number))
     return results.finish(sink)
 

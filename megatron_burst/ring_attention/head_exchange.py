@@ -59,10 +59,11 @@ class HeadExchange:
         parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
         flight = self._communicator.begin("head exchange", lambda _: parts[self.rank])
-        for number, step in enumerate(self._plan.steps):
-            flight.post(number, step, outgoing)
-            for item, block in flight.land(number):
-                parts[item.owner] = block
+        with self._communicator.record("head exchange", self._plan):
+            for number, step in enumerate(self._plan.steps):
+                flight.post(number, step, outgoing)
+                for item, block in flight.land(number):
+                    parts[item.owner] = block
         return tuple(self._join(of_one, to_heads) for of_one in zip(*parts, strict=True))
 
     def _cut(self, x: Tensor, to_heads: bool) -> list[Tensor]:
