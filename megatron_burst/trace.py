@@ -5,6 +5,7 @@ Every transport has a recorder, so that whoever carries out a plan finds it ther
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -158,10 +159,13 @@ class Recorder:
     def post(
         self, plan_step: int, messages: Iterable[tuple[Send | Receive, int]]
     ) -> AbstractContextManager[None]:
-        """Time the posting of messages, each given with its bytes."""
+        """Time the posting of messages, each tensor given with its bytes."""
         if not self._call:
             return _OFF
-        return self._timed(Activity.POST, plan_step, None, tuple(messages))
+        sizes: Counter[Send | Receive] = Counter()
+        for transfer, size in messages:
+            sizes[transfer] += size
+        return self._timed(Activity.POST, plan_step, None, tuple(sizes.items()))
 
     def wait(self, plan_step: int) -> AbstractContextManager[None]:
         """Time the wait for all that lands in a step."""
