@@ -17,7 +17,7 @@ ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
-    ("config", "layout", "dtypes", "watchdog"),
+    ("config", "layout", "dtypes", "watchdog", "timeline"),
     ("mask", "topology", "head_parallel", "blocks", "recompute"),
     ("plan",),
     ("tiles", "trace"),
