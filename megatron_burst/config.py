@@ -114,7 +114,8 @@ class BurstConfig:
     model."""
 
     segments: int = 2
-    """Into how many equal pieces segmented-zigzag cuts the sequence."""
+    """Into how many equal pieces segmented-zigzag cuts the sequence. With
+    --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
 
     block_mask: str | None = field(default=None, metadata={"shown": "none"})
     """A .npy file with a square table of booleans: which blocks of keys each block of queries may
@@ -192,6 +193,12 @@ class BurstConfig:
                 f"--burst-segments {self.segments} has no effect under --burst-layout "
                 f"{self.layout}; take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
             )
+        if self.segments != 2 and self.cuts_for_recompute:
+            raise ValueError(
+                f"--burst-segments {self.segments} has no effect under "
+                f"--recompute-attention-fraction {self.recompute_fraction}, which cuts the "
+                "sequence in two itself: drop it"
+            )
         if self.recompute_fraction is not None:
             check_fraction(self.recompute_fraction)
         elif self.recompute_offload:
@@ -199,6 +206,11 @@ class BurstConfig:
                 "--recompute-attention-offload has no effect without --recompute-attention-fraction"
             )
         self._check_preset()
+
+    @property
+    def cuts_for_recompute(self) -> bool:
+        """Whether segmented zigzag cuts where recompute ends, not into equal pieces."""
+        return self.recompute_fraction is not None and 0 < self.recompute_fraction < 1
 
     def _check_preset(self) -> None:
         """A baseline fixes what burst chooses; refuse what would have no effect."""

@@ -54,6 +54,8 @@ class BurstContext:
         nodes: Sequence[Hashable],
         communicator: Communicator,
         heads: HeadGroups | None = None,
+        *,
+        along_grid: bool = False,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
@@ -62,7 +64,8 @@ class BurstContext:
         self.ranks = grid.ranks * self.heads.size
         self.grid = grid  # of the ranks of one ring
         self.communicator = communicator
-        self._nodes = nodes  # of the ranks of one ring
+        self.nodes = nodes  # of the ranks of one ring
+        self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._plans: dict[str, Plans] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
@@ -114,11 +117,12 @@ class BurstContext:
                 f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
                 f"given, but the configuration makes a {grid}; take --burst-topology double"
             )
+        along_grid = hierarchy is not None and channels is None
         if channels is None:
             channels = make_channels(config, group, grid, hierarchy, heads.size)
         ranks = dist.get_process_group_ranks(group)
         communicator = Communicator(ranks, channels, config.timeout_seconds, recorder)
-        return cls(config, group, grid, nodes, communicator, heads)
+        return cls(config, group, grid, nodes, communicator, heads, along_grid=along_grid)
 
     @property
     def bytes_sent(self) -> int:
@@ -215,7 +219,9 @@ class BurstContext:
         layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
         tiling = Tiling(layout, mask)
         shape = self._shape(q, k, v)
-        choice = choose(self.config, tiling, self.grid, shape.item_bytes(), self._nodes)
+        choice = choose(
+            self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
+        )
         plans = choice.plans(self.heads.place(self.rank)[0])
         # With documents every micro-batch has a mask of its own: one line for all of them.
         said = shape, replace(mask, documents=mask.documents and (0,))

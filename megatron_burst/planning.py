@@ -89,6 +89,7 @@ def choose(
     grid: Grid,
     sizes: Mapping[Kind, int],
     nodes: Sequence[Hashable],
+    along_grid: bool = False,
 ) -> Choice:
     """Choose by the bytes on the busiest link.
 
@@ -98,13 +99,15 @@ def choose(
         grid: of the ranks.
         sizes: the bytes of a whole item of each kind.
         nodes: each rank's node.
+        along_grid: whether messages pass within rows and columns of the grid alone, as adopted
+            process groups do; then nothing goes straight from any rank to any other.
     """
 
     def cost(way: Way, *, backward: bool) -> Traffic:
         hops = [*way.reads(), *(way.gradients() if backward else ())]
         return traffic(hops, sizes, nodes, tiling.local_tokens)
 
-    ways = _ways(config, tiling, grid, nodes)
+    ways = _ways(config, tiling, grid, nodes, along_grid)
     forward = {way: cost(way, backward=False) for way in ways[Kind.KV]}
     backward = {kind: {w: cost(w, backward=True) for w in ways[kind]} for kind in ways}
     best = {kind: _cheaper(costs) for kind, costs in backward.items()}
@@ -127,8 +130,8 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
     Raises:
         ValueError: the sequence does not divide over the ranks.
     """
-    if config.layout is LayoutName.SEGMENTED_ZIGZAG and (fraction := config.recompute_fraction):
-        chunks = 2 * ranks
+    if config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute:
+        chunks, fraction = 2 * ranks, config.recompute_fraction or 0.0
         early = round(fraction * tokens / chunks) * chunks
         return segmented_zigzag([n for n in (early, tokens - early) if n], ranks)
     if config.layout is LayoutName.SEGMENTED_ZIGZAG:
@@ -147,13 +150,17 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
 
 
 def _ways(
-    config: BurstConfig, tiling: Tiling, grid: Grid, nodes: Sequence[Hashable]
+    config: BurstConfig,
+    tiling: Tiling,
+    grid: Grid,
+    nodes: Sequence[Hashable],
+    along_grid: bool,
 ) -> dict[Kind, list[Way]]:
     """Return, for what may travel, the plans that may be made: first the one that is usual."""
     gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
     kinds = (Kind.KV, Kind.QUERY)
     ways: dict[Kind, list[Way]] = {kind: [Ring(tiling, grid, kind, back, gather)] for kind in kinds}
-    if config.algorithm is Algorithm.BURST and tiling.mask.is_sparse:
+    if config.algorithm is Algorithm.BURST and tiling.mask.is_sparse and not along_grid:
         for kind in kinds:
             ways[kind].append(Direct(tiling, grid, kind))
     return ways

@@ -1,6 +1,6 @@
 """What keeping a part of attention's results costs and saves, counted from the shapes alone."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.config import BurstConfig, LayoutName
@@ -67,7 +67,14 @@ class Prediction:
 
 
 def predict(
-    config: BurstConfig, layout: Layout, mask: Mask, grid: Grid, shape: Shape, stop: int
+    config: BurstConfig,
+    layout: Layout,
+    mask: Mask,
+    grid: Grid,
+    shape: Shape,
+    stop: int,
+    nodes: Sequence[Hashable],
+    along_grid: bool = False,
 ) -> Prediction:
     """Count one attention call in two passes, the second for the positions before `stop`.
 
@@ -78,12 +85,13 @@ def predict(
         grid: of the ranks of one ring.
         shape: of a rank's tensors in the ring.
         stop: see `recompute.boundary`.
+        nodes: each rank's node.
+        along_grid: see `planning.choose`.
     """
     ranks = range(layout.ranks)
-    nodes = [node for _, node in sorted((r, n) for n, row in enumerate(grid.rows) for r in row)]
 
     def chosen(mask: Mask) -> Choice:
-        return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes)
+        return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes, along_grid)
 
     def pairs(choice: Choice) -> list[int]:
         return [sum(t.pairs for k in ranks for t in choice.tiling(q, k)) for q in ranks]

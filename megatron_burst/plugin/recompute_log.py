@@ -66,7 +66,9 @@ def predict_layer(
     """Return the prediction for one layer whose sequence has `length` tokens over all ranks."""
     layout = context.layout(length)
     ring = context.heads.ring_layout(layout)
-    return predict(context.config, ring, mask, context.grid, shape, boundary(layout, fraction))
+    stop = boundary(layout, fraction)
+    places = context.nodes, context.along_grid
+    return predict(context.config, ring, mask, context.grid, shape, stop, *places)
 
 
 def _shape(config: Any, context: BurstContext, tokens: int) -> Shape:

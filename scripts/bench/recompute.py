@@ -144,7 +144,7 @@ class Bench:
         shape = Shape(args.tokens, args.heads, args.heads, size, size, 4, 4)
         layout = self.context.layout(args.tokens)
         stop = boundary(layout, fraction)
-        return predict(self.context.config, layout, Mask.causal(), flat_grid(1), shape, stop)
+        return predict(self.context.config, layout, Mask.causal(), flat_grid(1), shape, stop, [0])
 
 
 def cpu_time(run: Callable[[], object]) -> float:

@@ -97,6 +97,10 @@ def test_the_library_has_layouts_that_no_flag_offers() -> None:
             "--burst-segments must be at least 2, got 1",
         ),
         ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
+        (
+            {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
+            "--burst-segments 4 has no effect under --recompute-attention-fraction 0.5, which cuts",
+        ),
     ],
 )
 def test_segments_that_make_no_sense_are_refused(settings: dict, message: str) -> None:

@@ -15,12 +15,14 @@ from tests.core.cases import (
     FLOAT32_TOLERANCE,
     HEADS,
     Case,
+    MakeContext,
     answer,
     errors,
     logged,
     put_together,
     run_cases,
 )
+from tests.core.masks import Masking
 from tests.workers import Team, WorkerPool
 
 WITHIN = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
@@ -87,6 +89,25 @@ def test_context_parallelism_across_tensor_parallelism(
             assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
             grids = {reply.grid for reply in whole.replies}
             assert grids == {"double ring of 2 nodes x 2 ranks"}
+
+
+@pytest.mark.parametrize("make_context", [every_second, adopted])
+@pytest.mark.parametrize(
+    "masking", [Masking(window=5), Masking(documents=(0, 3, 17, 21, 40))], ids=str
+)
+def test_masks_over_these_groups(
+    workers: WorkerPool, make_context: MakeContext, masking: Masking
+) -> None:
+    """Adopted groups reach along rows and columns of the grid alone, not from corner to corner."""
+    per_node = {} if make_context is adopted else {"ranks_per_node": 4}
+    cases = [
+        Case(config={"backward": way, **per_node}, masking=masking, chunk=5)
+        for way in ("kv", "query")
+    ]
+    replies = workers.run(range(8), answer, cases, "cpu", make_context)
+    for half in (replies[0::2], replies[1::2]):
+        for case, whole in zip(cases, put_together(cases, half), strict=True):
+            assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
 
 
 def members_of_channels(team: Team, rows: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:

@@ -23,7 +23,8 @@ def predicted(
     layout: Layout = make_layout(config, tokens, ranks)
     shape = Shape(samples * tokens // ranks, 4, 2, 6, 5, 2, 4)
     stop = boundary(layout, fraction)
-    return predict(config, layout, mask or Mask.causal(), flat_grid(ranks), shape, stop)
+    nodes = [0] * ranks
+    return predict(config, layout, mask or Mask.causal(), flat_grid(ranks), shape, stop, nodes)
 
 
 def test_one_rank_repeats_a_triangle_and_keeps_rows() -> None:
@@ -70,7 +71,7 @@ def test_on_a_double_ring() -> None:
     config = BurstConfig(recompute_fraction=0.5, topology="double", ranks_per_node=2)
     layout, grid = make_layout(config, 16, 4), Grid(((0, 1), (2, 3)))
     shape = Shape(4, 4, 2, 6, 5, 2, 4)
-    found = predict(config, layout, Mask.causal(), grid, shape, 8)
+    found = predict(config, layout, Mask.causal(), grid, shape, 8, "aabb")
     # An early block has 2 rows; rank r's is needed by the ranks after it. Ranks 0 and 2 send their
     # own and that of rank 0 to two places in all, 1 and 3 that of rank 1.
     block = 2 * 2 * (6 + 5) * 2
