@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.comm import check_agreement
-from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
 from megatron_burst.context import BurstContext
 from megatron_burst.mask import BlockTable, Mask
 from megatron_burst.plugin.block_mask import load_block_mask
@@ -41,6 +41,7 @@ class ContextPool:
     def __init__(self, config: BurstConfig) -> None:
         self.config = config
         self.bytes_sent_in_evaluation = 0
+        self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
         self.recorder = make_recorder()
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
         fraction = config.recompute_fraction
@@ -187,8 +188,15 @@ class BurstCoreAttention(MegatronModule):
         Returns [s, b, heads · dv]. `s` is this rank's part of the sequence in the layout's order.
 
         Raises:
-            ValueError: a mask, bias or packing that the ring would have to ignore.
+            ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
+                which nobody moves the tokens.
         """
+        if not self._pool.tokens_follow_layout and self._context.ranks > 1:
+            raise ValueError(
+                f"the tokens are in Megatron's zigzag, not in --burst-layout "
+                f"{self._pool.config.layout}: append SequenceHooks(pool) to the pre_wrap_hooks of "
+                "the model's config"
+            )
         documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
         mask = self._mask(
             attn_mask_type or self._attn_mask_type,

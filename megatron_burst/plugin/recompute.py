@@ -7,7 +7,6 @@ graph does, no other forward can find it, and where nothing is found all of atte
 That is so, too, where two calls save the same storage, for then nobody could tell them apart.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from megatron_burst.recompute import AttentionMemory
-
-logger = logging.getLogger(__name__)
 
 type _Call = dict[int, AttentionMemory | None]  # of a checkpointed call, by id of the attention
 

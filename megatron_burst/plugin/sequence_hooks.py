@@ -51,6 +51,7 @@ class SequenceHooks:
             hooks = _StageHooks(model, context)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
+        self._pool.tokens_follow_layout = True
         return models
 
 

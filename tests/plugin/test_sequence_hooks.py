@@ -24,6 +24,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  
     YarnRotaryEmbedding,
 )
 
+from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
 from megatron_burst.plugin.documents import Documents  # noqa: E402
 from megatron_burst.plugin.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
 from megatron_burst.plugin.rotary import (  # noqa: E402
@@ -294,6 +295,15 @@ def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() ->
     decoder.set_input_tensor = lambda x: setattr(decoder, "input_tensor", x)
     _flatten_input(decoder)
     assert torch.equal(decoder.input_tensor, hidden)
+
+
+def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
+    """A layer spec without the hooks would attend to the wrong tokens."""
+    x = torch.zeros(4, 1, 8)
+    attention = SimpleNamespace(_pool=ContextPool(SEGMENTED), _context=Context(SEGMENTED, 2, 0))
+    with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
+        BurstCoreAttention.forward(attention, x, x, x, None)
+    assert ContextPool(BurstConfig()).tokens_follow_layout
 
 
 def test_other_models_are_refused() -> None:
