@@ -1,6 +1,7 @@
 """Context-parallel attention and a chunked LM-head loss for very long sequences in Megatron-Core.
 
-Importing this package needs torch alone; what touches Megatron lives in `megatron_burst.plugin`.
+Importing this package needs torch and numpy alone; what touches Megatron lives in
+`megatron_burst.plugin`.
 """
 
 from megatron_burst.config import BurstConfig

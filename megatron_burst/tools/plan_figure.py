@@ -49,7 +49,7 @@ _STYLE: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9.5,
 }
-_BLOCK = {Kind.KV: "K and V", Kind.QUERY: "Q, dO, lse and delta"}
+_BLOCK = {Kind.KV: "K and V", Kind.QUERY: "Q, dO, lse and delta / ‖dO‖²"}
 _GRADIENT = {Kind.KV: "dK and dV", Kind.QUERY: "dQ"}
 _WHOSE = {Kind.KV: "keys", Kind.QUERY: "queries"}
 _RETURN = {

@@ -109,7 +109,7 @@ def test_the_options_are_in_the_figure(tmp_path: Path) -> None:
     options = "--nodes 2 --ranks-per-node 2 --backward query --gradient-return chain"
     plan_figure.main([*options.split(), "--output", str(output)])
     found = words(output.read_text())
-    assert "Backward: Q, dO, lse and delta travel, the sums of dQ follow them" in found
+    assert "Backward: Q, dO, lse and delta / ‖dO‖² travel, the sums of dQ follow them" in found
     assert {"node 0", "node 1", "between nodes", "own queries", "dQ whole", "step 5"} <= set(found)
     assert "4 ranks, double ring of 2 nodes x 2 ranks, zigzag" in found
 
