@@ -36,6 +36,12 @@ DEFAULTS_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
 }
+# Those that Apex serves as well, with the extension that Megatron imports for it.
+APEX_EXTENSIONS: Mapping[str, str] = {
+    "no_persist_layer_norm": "fast_layer_norm",
+    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",
+    "masked_softmax_fusion": "scaled_upper_triang_masked_softmax_cuda",
+}
 
 
 class SequenceParallelNorm:
@@ -100,17 +106,22 @@ def block_spec(
 ) -> "TransformerBlockSubmodules":
     """The block spec of this pipeline stage for a layer spec, norms replaced.
 
-    A layer spec leaves the norm behind the last layer to Megatron, which takes its own
-    `WrappedTorchNorm` where neither Apex nor TransformerEngine is there, and that one refuses
-    sequence parallelism. A block spec is returned with its norms replaced. Call it after model
-    parallelism is initialised.
+    A layer spec leaves the norm behind the last layer to Megatron. Without TransformerEngine it
+    takes Apex's LayerNorm where Apex is there, for RMSNorm, too, which that one is not; else its
+    own `WrappedTorchNorm`, which refuses sequence parallelism. A block spec is returned with its
+    norms replaced. Call it after model parallelism is initialised.
     """
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if not isinstance(spec, transformer_block.TransformerBlockSubmodules):
+        last: Any = transformer_block.LayerNormImpl
+        if last is FusedLayerNorm and config.normalization != "LayerNorm":
+            last = WrappedTorchNorm
         spec = transformer_block.TransformerBlockSubmodules(
             layer_specs=[spec] * transformer_block.get_num_layers_to_build(config, vp_stage),
-            layer_norm=transformer_block.LayerNormImpl,
+            layer_norm=last,
         )
     return with_sequence_parallel_norm(spec)
 
@@ -118,11 +129,22 @@ def block_spec(
 def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> None:
     """Make Megatron's local layers the default where TransformerEngine is not installed.
 
-    Flags that the user gives still win.
+    What Apex brings of the rest stays on. Flags that the user gives still win.
     """
-    if importlib.util.find_spec("transformer_engine") is None:
-        logger.info("TransformerEngine is not installed: Megatron's local layers are the default")
-        parser.set_defaults(**DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    of_apex = {
+        name
+        for name, extension in APEX_EXTENSIONS.items()
+        if importlib.util.find_spec(extension) is not None
+    }
+    logger.info(
+        "TransformerEngine is not installed: Megatron's local layers are the default%s",
+        f", with Apex for {', '.join(sorted(of_apex))}" if of_apex else "",
+    )
+    parser.set_defaults(
+        **{k: v for k, v in DEFAULTS_WITHOUT_TRANSFORMER_ENGINE.items() if k not in of_apex}
+    )
 
 
 def mend_help(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,7 @@ def activate() -> None:
             "functions while they are imported"
         )
     _set_environment()
+    _hide_gpu_packages()
     _silence_warnings_of_the_platform()
     for stand_in in (*TORCH_STAND_INS, *MEGATRON_STAND_INS):
         _install(stand_in)
@@ -87,6 +88,15 @@ def _set_environment() -> None:
     # Megatron wraps its small fused functions in torch.compile. Here that would need a C++
     # compiler on the machine and several seconds in every rank; not compiled they are the same.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+# Megatron takes their layers, norms and optimizers wherever they can be imported.
+_GPU_PACKAGES = ("transformer_engine", "apex")
+
+
+def _hide_gpu_packages() -> None:
+    for name in _GPU_PACKAGES:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # to import it fails from now
 
 
 _WARNINGS_OF_THE_PLATFORM = (

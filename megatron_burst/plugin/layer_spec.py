@@ -7,7 +7,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_burst.config import BurstConfig
@@ -67,9 +66,10 @@ class LayerSpecProvider:
             if parallel_state.model_parallel_is_initialized():
                 self.pool.get_megatrons(model_config.transformer)
             spec = burst_layer_spec(spec, self.pool)
-        if transformer_block.LayerNormImpl is WrappedTorchNorm:
-            spec = compat.block_spec(spec, model_config.transformer, vp_stage)
-        return spec
+        if not transformer_block.HAVE_TE:
+            return compat.block_spec(spec, model_config.transformer, vp_stage)
+        # All is TransformerEngine's but the layers' norms under --transformer-impl local.
+        return compat.with_sequence_parallel_norm(spec)
 
     def _original(self, model_config: GPTModelConfig, vp_stage: int | None) -> Any:
         if self._spec is None:

@@ -1,5 +1,7 @@
+import argparse
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +110,47 @@ def test_a_block_spec_keeps_its_layers_and_gets_our_last_norm() -> None:
     ours = compat.block_spec(block, config())
     assert len(ours.layer_specs) == 3
     assert ours.layer_norm is compat.SequenceParallelNorm
+
+
+@pytest.mark.parametrize(
+    ("normalization", "ours"), [("LayerNorm", False), ("RMSNorm", True), ("L2Norm", True)]
+)
+def test_apexs_norm_stays_the_last_one_where_it_can_be(
+    normalization: str, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    block = "megatron.core.transformer.transformer_block"
+    monkeypatch.setattr(f"{block}.LayerNormImpl", FusedLayerNorm)
+    monkeypatch.setattr(f"{block}.get_num_layers_to_build", lambda *_: 1)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization)
+    found = compat.block_spec(layer, config(normalization=normalization)).layer_norm
+    assert found is (compat.SequenceParallelNorm if ours else FusedLayerNorm)
+
+
+@pytest.mark.parametrize(
+    ("installed", "off"),
+    [
+        ((), set(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)),
+        (("apex", "fused_weight_gradient_mlp_cuda"), {"gradient_accumulation_fusion"}),
+        (tuple(compat.APEX_EXTENSIONS.values()), set(compat.APEX_EXTENSIONS)),
+    ],
+)
+def test_what_apex_serves_stays_megatrons_default(
+    installed: tuple[str, ...],
+    off: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in installed:
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**dict.fromkeys(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE, "Megatron's"))
+    compat.set_defaults_without_transformer_engine(parser)
+    ours = {k for k, v in vars(parser.parse_args([])).items() if v != "Megatron's"}
+    every = set(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)
+    assert ours == (every - off if installed else every)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])

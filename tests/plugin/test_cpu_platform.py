@@ -1,4 +1,5 @@
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -55,6 +56,21 @@ def test_every_entry_has_its_own_target_and_a_reason() -> None:
     targets = [stand_in.target for stand_in in TABLE]
     assert len(set(targets)) == len(targets)
     assert all(stand_in.reason.endswith(".") for stand_in in TABLE)
+
+
+def test_packages_that_need_a_gpu_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / f"{name}.py").touch()
+        monkeypatch.setitem(sys.modules, name, None)  # put back at the end
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("apex")
+    cpu_platform._hide_gpu_packages()
+    assert not importlib.util.find_spec("apex")
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
 
 
 @pytest.mark.parametrize("target", [stand_in.target for stand_in in TABLE])

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.plugin.compat import SequenceParallelNorm
 from tests import oracle
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
@@ -56,7 +58,7 @@ def leaves(spec: Any, path: str = "") -> dict[str, Any]:
     return {k: v for key, value in spec.items() for k, v in leaves(value, f"{path}.{key}").items()}
 
 
-def check_replaced(spec: Any, expected_places: int) -> None:
+def check_replaced(spec: Any, expected_places: int, core: Any = DotProductAttention) -> None:
     before = copy.copy(leaves(spec))
     after = leaves(burst_layer_spec(spec, BurstConfig()))
     assert leaves(spec) == before, "the original has changed"
@@ -64,14 +66,44 @@ def check_replaced(spec: Any, expected_places: int) -> None:
     changed = [path for path in before if after[path] != before[path]]
     assert len(changed) == expected_places
     for path in changed:
-        assert path.endswith(".core_attention") and before[path] is DotProductAttention
+        assert path.endswith(".core_attention") and before[path] is core
         assert after[path].module is CoreAttentionByCommType
-        assert after[path].params["fallback"] is DotProductAttention
+        assert after[path].params["fallback"] is core
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_core_attention_of_a_layer_is_replaced_and_nothing_else(options: dict[str, Any]) -> None:
     check_replaced(layer(**options), expected_places=1)
+
+
+@pytest.mark.parametrize("options", [*LAYERS.values(), {"num_experts": 4, "moe_grouped_gemm": 1}])
+def test_of_transformer_engines_layers_core_attention_alone_is_replaced(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers and norms stay; without TransformerEngine they are Megatron's placeholders."""
+    from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.17.1"))
+    for name in ("TENorm", "TEDotProductAttention"):
+        monkeypatch.setattr(gpt_layer_specs, name, getattr(transformer_engine, name), raising=False)
+    provider = transformer_engine_spec_provider.TESpecProvider
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider, raising=False)
+    for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"):
+        if getattr(transformer_engine_spec_provider, name, None) is None:
+            monkeypatch.setattr(transformer_engine_spec_provider, name, object(), raising=False)
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**options)
+    check_replaced(spec, 1, transformer_engine.TEDotProductAttention)
+
+
+def test_beside_transformer_engine_only_torchs_norms_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.core.transformer.transformer_block.HAVE_TE", True)
+    local = SimpleNamespace(transformer=None)
+    spec = LayerSpecProvider(layer(), None)(local)  # a layer: its last norm is TransformerEngine's
+    assert spec.module is layer().module
+    assert SequenceParallelNorm in leaves(spec).values()
+    assert WrappedTorchNorm not in leaves(spec).values()
 
 
 def test_every_layer_of_a_block_is_replaced() -> None:
@@ -179,6 +211,18 @@ def test_another_name_builds_what_stood_there_with_the_same_arguments(cp_comm_ty
     }
     assert module.options["cp_comm_type"] == cp_comm_type
     assert module.options["layer_number"] == 2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
+def test_fp8_linear_layers_leave_attention_in_the_models_dtype(recipe: str) -> None:
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "bf16": True, "params_dtype": torch.bfloat16}
+    module = build(config=fp8)
+    q, k, v, _ = (x.bfloat16() for x in inputs())
+    assert isinstance(module, BurstCoreAttention)
+    assert module(q, k, v, None).dtype == torch.bfloat16
+    for field in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        with pytest.raises(ValueError, match=f"{field} = True: attention runs in the model's"):
+            build(config={**fp8, field: True})
 
 
 def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
