@@ -32,13 +32,13 @@ class Event:
     name: str
     start: float
     """Seconds since the epoch of the machine that recorded it."""
-    stop: float
+    seconds: float
     arguments: Mapping[str, Any]
 
     @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.stop - self.start
+    def stop(self) -> float:
+        """When it ended."""
+        return self.start + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,11 @@ def _events_of(written: list[dict[str, Any]], zero: float) -> Iterator[Event]:
     begun: dict[str, dict[str, Any]] = {}
     for event in written:
         if event["ph"] == "X":
-            start = zero + event["ts"] / 1e6
-            stop = start + event["dur"] / 1e6
-            yield Event(event["cat"], event["name"], start, stop, event["args"])
+            start, seconds = zero + event["ts"] / 1e6, event["dur"] / 1e6
+            yield Event(event["cat"], event["name"], start, seconds, event["args"])
         elif event["ph"] == "b":
             begun[event["id"]] = event
         elif event["ph"] == "e":
             first = begun.pop(event["id"])
-            start, stop = zero + first["ts"] / 1e6, zero + event["ts"] / 1e6
-            yield Event(first["cat"], first["name"], start, stop, first["args"])
+            start, seconds = zero + first["ts"] / 1e6, (event["ts"] - first["ts"]) / 1e6
+            yield Event(first["cat"], first["name"], start, seconds, first["args"])
