@@ -157,6 +157,12 @@ class BurstConfig:
     forward and backward, and stops at the first with its layer, rank, pass and tensor. Every look
     waits for the device; off, it costs nothing."""
 
+    verify: bool = False
+    """Compare the first micro-batch of a training with attention in one piece, which every rank
+    computes in float64 without our rings: in every layer output, log-sum-exp and gradients, and the
+    positions of the tokens. Prints the errors beside what is allowed and stops the training on a
+    difference. The first step takes much longer, the later ones nothing more."""
+
     trace: str | None = field(default=None, metadata={"shown": "none"})
     """A directory for a trace that Chrome and Perfetto open: every tile, message and wait of
     attention in the second and third step of the run, a file a rank (default: none).

@@ -17,14 +17,14 @@ ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
-    ("config", "layout", "dtypes", "watchdog", "timeline"),
+    ("config", "layout", "dtypes", "watchdog", "timeline", "dense"),
     ("mask", "topology", "head_parallel", "blocks", "recompute"),
     ("plan",),
     ("tiles", "trace"),
     ("rings", "direct", "comm", "kernels", "cost", "simulator", "chrome_trace"),
     ("groups",),
     ("planning",),
-    ("context", "recompute_cost"),
+    ("context", "recompute_cost", "verify"),
     ("ring_attention", "linear_cross_entropy"),
     ("",),  # megatron_burst/__init__.py
     ("plugin", "tools"),

@@ -27,6 +27,7 @@ from megatron_burst.plugin.recompute import RecomputeHooks
 from megatron_burst.plugin.recompute_log import RecomputeLog
 from megatron_burst.plugin.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.trace import TraceSteps
+from megatron_burst.plugin.verify_positions import PositionHooks
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
         if pool is not None and pool.checkpoints is not None:
             model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
             model_config.pre_wrap_hooks.append(RecomputeLog(pool, args))
+        if pool is not None and pool.verification is not None:
+            hooks = PositionHooks(pool, ids_begin_anew=args.reset_position_ids)
+            model_config.pre_wrap_hooks.append(hooks)
         if pool is not None and pool.config.trace is not None:
             hook = TraceSteps(pool.recorder, Path(pool.config.trace))
             model_config.pre_wrap_hooks.append(hook)

@@ -1,7 +1,7 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from megatron_burst.plugin.nan_check import with_nan_check
 from megatron_burst.plugin.recompute import Checkpoints
 from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
 from megatron_burst.plugin.trace import make_recorder
+from megatron_burst.plugin.verify import LayerCheck, Verification
 from megatron_burst.ring_attention import ring_attention
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -43,6 +44,7 @@ class ContextPool:
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
         self.recorder = make_recorder()
+        self.verification = Verification(config) if config.verify else None
         self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
@@ -168,8 +170,14 @@ class BurstCoreAttention(MegatronModule):
         self._window = _window(config, layer_number)
         self._pg_collection = pg_collection
         add_softmax_offset(self, pg_collection)
-        check = pool.config.check_nan
-        self._attend = with_nan_check(ring_attention, layer_number) if check else ring_attention
+        attend: Callable[..., Tensor] = ring_attention
+        self._check: LayerCheck | None = None
+        if pool.verification is not None:
+            self._check = pool.verification.of_layer(config, layer_number, softmax_scale)
+            attend = self._check.around(attend)
+        if pool.config.check_nan:
+            attend = with_nan_check(attend, layer_number)
+        self._attend = attend
 
     def forward(
         self,
@@ -198,8 +206,9 @@ class BurstCoreAttention(MegatronModule):
                 "the model's config"
             )
         documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
+        mask_type = attn_mask_type or self._attn_mask_type
         mask = self._mask(
-            attn_mask_type or self._attn_mask_type,
+            mask_type,
             documents.bounds if documents else None,
             documents.samples if documents else 1,
         )
@@ -218,6 +227,8 @@ class BurstCoreAttention(MegatronModule):
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
+        if self._check is not None:
+            self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
         sent = self._context.bytes_sent
         out = self._attend(
             q,

@@ -53,6 +53,7 @@ def test_flags_agree_with_the_fields() -> None:
         "recompute_fraction": "--recompute-attention-fraction",
         "recompute_offload": "--recompute-attention-offload",
         "check_nan": "--burst-check-nan",
+        "verify": "--burst-verify",
         "trace": "--burst-trace",
     }
     assert {flag.field: flag.name for flag in flags()} == names

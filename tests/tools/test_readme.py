@@ -12,7 +12,7 @@ from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/how-it-works.md")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/how-it-works.md", "docs/verify.md")
 
 
 def _section(title: str) -> str:

@@ -1,0 +1,272 @@
+"""Checks attention over the ranks of this job against attention in one piece, on this machine.
+
+    torchrun --nproc-per-node 8 -m megatron_burst.tools.verify
+    torchrun --nproc-per-node 4 -m megatron_burst.tools.verify --dtype bfloat16 --mask window \\
+        --heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048
+
+It needs neither Megatron nor data. Every rank draws its own tokens. The exit status is 1 if
+anything differs or cannot run.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.comm import gather_objects
+from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
+from megatron_burst.dense import Dense, Visibility
+from megatron_burst.kernels import KERNELS
+from megatron_burst.verify import Finding, cell, compare, margin, spread_of, worst
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MASKS = ("causal", "full", "window", "documents", "blocks")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One attention call of all ranks."""
+
+    config: BurstConfig
+    mask: str
+    dtype: torch.dtype
+    batch: int
+    tokens_per_rank: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    has_sink: bool
+
+    @property
+    def algorithm(self) -> str:
+        """Its name, and which backward ring was asked for."""
+        backward = self.config.backward
+        return self.config.algorithm + ("" if backward is Backward.AUTO else f", {backward}")
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}, {self.mask}, {str(self.dtype)[6:]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status, the same on every rank."""
+    args = _parser().parse_args(argv)
+    device = _start(args.backend)
+    contexts: dict[BurstConfig, BurstContext] = {}
+    table, problems = _table(), []
+    for case in _cases(args):
+        try:
+            if case.config not in contexts:
+                contexts[case.config] = BurstContext.create(case.config)
+            kernel, found = check(case, contexts[case.config], device)
+        except ValueError as error:  # on all ranks
+            problems.append(f"{case} cannot run: {error}")
+            continue
+        grid = str(contexts[case.config].grid)
+        cells = [cell(found.get(name)) for name in TENSORS]
+        table.add_row(case.algorithm, grid, case.mask, str(case.dtype)[6:], kernel, *cells)
+        problems += [f"{case}, {finding}" for finding in found.values() if finding.where]
+    if _rank() == 0:
+        console = Console(highlight=False, markup=False, width=200)
+        console.print(_headline(args, device), table, *problems, sep="\n", soft_wrap=True)
+        console.print("verify: something is wrong" if problems else "verify: all is right")
+    return 1 if problems else 0
+
+
+def check(
+    case: Case, context: BurstContext, device: torch.device
+) -> tuple[str, dict[str, Finding]]:
+    """Compare one call with attention in one piece.
+
+    Returns:
+        the kernel's name and, for each tensor, the worst finding of all ranks.
+    """
+    q, k, v, dout, sink = (None if x is None else x.to(device) for x in draw(case, context.rank))
+    assert q is not None and k is not None and v is not None and dout is not None
+    leaves = [x.requires_grad_() for x in (q, k, v, sink) if x is not None]
+    tokens = case.tokens_per_rank * context.ranks
+    mask, visibility = masks(case.mask, tokens)
+    out, lse = ring_attention(q, k, v, context, mask=mask, sink=sink, return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    scale = case.head_dim**-0.5
+    kernel = context.prepare(q, k, v, mask, scale).kernel.name
+    spread = spread_of(context, tokens)
+    dense = Dense(spread, visibility, scale, q, k, v, sink, margin(context))
+    found = {"out": out, "lse": lse.transpose(1, 2)[..., None]}
+    findings = compare(dense.forward(), found, spread.own, _rank())
+    found = dict(zip(("dq", "dk", "dv"), gradients[:3], strict=True))
+    if sink is not None:
+        found["dsink"] = spread.total(gradients[3].double())[None, :, None, None]
+    findings += compare(dense.backward(dout), found, spread.own, _rank())
+    everyone = [findings]
+    if context.group is not None:
+        limit = case.config.timeout_seconds
+        everyone = gather_objects(context.group, "collect what was found", findings, limit)
+    return kernel, worst(finding for each in everyone for finding in each)
+
+
+def draw(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return this rank's q, k, v and the gradient of its output, and the sink, which all share."""
+    shapes = [
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.value_head_dim),
+        (case.heads, case.value_head_dim),
+    ]
+    generator = torch.Generator().manual_seed(1 + rank)
+    rows = case.batch, case.tokens_per_rank
+    q, k, v, dout = (torch.randn(*rows, *s, generator=generator).to(case.dtype) for s in shapes)
+    sink = torch.linspace(-2, 4, case.heads) if case.has_sink else None
+    return q, k, v, dout, sink
+
+
+def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
+    """Return a mask of a sequence for our attention, and the same for attention in one piece."""
+    if name == "full":
+        return Mask.full(), Visibility(causal=False)
+    if name == "window":
+        window = tokens // 5
+        return Mask.causal(window=window), Visibility(causal=True, left=window)
+    if name == "documents":  # of a token, about a third, and the rest
+        bounds = [0, 1, tokens // 3 + 1, tokens]
+        return Mask.causal(documents=bounds), Visibility(
+            causal=True, cu_seqlens=torch.tensor(bounds)
+        )
+    if name == "blocks":  # each sees itself and the first
+        blocks = next(n for n in (8, 4, 2) if tokens % n == 0)
+        table = torch.eye(blocks, dtype=torch.bool)
+        table[:, 0] = True
+        return Mask.causal(block_table=table), Visibility(
+            causal=True, blocks=table, tokens_per_sample=tokens
+        )
+    return Mask.causal(), Visibility(causal=True)
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    cases = []
+    for algorithm, mask, dtype in itertools.product(args.algorithm, args.mask, args.dtype):
+        for backward in args.backward if algorithm == Algorithm.BURST else [Backward.AUTO]:
+            config = BurstConfig(
+                algorithm=algorithm,
+                backward=backward,
+                topology=args.topology,
+                ranks_per_node=args.ranks_per_node,
+                head_parallel_size=args.head_parallel_size,
+                layout=args.layout,
+                kernel=args.kernel,
+                grad_dtype=args.grad_dtype,
+            )
+            cases.append(
+                Case(
+                    config=config,
+                    mask=mask,
+                    dtype=DTYPES[dtype],
+                    batch=args.batch,
+                    tokens_per_rank=args.tokens_per_rank,
+                    heads=args.heads,
+                    kv_heads=args.kv_heads or args.heads,
+                    head_dim=args.head_dim,
+                    value_head_dim=args.value_head_dim or args.head_dim,
+                    has_sink=args.sink,
+                )
+            )
+    return cases
+
+
+def _start(backend: str) -> torch.device:
+    """Join the other ranks that torchrun has started, if any; return this rank's device."""
+    on_gpu = torch.cuda.is_available() and backend != "gloo"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
+    device = torch.device(device)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    return device
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _headline(args: argparse.Namespace, device: torch.device) -> str:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    backend = dist.get_backend() if dist.is_initialized() else "no process group"
+    kv_heads = args.kv_heads or args.heads
+    return (
+        f"{ranks} rank(s) on {device.type} ({backend}), {args.layout}; a rank has {args.batch} x "
+        f"{args.tokens_per_rank} tokens, {args.heads} heads and {kv_heads} kv heads of "
+        f"{args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
+        "The largest error of any rank, and what is allowed there:"
+    )
+
+
+def _table() -> Table:
+    table = Table(box=SIMPLE if sys.stdout.isatty() else None)
+    for name in ("algorithm", "grid", "mask", "dtype", "kernel", *TENSORS):
+        table.add_column(name, no_wrap=True, justify="right" if name in TENSORS else "left")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_burst.tools.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def several(name: str, values: Sequence[str], default: Sequence[str], text: str) -> None:
+        shown = f"{text} (default: {' '.join(default)})"
+        parser.add_argument(name, nargs="+", choices=values, default=default, help=shown)
+
+    def one(name: str, values: Sequence[str], text: str) -> None:
+        shown = f"{text} (default: {values[0]})"
+        parser.add_argument(name, choices=values, default=values[0], help=shown)
+
+    def number(name: str, default: int | None, text: str) -> None:
+        parser.add_argument(name, type=_positive, default=default, metavar="N", help=text)
+
+    several("--algorithm", list(Algorithm), [Algorithm.BURST], "which are tried")
+    several("--backward", list(Backward), ["kv", "query"], "backward rings of burst")
+    several("--mask", MASKS, ("causal", "window", "documents"), "which are tried")
+    several("--dtype", list(DTYPES), ("float32", "bfloat16"), "which are tried")
+    one("--topology", list(Topology), "the shape of the rings")
+    layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
+    one("--layout", layouts, "which tokens a rank holds")
+    one("--grad-dtype", list(GradDtype), "of gradients while they travel")
+    one("--kernel", ("auto", *KERNELS), "of a tile")
+    one("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo computes on the CPU")
+    number("--ranks-per-node", None, "as if so many shared a node (default: where they are)")
+    number("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)")
+    number("--batch", 1, "sequences (default: 1)")
+    number("--tokens-per-rank", 256, "of a sequence (default: 256)")
+    number("--heads", 8, "query heads, of a tensor-parallel rank (default: 8)")
+    number("--kv-heads", None, "default: as many as --heads")
+    number("--head-dim", 64, "of Q and K (default: 64)")
+    number("--value-head-dim", None, "of V (default: that of --head-dim)")
+    parser.add_argument("--sink", action="store_true", help="with a sink in every head")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+if __name__ == "__main__":
+    status = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
