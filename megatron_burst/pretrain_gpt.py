@@ -38,6 +38,7 @@ def _train(args: Any, container: Any, provider: Any) -> None:
     from megatron.training import pretrain
 
     from megatron_burst.plugin import gpt_training
+    from megatron_burst.plugin.run_figures import write_run_figures
 
     pretrain(
         container,
@@ -45,24 +46,9 @@ def _train(args: Any, container: Any, provider: Any) -> None:
         ModelType.encoder_or_decoder,
         gpt_training.forward_step,
     )
-    _report_bytes(args, provider.pool)
+    write_run_figures(args, provider.pool)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _report_bytes(args: Any, pool: Any) -> None:
-    """Write to TensorBoard what this rank sent for attention a training step, on average."""
-    from megatron.training import get_tensorboard_writer
-
-    writer = get_tensorboard_writer()
-    if writer is None or pool is None:
-        return
-    # args.iteration is where training started; there is no curr_iteration if it never did.
-    steps = getattr(args, "curr_iteration", -1) + 1 - args.iteration
-    if steps > 0:
-        sent = pool.bytes_sent - pool.bytes_sent_in_evaluation
-        writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
-        writer.flush()
 
 
 if __name__ == "__main__":

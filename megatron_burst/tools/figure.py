@@ -2,18 +2,24 @@
 
 from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_burst.tools.runlog import Series
 
+_FEW = 4  # runs whose names fit into the panels
+_SMALLEST = 1e-9  # what a logarithmic axis shows of equal losses
+
 
 def draw_losses(losses: dict[str, Series], entropy: float | None, path: Path) -> None:
-    """Writes a PNG: every run's loss by step, the unigram entropy as a line, and where there are
-    several runs the relative difference of each from the last one.
+    """Writes every run's loss by step, the unigram entropy as a line, and where there are several
+    runs the relative difference of each from the last one. The suffix of `path` is the format.
     """
-    figure = Figure(figsize=(8, 6 if len(losses) > 1 else 4.2), dpi=120, layout="constrained")
+    few = len(losses) <= _FEW
+    height = (6 if len(losses) > 1 else 4.2) + (0 if few else 0.3 * len(losses) / 3 + 0.6)
+    figure = Figure(figsize=(8 if few else 10, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     if len(losses) > 1:
         curves, apart = figure.subplots(2, sharex=True, height_ratios=[3, 1.2])
@@ -22,19 +28,24 @@ def draw_losses(losses: dict[str, Series], entropy: float | None, path: Path) ->
         apart = curves = figure.subplots()
     _draw_curves(curves, losses, entropy)
     apart.set_xlabel("step")
+    if few:
+        for axes in {curves, apart}:
+            axes.legend()
+    else:
+        figure.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 
 def _draw_curves(axes: Axes, losses: dict[str, Series], entropy: float | None) -> None:
     # Equal runs lie on each other: every later one is thinner and dashed, so that both are seen.
     for index, (name, series) in enumerate(losses.items()):
-        width, dash = (4.5, "-") if index == 0 else (1.6, "--")
+        width, dash = (4.5, "-") if index == 0 else (1.6, (2 * index, (4, 4)))
         axes.plot(
             *_columns(series),
             label=name,
             linewidth=width,
             linestyle=dash,
-            color=f"C{index}",
+            color=_color(index, len(losses)),
             alpha=0.45 if index == 0 and len(losses) > 1 else 1,
         )
     if entropy is not None:
@@ -42,26 +53,28 @@ def _draw_curves(axes: Axes, losses: dict[str, Series], entropy: float | None) -
         axes.axhline(entropy, color="0.35", linestyle=":", label=label)
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def _draw_differences(axes: Axes, losses: dict[str, Series]) -> None:
     *others, last = losses
-    smallest = 1e-9  # what a logarithmic axis shows of equal losses
     for index, name in enumerate(others):
         pairs = zip(losses[name], losses[last], strict=True)
-        apart = [(step, max(abs(a - b) / abs(b), smallest)) for (step, a), (_, b) in pairs]
+        apart = [(step, max(abs(a - b) / abs(b), _SMALLEST)) for (step, a), (_, b) in pairs]
         axes.plot(
             *_columns(apart),
             ".",
             markersize=4,
-            color=f"C{index}",
+            color=_color(index, len(losses)),
             label=f"{name} to {last} (equal: 1e-9)",
         )
     axes.set_yscale("log")
-    axes.set_ylabel("relative\ndifference")
+    to_what = "" if len(losses) <= _FEW else f" to\n{last} (equal: 1e-9)"
+    axes.set_ylabel(f"relative\ndifference{to_what}")
     axes.grid(alpha=0.3)
-    axes.legend()
+
+
+def _color(index: int, runs: int) -> object:
+    return f"C{index}" if runs <= 10 else matplotlib.colormaps["tab20"](index % 20)
 
 
 def _columns(series: Series) -> tuple[list[int], list[float]]:

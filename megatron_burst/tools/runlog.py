@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 LOSS = "lm loss"
 ITERATION_SECONDS = "iteration-time"
 BYTES_SENT = "burst/bytes-sent-per-rank"
+PEAK_MEMORY = "burst/peak-memory-bytes"
 
 Series = list[tuple[int, float]]
 
@@ -30,3 +31,15 @@ def read_scalars(path: Path) -> dict[str, Series]:
         written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
         scalars[tag] = sorted({event.step: event.value for event in written}.items())
     return scalars
+
+
+def read_arguments(path: Path) -> dict[str, str]:
+    """All arguments of Megatron that the run wrote at its start, as text, by name."""
+    events = EventAccumulator(str(path), size_guidance={"tensors": 1})
+    events.Reload()
+    suffix = "/text_summary"
+    return {
+        tag.removesuffix(suffix): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+        if tag.endswith(suffix)
+    }
