@@ -181,7 +181,9 @@ def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     - it takes `step` for a shard of the parameter like the moments: `dp_reshardable` reads back
       a wrong number, `fully_reshardable` ends with a KeyError;
     - it loads one `step` tensor for all parameters, to which Adam then adds once a parameter;
-    - it writes into float32 shards, views of parameters, in place, which autograd refuses.
+    - it writes into float32 shards, views of parameters, in place, which autograd refuses;
+    - under Megatron-FSDP a rank skips parameters of which it has no part, and one rank's `step` is
+      saved for all.
 
     Only the step in the param_groups is right. No hook of Megatron lies between building the
     optimizer and reading the checkpoint, so the call is wrapped and the built objects are mended.
@@ -203,6 +205,8 @@ def _mend_distributed_optimizer(distributed: Any) -> None:
     """Carry out what `with_torch_adam` says on one of Megatron's distributed optimizers."""
     initialise_adam_state(distributed.optimizer)
     distributed.optimizer.register_load_state_dict_post_hook(give_each_parameter_its_step)
+    if distributed.ddp_config.use_megatron_fsdp:
+        distributed.optimizer.register_step_post_hook(count_steps_together)
 
     read_shards = distributed._get_main_param_and_optimizer_states
     write_shards = distributed._set_main_param_and_optimizer_states
@@ -238,6 +242,14 @@ def give_each_parameter_its_step(optimizer: torch.optim.Optimizer) -> None:
     """Copy every parameter's `step`, so that no two parameters share one tensor."""
     for state in optimizer.state.values():
         state["step"] = state["step"].clone()
+
+
+def count_steps_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give every parameter the largest `step` of all, those without a gradient, too."""
+    steps = [state["step"] for state in optimizer.state.values()]
+    latest = max(float(step) for step in steps)
+    for step in steps:
+        step.fill_(latest)
 
 
 def unless_prebuilt(compile_helpers: Callable[[], None]) -> Callable[[], None]:

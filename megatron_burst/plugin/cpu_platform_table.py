@@ -110,6 +110,33 @@ def reported_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     return type_or_cast
 
 
+class TorchOfTheCpu:
+    """`torch` as one module sees it, in which `torch.device("cuda:…")` is the CPU.
+
+    For modules that spell out the device; `torch.device` itself is a type and stays.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @staticmethod
+    def device(*args: Any) -> torch.device:
+        """Make a device."""
+        return CPU if str(args[0]).startswith("cuda") else torch.device(*args)
+
+
+def meshes_of_the_cpu(mesh: Any) -> Any:
+    """torch's DeviceMesh, as far as it is made from process groups, for the CPU's tensors."""
+
+    def from_group(*args: Any, **kwargs: Any) -> Any:
+        return mesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
+
+    return SimpleNamespace(from_group=from_group)
+
+
 def current_device() -> torch.device:
     """The device Megatron works on. That torch.cuda holds this function says: active."""
     return CPU
@@ -243,7 +270,20 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
     ),
 )
 
+_FSDP = "megatron.core.distributed.fsdp"
+
 MEGATRON_STAND_INS: tuple[StandIn, ...] = (
+    *_same(
+        f"{_FSDP}.mcore_fsdp_adapter.torch {_FSDP}.src.megatron_fsdp.megatron_fsdp.torch "
+        f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer.torch",
+        TorchOfTheCpu,
+        "Megatron-FSDP makes its device out of the word cuda and the number of the current one.",
+    ),
+    *_same(
+        f"{_FSDP}.mcore_fsdp_adapter.DeviceMesh",
+        meshes_of_the_cpu,
+        "Megatron-FSDP's meshes are of CUDA's devices, and its DTensors move their parts there.",
+    ),
     *_same(
         "megatron.training.training.initialize_megatron",
         lambda original: functools.partial(original, allow_no_cuda=True),

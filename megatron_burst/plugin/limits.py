@@ -139,7 +139,7 @@ LM_HEAD_LIMITS: tuple[Limit, ...] = (
     Limit(
         "use_megatron_fsdp",
         (False,),
-        "it was not shown to be right with weights that Megatron-FSDP shards: "
+        "it gathers and releases weights in hooks of the output layer, which is never called: "
         "drop --use-megatron-fsdp",
     ),
     Limit(

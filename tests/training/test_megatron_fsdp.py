@@ -1,0 +1,61 @@
+"""Megatron-FSDP trains as if no weight were sharded, and resumes at another CP size. (fast tier)"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.launcher import BURST, largest_difference, report, train
+
+FSDP = """
+    --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
+    --data-parallel-sharding-strategy
+""".split()
+CP2 = ("--context-parallel-size", "2")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+STEPS = range(1, 9)
+CASES = {
+    "gradients and optimizer sharded": (2, "optim_grads", ""),
+    "optimizer sharded": (2, "optim", ""),
+    "half of attention kept": (
+        2,
+        "optim_grads_params",
+        f"{RECOMPUTE} --recompute-attention-fraction 0.5",
+    ),
+    "TP 2, sequence parallel": (4, "optim_grads_params", TENSOR),
+    "learnable sinks": (2, "optim_grads_params", "--softmax-type learnable"),
+    "experts": (
+        2,
+        "optim_grads_params",
+        "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+        "--disable-bias-linear --lr 1e-4",
+    ),
+}
+
+
+def flags_of(data: tuple[str, ...]) -> tuple[str, ...]:
+    return (*data, *BURST, "--calculate-per-token-loss", "--train-iters", str(STEPS[-1]))
+
+
+def test_sharded_weights_train_the_same_and_resume_on_one_rank(
+    tmp_path: Path, data: tuple[str, ...]
+) -> None:
+    flags, fsdp = flags_of(data), (*FSDP, "optim_grads_params")
+    expected = train(tmp_path / "cp1", 1, *flags)
+    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "4")
+    found = train(tmp_path / "fsdp", 2, *flags, *CP2, *fsdp, *save)
+    report("FSDP CP 2", largest_difference(found, expected, STEPS), 1e-4)
+    load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", "4")
+    resumed = train(tmp_path / "resumed", 1, *flags, *fsdp, *load)
+    assert sorted(resumed.losses) == list(STEPS[4:])
+    report("FSDP CP 2 -> CP 1", largest_difference(resumed, expected, STEPS[4:]), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_with_other_features(tmp_path: Path, data: tuple[str, ...], case: str) -> None:
+    ranks, sharding, more = CASES[case]
+    flags = (*flags_of(data), *CP2, *more.split())
+    expected = train(tmp_path / "whole", ranks, *flags, "--use-distributed-optimizer")
+    found = train(tmp_path / "fsdp", ranks, *flags, *FSDP, sharding)
+    report(f"FSDP, {case}", largest_difference(found, expected, STEPS), 1e-4)
