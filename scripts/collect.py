@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Collects the runs below some directories into one CSV and one JSON.
+
+    scripts/collect.py runs/series --output results
+
+A run is a directory that a launcher made: its command.txt, log.txt, status, the node-N.json of its
+nodes and, there or in a directory above, the links.json of --measure-links. A row has what Megatron
+logged: losses, the median time of a step without the first ones after each start, throughput and
+memory; and what it ran on: versions, devices, links and the command. Needs nothing beside Python.
+"""
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+STEP = re.compile(r" iteration +(\d+)/ *(\d+) \|(.*)")
+FIELD = re.compile(r" ([a-zA-Z][^:|]*): +([-+.\w]+) \|")
+ARGUMENT = re.compile(r"^ {1,}(\w+) \.{3,} (.*)$")
+MEMORY = re.compile(r" max allocated: ([\d.]+) \| .*max reserved: ([\d.]+)")
+WARM_UP = 2
+"""How many steps after each start of the training count for no time, where more follow."""
+ARGUMENTS = """
+    world_size seq_length micro_batch_size global_batch_size num_layers hidden_size
+    num_attention_heads num_query_groups tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size context_parallel_algo burst_backward burst_topology burst_layout
+    burst_head_parallel_size burst_kernel burst_grad_dtype lm_head_loss recompute_granularity
+    recompute_attention_fraction bf16 seed
+""".split()
+
+
+def row(directory: Path, root: Path) -> dict[str, Any]:
+    """All that is known of one run, for the CSV."""
+    text = read(directory / "log.txt")
+    nodes = [json.loads(path.read_text()) for path in node_files(directory)]
+    return {
+        "name": str(directory.relative_to(root)) if directory != root else directory.name,
+        "status": read(directory / "status").strip() or "unfinished",
+        **figures(text),
+        **arguments(text),
+        **machine(nodes),
+        **links(directory, root),
+        "command": read(directory / "command.txt").strip(),
+    }
+
+
+def figures(log: str) -> dict[str, Any]:
+    """Steps, losses, times, throughput and memory that Megatron logged."""
+    steps: dict[int, dict[str, str]] = {}
+    seconds: list[float] = []
+    since_start, before, planned = 0, 0, 0
+    for number, total, rest in STEP.findall(log):
+        fields = dict(FIELD.findall(f" {rest.strip()}"))
+        step, planned = int(number), int(total)
+        since_start = since_start + 1 if step == before + 1 else 1
+        before, steps[step] = step, fields
+        if since_start > WARM_UP and (time := fields.get("elapsed time per iteration (ms)")):
+            seconds.append(float(time) / 1e3)
+    if not steps:
+        return {"steps": 0}
+    arguments_ = arguments(log)
+    losses = {step: float(f["lm loss"]) for step, f in sorted(steps.items()) if "lm loss" in f}
+    found: dict[str, Any] = {
+        "steps": max(steps),
+        "planned_steps": planned,
+        "first_loss": next(iter(losses.values()), None),
+        "last_loss": losses[max(losses)] if losses else None,
+        "seconds_per_step": median(seconds) if seconds else None,
+    }
+    if seconds and {"seq_length", "global_batch_size", "world_size"} <= arguments_.keys():
+        tokens = int(arguments_["seq_length"]) * int(arguments_["global_batch_size"])
+        rate = tokens / median(seconds)
+        found["tokens_per_second"] = rate
+        found["tokens_per_second_per_rank"] = rate / int(arguments_["world_size"])
+    if rates := [float(f[THROUGHPUT]) for f in steps.values() if THROUGHPUT in f]:
+        found["megatron_tflops_per_gpu"] = median(rates)
+    if memory := MEMORY.findall(log):
+        found["max_allocated_mib"] = max(float(allocated) for allocated, _ in memory)
+        found["max_reserved_mib"] = max(float(reserved) for _, reserved in memory)
+    return found
+
+
+THROUGHPUT = "throughput per GPU (TFLOP/s/GPU)"
+
+
+def arguments(log: str) -> dict[str, str]:
+    """What Megatron's list of arguments says; of several starts the last one's."""
+    found = {}
+    for line in log.splitlines():
+        if (match := ARGUMENT.match(line)) and match[1] in ARGUMENTS:
+            found[match[1]] = match[2].strip()
+    return found
+
+
+def machine(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Devices and versions; where nodes differ, each of what they say."""
+    if not nodes:
+        return {}
+    versions: dict[str, set[str]] = {}
+    for node in nodes:
+        for name, version in {"python": node["python"], **node["versions"]}.items():
+            versions.setdefault(name, set()).add(version)
+    return {
+        "started": nodes[0]["time"],
+        "nodes": len(nodes),
+        "hosts": joined(node["host"] for node in nodes),
+        "device": joined(device(node) for node in nodes),
+        "driver": joined(gpu["driver_version"] for node in nodes for gpu in node["gpus"]),
+        "network": joined(
+            f"{link['name']} {link['rate']}" for node in nodes for link in node["links"]
+        ),
+        "commit": joined(node["commit"] for node in nodes),
+        "run": joined(node["run"] for node in nodes),
+        **{name: joined(found) for name, found in sorted(versions.items())},
+    }
+
+
+def device(node: dict[str, Any]) -> str:
+    """Such as "8 x NVIDIA H200" or "2 x <the CPU's name>"."""
+    if gpus := node["gpus"]:
+        return f"{len(gpus)} x {joined(gpu['name'] for gpu in gpus)}"
+    return f"{node['cpu']['count']} x {node['cpu']['model']}"
+
+
+def links(directory: Path, root: Path) -> dict[str, Any]:
+    """The nearest links.json, from the run up to the directory that is collected."""
+    for place in (directory, *directory.parents):
+        if (path := place / "links.json").exists():
+            return {f"link_{k}": v for k, v in json.loads(path.read_text()).items()}
+        if place == root:
+            break
+    return {}
+
+
+def joined(values: Iterable[str]) -> str:
+    return ", ".join(sorted({value for value in values if value}))
+
+
+def read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def node_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("node-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+
+
+def runs(roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Every run with the directory that it was found below."""
+    for root in roots:
+        for file in sorted(root.rglob("command.txt")):
+            yield file.parent, root
+
+
+def write(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Write OUTPUT.csv and OUTPUT.json; a column for everything that any run says."""
+    columns = list(dict.fromkeys(column for each in rows for column in each))
+    columns.sort(key=lambda column: column == "command")  # the longest goes last
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_name(f"{output.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    output.with_name(f"{output.name}.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/collect.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, nargs="+")
+    parser.add_argument(
+        *("--output", "-o"),
+        type=Path,
+        metavar="NAME",
+        help="NAME.csv and NAME.json are written (default: results in the first directory)",
+    )
+    args = parser.parse_args(argv)
+    rows = [row(directory, root) for directory, root in runs(args.directory)]
+    if not rows:
+        parser.exit(
+            1, f"collect: no run (a command.txt) below {', '.join(map(str, args.directory))}\n"
+        )
+    output = args.output or args.directory[0] / "results"
+    write(rows, output)
+    for each in rows:
+        time = each.get("seconds_per_step")
+        time = "-" if time is None else f"{time:.3f} s a step"
+        print(f"{each['name']}: status {each['status']}, {each['steps']} steps, {time}")
+    print(f"{len(rows)} run(s) in {output}.csv and {output}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

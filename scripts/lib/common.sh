@@ -1,0 +1,129 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # variables that the launchers set or use
+# What the launchers share: the env file, their common options, a log, and an end without orphans.
+
+burst_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+burst_on_node=$burst_root/scripts/lib/on_node.sh
+
+say() { printf '%s: %s\n' "$burst_me" "$*" >&2; }
+die() { say "$@"; exit 2; }
+
+# The arguments as one line that a shell reads back as the same arguments.
+quoted() {
+    local line
+    printf -v line '%q ' "$@"
+    printf '%s\n' "${line% }"
+}
+
+# Reads the site's settings. What the environment already says wins over the file (`: "${X:=...}"`).
+load_env() {
+    local file=${BURST_ENV:-$burst_root/scripts/env.sh}
+    [[ -z ${BURST_ENV:-} || -r $file ]] || die "BURST_ENV=$file cannot be read"
+    if [[ ! -r $file ]]; then return; fi
+    set -a # what it sets is for the processes that are started
+    # shellcheck disable=SC1090 # the site's own file
+    source "$file"
+    set +a
+}
+
+# The Python of the training: the environment of scripts/setup.sh; in a container the image's own.
+python_of_training() {
+    if [[ -n ${BURST_PYTHON:-} ]]; then
+        printf '%s' "$BURST_PYTHON"
+    elif [[ -z ${BURST_IMAGE:-} && -x $burst_root/.venv/bin/python ]]; then
+        printf '%s' "$burst_root/.venv/bin/python"
+    else
+        printf 'python3'
+    fi
+}
+
+# ---- options that every launcher takes -----------------------------------------------------------
+
+common_usage() {
+    cat <<'END'
+  --run NAME            a named run of configs/; flags that you add win over its own
+  --ranks-per-node N    ranks on a node (default: one a GPU; needed where there is none)
+  --output DIR          log, command, versions and TensorBoard events go here
+                        (default: a new directory in runs/ below the current one)
+  --script PATH         run this pretrain_gpt.py of Megatron-LM instead of ours
+  --measure-links       time the links between the ranks into DIR/links.json instead of training
+  --dry-run             print the commands and run nothing
+Everything else, and all that follows --, goes to Megatron. The settings of your site are read from
+scripts/env.sh, or from the file that BURST_ENV names; scripts/env.example.sh explains them.
+END
+}
+
+output="" dry_run=no
+node_options=() # what goes on to lib/on_node.sh
+flags=()        # what goes to Megatron
+
+# Takes one argument with its value off "$@"; leaves in `taken` how many that were.
+common_option() {
+    taken=1
+    case $1 in
+        --run | --ranks-per-node) need_value "$@"; node_options+=("$1" "$2") taken=2 ;;
+        --script) need_value "$@"; node_options+=("$1" "$(absolute "$2")") taken=2 ;;
+        --output) need_value "$@"; output=$2 taken=2 ;;
+        --measure-links) node_options+=("$1") ;;
+        --dry-run) dry_run=yes ;;
+        --) shift; taken=$(($# + 1)) flags+=("$@") ;;
+        *) flags+=("$1") ;;
+    esac
+}
+
+need_value() { (($# > 1)) || die "$1 needs a value; --help says which"; }
+
+# Makes the directory of the run and writes the command that was given into it. Arguments: it.
+prepare_output() {
+    output=$(absolute "${output:-runs/$(date +%Y%m%d-%H%M%S)-$$}")
+    if [[ $dry_run == yes ]]; then return; fi
+    mkdir -p -- "$output"
+    rm -f -- "$output/status"
+    quoted "$@" >"$output/command.txt"
+}
+
+absolute() { if [[ $1 == /* ]]; then printf '%s' "$1"; else printf '%s/%s' "$PWD" "$1"; fi; }
+
+# ---- running --------------------------------------------------------------------------------------
+
+ending=no # yes once a signal has ended what `supervise` ran
+
+# Runs a command to its end and returns its status; SIGTERM, SIGINT and SIGHUP end it first.
+supervise() {
+    local child="" status=0
+    trap 'ending=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
+    "$@" &
+    child=$!
+    if [[ $ending == yes ]]; then kill -TERM "$child" 2>/dev/null || true; fi
+    wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal ended the waiting, not the child
+        status=0
+        wait "$child" || status=$?
+    done
+    trap - TERM INT HUP
+    return "$status"
+}
+
+# Runs a function or command; what it prints is shown and added to DIR/log.txt, its status goes to
+# DIR/status and is returned.
+run_logged() {
+    local status=0 sink tee
+    exec {sink}> >(exec tee -ai -- "$output/log.txt")
+    tee=$!
+    "$@" >&"$sink" 2>&1 || status=$?
+    exec {sink}>&-
+    wait "$tee" || true
+    printf '%d\n' "$status" >"$output/status"
+    if ((status)); then say "ended with status $status; the log is $output/log.txt"; fi
+    return "$status"
+}
+
+# The names of the variables of this environment that a node shall have, too.
+variables_for_nodes() {
+    compgen -e | grep -E '^(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_' || true
+}
+
+# The directories that a container needs, each once; the site's own in BURST_MOUNTS come as they are.
+mounts() {
+    printf '%s\n' "$burst_root" "$PWD" "$output" | sort -u | sed 's/.*/&:&/'
+    if [[ -n ${BURST_MOUNTS:-} ]]; then tr ',' '\n' <<<"$BURST_MOUNTS"; fi
+}
