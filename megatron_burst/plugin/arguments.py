@@ -20,6 +20,7 @@ from megatron_burst.mask import Mask
 from megatron_burst.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.block_mask import load_block_mask
+from megatron_burst.plugin.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
 _METAVARS = {"kernel": "NAME", "block_mask": "FILE", "trace": "DIR"}
@@ -109,13 +110,11 @@ def configure(args: argparse.Namespace) -> None:
     check_kernel_name(config.kernel)
     _check_length(args, config)
     _check_hierarchy(args, config)
-    _check_head_parallelism(args, config)
-    chosen = args.cp_comm_type
-    if chosen is not None and set(chosen) != {config.algorithm.value}:
-        raise ValueError(
-            f"--cp-comm-type {' '.join(chosen)} contradicts --context-parallel-algo "
-            f"{config.algorithm}; drop one of them"
-        )
+    names = args.cp_comm_type or [config.algorithm.value]
+    args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
+    check_layers(args, config)
+    for algorithm in algorithms(args.cp_comm_type):
+        _check_head_parallelism(args, config_of(config, algorithm))
     _check_recompute(args, config)
     if config.check_nan and args.fp16 and args.loss_scale is None:
         raise ValueError(
@@ -127,7 +126,6 @@ def configure(args: argparse.Namespace) -> None:
             f"--context-parallel-algo {config.algorithm} cannot run this:\n  "
             + "\n  ".join(reasons)
         )
-    args.cp_comm_type = [config.algorithm.value]
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
 
 

@@ -20,6 +20,7 @@ from megatron_burst.context import BurstContext
 from megatron_burst.mask import BlockTable, Mask
 from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.documents import Documents
+from megatron_burst.plugin.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.limits import refusals
 from megatron_burst.plugin.nan_check import with_nan_check
 from megatron_burst.plugin.recompute import Checkpoints
@@ -45,7 +46,7 @@ class ContextPool:
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
         self.recorder = make_recorder()
         self.verification = Verification(config) if config.verify else None
-        self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
+        self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
         if fraction is not None and fraction < 1:
@@ -55,28 +56,46 @@ class ContextPool:
         self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
 
     def get(
-        self, group: dist.ProcessGroup, hierarchy: Sequence[dist.ProcessGroup] | None = None
+        self,
+        group: dist.ProcessGroup,
+        hierarchy: Sequence[dist.ProcessGroup] | None = None,
+        algorithm: Algorithm | None = None,
     ) -> BurstContext:
         """Return the group's context, made at the first call by all ranks of the job together.
 
         Args:
             group: the context-parallel group.
             hierarchy: Megatron's process groups within the node and between nodes, to be adopted.
+            algorithm: of the layer; None is the configuration's.
         """
-        if group not in self._contexts:
+        config = config_of(self.config, algorithm or self.config.algorithm)
+        key = group, config.algorithm
+        if key not in self._contexts:
             self._compare_block_masks()
-            self._contexts[group] = BurstContext.create(
-                self.config, group, hierarchy=hierarchy, recorder=self.recorder
+            self._contexts[key] = BurstContext.create(
+                config, group, hierarchy=hierarchy, recorder=self.recorder
             )
-        return self._contexts[group]
+        return self._contexts[key]
 
-    def get_megatrons(self, config: ModelParallelConfig, pg_collection: Any = None) -> BurstContext:
-        """Return the context of the context-parallel group that Megatron has made."""
+    def get_megatrons(
+        self,
+        config: ModelParallelConfig,
+        pg_collection: Any = None,
+        algorithm: Algorithm | None = None,
+    ) -> BurstContext:
+        """Return the context of the context-parallel group that Megatron has made.
+
+        The first call makes those of all algorithms that layers of the model run: a pipeline stage
+        need not have layers of each.
+        """
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         hierarchy = None
         if config.hierarchical_context_parallel_sizes:
             hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
-        return self.get(group, hierarchy)
+        context = self.get(group, hierarchy)
+        for other in algorithms(getattr(config, "cp_comm_type", None)):
+            self.get(group, None, other)
+        return context if algorithm is None else self.get(group, None, algorithm)
 
     def _make_mask(
         self, is_causal: bool, window: int | None, bounds: tuple[int, ...] | None, samples: int
@@ -111,8 +130,9 @@ class ContextPool:
 class CoreAttentionByCommType:
     """What stands in the spec: builds our core attention or the one that stood there before.
 
-    `cp_comm_type` decides, layer by layer: the name of one of our algorithms, or None (Megatron
-    passes none at a CP size of 1), is ours; any other value is Megatron's own class's to handle.
+    `cp_comm_type` decides, layer by layer: the name of one of our algorithms is ours, and so is
+    None (Megatron passes none at a CP size of 1), for the algorithm of the configuration; any other
+    value is Megatron's own class's to handle.
     A class, because Megatron's `build_module` takes nothing else.
     """
 
@@ -120,13 +140,9 @@ class CoreAttentionByCommType:
         cls, *, pool: ContextPool, fallback: Any, cp_comm_type: str | None = None, **kwargs: Any
     ) -> Any:
         """Return the module that handles `cp_comm_type`."""
-        ours = pool.config.algorithm.value
-        if cp_comm_type in (None, ours):
-            return BurstCoreAttention(pool=pool, **kwargs)
-        if cp_comm_type in [algorithm.value for algorithm in Algorithm]:
-            raise ValueError(
-                f"--cp-comm-type {cp_comm_type} does not agree with --context-parallel-algo {ours}"
-            )
+        if cp_comm_type is None or cp_comm_type in list(Algorithm):
+            algorithm = Algorithm(cp_comm_type or pool.config.algorithm)
+            return BurstCoreAttention(pool=pool, algorithm=algorithm, **kwargs)
         return build_module(fallback, cp_comm_type=cp_comm_type, **kwargs)
 
 
@@ -145,6 +161,7 @@ class BurstCoreAttention(MegatronModule):
         self,
         *,
         pool: ContextPool,
+        algorithm: Algorithm | None = None,
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
@@ -164,7 +181,7 @@ class BurstCoreAttention(MegatronModule):
         if reasons:
             raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
         self._pool = pool
-        self._context = pool.get_megatrons(config, pg_collection)
+        self._context = pool.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
@@ -253,6 +270,11 @@ class BurstCoreAttention(MegatronModule):
         """Return the state for Megatron's checkpoints: nothing, or the sink, a shard a TP rank."""
         collection = self._pg_collection
         return sharded_softmax_offset(self, collection, prefix, sharded_offsets, metadata)
+
+    @property
+    def context(self) -> BurstContext:
+        """What this layer shares with others of the same algorithm and group."""
+        return self._context
 
     def mask_of(self, bounds: tuple[int, ...] | None, samples: int) -> Mask:
         """Return the mask of this layer for documents that begin at `bounds`, None for one."""

@@ -111,6 +111,11 @@ LM_HEAD_LIMITS: tuple[Limit, ...] = (
         "it compares logits, which never exist: drop --logits-load-dir",
     ),
     Limit(
+        "logit_dtype",
+        (None,),
+        "logits of a chunk have a dtype of their own (logit_dtype): drop --output-logit-dtype",
+    ),
+    Limit(
         "config_logger_dir",
         ("", None),
         "it writes logits, which never exist: drop --config-logger-dir",

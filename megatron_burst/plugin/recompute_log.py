@@ -30,7 +30,7 @@ class RecomputeLog:
         self._pool, self._args = pool, args
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Log one line for each mask that layers of `models` have; return the models."""
+        """Log one line for each mask and algorithm of layers of `models`; return the models."""
         chunks = [model for model in models if isinstance(model, GPTModel)]
         if self._args.rank == 0 and chunks:
             for line in self._lines(chunks):
@@ -39,7 +39,6 @@ class RecomputeLog:
 
     def _lines(self, chunks: list[GPTModel]) -> list[str]:
         config = chunks[0].config
-        context = self._pool.get_megatrons(config)
         layers = [[m for m in c.modules() if isinstance(m, BurstCoreAttention)] for c in chunks]
         if not any(layers):
             return []
@@ -48,14 +47,22 @@ class RecomputeLog:
         samples, flat = args.micro_batch_size, bool(args.dataloader_inter_document_masking)
         length = args.seq_length * samples if flat else args.seq_length
         bounds = tuple(range(0, length + 1, args.seq_length)) if flat else None
-        masks = {m.mask_of(bounds, samples if flat else 1): None for c in layers for m in c}
-        shape = _shape(config, context, length // context.ranks * (1 if flat else samples))
-        found = [predict_layer(context, mask, shape, length, fraction) for mask in masks]
+        kinds = {
+            (m.context, m.mask_of(bounds, samples if flat else 1)): None for c in layers for m in c
+        }
+        found = []
+        for context, mask in kinds:
+            shape = _shape(config, context, length // context.ranks * (1 if flat else samples))
+            found.append(predict_layer(context, mask, shape, length, fraction))
         held = _checkpointed(config, max(map(len, layers))) * passes_in_flight(
             config.pipeline_model_parallel_size, len(chunks), _micro_batches(args)
         )
         total = mib(held * max(max(p.kept) for p in found))
-        ours = [f"burst recompute, {mask}: {each}" for mask, each in zip(masks, found, strict=True)]
+        several = len({context for context, _ in kinds}) > 1
+        ours = [
+            f"burst recompute, {f'{context.config.algorithm}, ' if several else ''}{mask}: {each}"
+            for (context, mask), each in zip(kinds, found, strict=True)
+        ]
         ours[-1] += f"; at most {held} such results are kept at once, {total} in all"
         return ours
 

@@ -9,12 +9,13 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_burst.config import LayoutName
 from megatron_burst.context import BurstContext
-from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool
 from megatron_burst.plugin.documents import Documents, read_documents
 from megatron_burst.plugin.layout_exchange import LayoutExchange
 from megatron_burst.plugin.rotary import Positions, RotaryAtPositions
@@ -46,6 +47,7 @@ class SequenceHooks:
                     f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need a GPTModel, "
                     f"not a {type(model).__name__}"
                 )
+            _check_core_attention(model)
             context = self._pool.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
             hooks = _StageHooks(model, context)
@@ -53,6 +55,18 @@ class SequenceHooks:
             model.register_forward_hook(hooks.after, with_kwargs=True)
         self._pool.tokens_follow_layout = True
         return models
+
+
+def _check_core_attention(model: torch.nn.Module) -> None:
+    """Only ours knows which tokens are where."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        attention = getattr(module, "core_attention", None)
+        if not isinstance(attention, BurstCoreAttention | IdentityOp | None):
+            raise ValueError(
+                f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need our attention in "
+                f"every layer; layer {module.layer_number} has {type(attention).__name__}"
+            )
 
 
 def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:

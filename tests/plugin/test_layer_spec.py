@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.config import Algorithm
 from megatron_burst.plugin.compat import SequenceParallelNorm
 from tests import oracle
 
@@ -174,6 +175,7 @@ class Fallback(torch.nn.Module):
 
 def build(algorithm: str = "burst", **changes: Any) -> Any:
     settings = {"attention_dropout": 0.0, **changes.pop("config", {})}
+    pool = changes.pop("pool", None) or ContextPool(BurstConfig(algorithm=algorithm))
     options = {
         "config": TransformerConfig(
             num_layers=2,
@@ -189,7 +191,7 @@ def build(algorithm: str = "burst", **changes: Any) -> Any:
         "pg_collection": SimpleNamespace(cp=None),  # this process alone
         **changes,
     }
-    params = {"pool": ContextPool(BurstConfig(algorithm=algorithm)), "fallback": Fallback}
+    params = {"pool": pool, "fallback": Fallback}
     return build_module(ModuleSpec(module=CoreAttentionByCommType, params=params), **options)
 
 
@@ -225,9 +227,32 @@ def test_fp8_linear_layers_leave_attention_in_the_models_dtype(recipe: str) -> N
             build(config={**fp8, field: True})
 
 
-def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
-    with pytest.raises(ValueError, match="--cp-comm-type ring does not agree with .*-algo burst"):
-        build("burst", cp_comm_type="ring")
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_the_name_of_another_algorithm_of_ours_builds_that_one(algorithm: Algorithm) -> None:
+    module = build("burst", cp_comm_type=algorithm.value)
+    assert isinstance(module, BurstCoreAttention)
+    assert module.context.config.algorithm is algorithm
+
+
+def test_layers_of_one_algorithm_share_what_they_plan_and_others_do_not() -> None:
+    pool = ContextPool(BurstConfig(backward="query", kernel="cpu"))
+    contexts = [
+        build(pool=pool, cp_comm_type=name).context for name in ("burst", "ulysses", "burst", None)
+    ]
+    assert contexts[0] is contexts[2] is contexts[3] is not contexts[1]
+    assert contexts[1].config == BurstConfig(algorithm="ulysses", kernel="cpu")
+
+
+def test_the_first_context_brings_those_of_all_layers() -> None:
+    pool, group = ContextPool(BurstConfig()), SimpleNamespace(cp=None)
+    layers = SimpleNamespace(
+        hierarchical_context_parallel_sizes=None, cp_comm_type=["burst", "p2p", "ring", "ulysses"]
+    )
+    assert pool.get_megatrons(layers, group).config.algorithm == "burst"
+    made = pool.get_megatrons(layers, group, Algorithm.ULYSSES)
+    layers.cp_comm_type = "burst"  # a stage that asks again makes none
+    assert pool.get_megatrons(layers, group, Algorithm.ULYSSES) is made
+    assert [algorithm for _, algorithm in pool._contexts] == ["burst", "ring", "ulysses"]
 
 
 @pytest.mark.parametrize(

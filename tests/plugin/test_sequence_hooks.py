@@ -23,6 +23,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
     YarnRotaryEmbedding,
 )
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
 from megatron_burst.plugin.documents import Documents  # noqa: E402
@@ -35,6 +36,7 @@ from megatron_burst.plugin.rotary import (  # noqa: E402
 )
 from megatron_burst.plugin.sequence_hooks import (  # noqa: E402
     SequenceHooks,
+    _check_core_attention,
     _flatten_input,
     _StageHooks,
     _unflatten_output,
@@ -211,6 +213,18 @@ def test_rotary_embeddings_that_cannot_follow_are_refused() -> None:
     model.rotary_pos_emb = rotary("rope")
     with pytest.raises(ValueError, match="pass --no-rope-fusion"):
         replace_rotary(model, positions)
+
+
+def test_a_layer_with_another_attention_is_refused() -> None:
+    """It would take what is moved, or documents, for Megatron's own zigzag."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for number, layer in enumerate(model.layers, start=1):
+        layer.layer_number, layer.core_attention = number, IdentityOp()
+    _check_core_attention(model)
+    model.layers[1].core_attention = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="attention in every layer; layer 2 has Linear"):
+        _check_core_attention(model)
 
 
 # The hooks of one pipeline stage.

@@ -12,7 +12,15 @@ from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/how-it-works.md", "docs/verify.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/how-it-works.md",
+    "docs/launching.md",
+    "docs/verify.md",
+    "patches/README.md",
+)
 
 
 def _section(title: str) -> str:
@@ -36,6 +44,7 @@ def test_every_refusal_of_the_chunked_loss_is_in_its_section() -> None:
     section = README.partition("### LM head and loss in chunks\n")[2].partition("\n### ")[0]
     flags = [f"`--{limit.name.replace('_', '-')}" for limit in LM_HEAD_LIMITS]
     flags[flags.index("`--modelopt-enabled")] = "ModelOpt's"  # no flag, but set by several
+    flags[flags.index("`--logit-dtype")] = "`--output-logit-dtype`"  # whose destination it is
     assert [flag for flag in flags if flag not in section] == []
 
 

@@ -1,0 +1,83 @@
+"""Which algorithm each layer runs: Megatron's --cp-comm-type, one name for all layers or a list."""
+
+import argparse
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+
+MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""The names that Megatron's own core attention, TransformerEngine's, knows."""
+
+# What --context-parallel-algo is tuned by; it says nothing to another algorithm.
+_TUNING = ("backward", "topology", "head_parallel_size", "grad_dtype", "gradient_return")
+
+
+def algorithms(cp_comm_type: str | Sequence[str] | None) -> tuple[Algorithm, ...]:
+    """Return those of our algorithms that layers run, each once, in the order of the layers."""
+    names = [cp_comm_type] if isinstance(cp_comm_type, str) else cp_comm_type or ()
+    ours = [Algorithm(name) for name in names if name in list(Algorithm)]
+    return tuple(dict.fromkeys(ours))
+
+
+def config_of(config: BurstConfig, algorithm: Algorithm) -> BurstConfig:
+    """Return the settings of the layers that run `algorithm` in a model configured by `config`.
+
+    Layers of another algorithm share the tokens, the masks, the kernel and the recompute of
+    `config`; how they send is left to their defaults.
+    """
+    if algorithm is config.algorithm:
+        return config
+    default = BurstConfig()
+    changes: dict[str, Any] = {name: getattr(default, name) for name in _TUNING}
+    return dataclasses.replace(config, algorithm=algorithm, **changes)
+
+
+def check_layers(args: argparse.Namespace, config: BurstConfig) -> None:
+    """Check the --cp-comm-type that goes with --context-parallel-algo.
+
+    Raises:
+        ValueError: it names another algorithm for all layers, not one for each layer or an unknown
+            one; or a layer of Megatron's own cannot be in this model.
+    """
+    names = args.cp_comm_type
+    given = f"--cp-comm-type {' '.join(names)}"
+    if config.algorithm not in names:
+        raise ValueError(
+            f"{given} contradicts --context-parallel-algo {config.algorithm}; drop one of them"
+        )
+    if len(names) > 1 and args.num_layers is not None and len(names) != args.num_layers:
+        raise ValueError(
+            f"{given} has {len(names)} names for the {args.num_layers} layers of --num-layers: "
+            "give one for each layer or one for all"
+        )
+    known = (*Algorithm, *MEGATRONS)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
+    if reasons := _beside_megatrons(args, config):
+        raise ValueError(f"{given} cannot run this:\n  " + "\n  ".join(reasons))
+
+
+def _beside_megatrons(args: argparse.Namespace, config: BurstConfig) -> list[str]:
+    """Say why Megatron's own attention cannot run some layers of this model, if it is to."""
+    theirs = [name for name in args.cp_comm_type if name in MEGATRONS]
+    if not theirs or args.context_parallel_size == 1:  # where Megatron hands out no names
+        return []
+    layers = f"layers with {theirs[0]}"
+    reasons = []
+    if importlib.util.find_spec("transformer_engine") is None:
+        reasons.append(
+            f"{layers} need TransformerEngine, which is not installed: name one of "
+            f"{', '.join(Algorithm)}"
+        )
+    if config.layout is not LayoutName.ZIGZAG:
+        reasons.append(f"{layers} know no --burst-layout {config.layout}: drop it")
+    if config.block_mask is not None:
+        reasons.append(f"{layers} know no --burst-block-mask: drop it")
+    if args.dataloader_inter_document_masking:
+        reasons.append(
+            f"{layers} want documents that are padded: drop --dataloader-inter-document-masking"
+        )
+    return reasons

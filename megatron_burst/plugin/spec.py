@@ -1,0 +1,68 @@
+"""What `--spec megatron_burst.plugin.spec gpt` names: our attention without any launcher of ours.
+
+    torchrun ... pretrain_gpt.py --spec megatron_burst.plugin.spec gpt --cp-comm-type burst \
+        --attention-dropout 0 --no-create-attention-mask-in-dataloader ...
+
+Megatron imports it by that flag, so an unmodified script needs nothing else. It brings attention
+alone, with the default settings.
+"""
+
+import argparse
+from typing import Any
+
+from megatron.training import get_args
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.plugin import compat
+from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.layer_algorithms import algorithms, check_layers
+from megatron_burst.plugin.layer_spec import LayerSpecProvider
+from megatron_burst.plugin.limits import refusals
+
+_FORM = "--spec megatron_burst.plugin.spec gpt"
+
+
+def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+    """Return Megatron's own spec of a pipeline stage, with the attention of --cp-comm-type.
+
+    Raises:
+        ValueError: --cp-comm-type names none of our algorithms, or Megatron's arguments ask for
+            what our attention cannot do, or cannot do without a launcher.
+    """
+    compat.check_megatron_version()
+    provider = LayerSpecProvider(None, ContextPool(_config(get_args())))
+    # Megatron asks once for each virtual stage: all of them share the process groups.
+    model_config.transformer_layer_spec = provider
+    return provider(model_config, vp_stage)
+
+
+def _config(args: argparse.Namespace) -> BurstConfig:
+    named = algorithms(args.cp_comm_type)
+    if not named:
+        raise ValueError(
+            f"{_FORM} takes the algorithm from --cp-comm-type: add --cp-comm-type "
+            f"{Algorithm.BURST} (there are: {', '.join(Algorithm)})"
+        )
+    config = BurstConfig(
+        algorithm=named[0], timeout_seconds=60.0 * args.distributed_timeout_minutes
+    )
+    check_layers(args, config)
+    if reasons := [*refusals(args), *_only_with_a_launcher(args)]:
+        raise ValueError(f"{_FORM} cannot run this:\n  " + "\n  ".join(reasons))
+    return config
+
+
+def _only_with_a_launcher(args: argparse.Namespace) -> list[str]:
+    reasons = []
+    if args.create_attention_mask_in_dataloader:
+        reasons.append(
+            "create_attention_mask_in_dataloader = True: a dense mask cannot be honoured in a "
+            "ring: pass --no-create-attention-mask-in-dataloader"
+        )
+    if args.dataloader_inter_document_masking:
+        reasons.append(
+            "dataloader_inter_document_masking = True: documents need hooks of the model: start "
+            "with python -m megatron_burst.run PATH/pretrain_gpt.py"
+        )
+    return reasons

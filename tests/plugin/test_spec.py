@@ -1,0 +1,104 @@
+"""What --spec megatron_burst.plugin.spec gpt takes from Megatron's arguments. (fast tier)
+
+tests/training trains with it.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+
+from megatron_burst.plugin import spec  # noqa: E402
+from megatron_burst.plugin.core_attention import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    found = {
+        "cp_comm_type": ["burst"],
+        "context_parallel_size": 1,
+        "num_layers": 2,
+        "distributed_timeout_minutes": 3,
+        "attention_dropout": 0.0,
+        "create_attention_mask_in_dataloader": False,
+        "dataloader_inter_document_masking": False,
+    }
+    return SimpleNamespace(**found | changes)
+
+
+def test_the_first_algorithm_named_is_the_configurations_and_the_time_limit_is_megatrons() -> None:
+    config = spec._config(arguments(cp_comm_type=["ulysses", "burst"]))
+    assert config.algorithm == "ulysses" and config.timeout_seconds == 180
+
+
+def test_virtual_stages_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "get_args", arguments)
+    monkeypatch.setattr(LayerSpecProvider, "__call__", lambda self, config, stage: (self, stage))
+    model_config = SimpleNamespace(transformer_layer_spec=spec.gpt)
+    provider, stage = spec.gpt(model_config, 1)
+    assert stage == 1 and model_config.transformer_layer_spec is provider
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cp_comm_type": ["p2p"]}, "--cp-comm-type: add --cp-comm-type burst .*: burst, ring"),
+        ({"cp_comm_type": ["burst", "ring", "burst"]}, "has 3 names for the 2 layers"),
+        ({"attention_dropout": 0.1}, "pass --attention-dropout 0"),
+        (
+            {"create_attention_mask_in_dataloader": True},
+            "pass --no-create-attention-mask-in-dataloader",
+        ),
+        (
+            {
+                "dataloader_inter_document_masking": True,
+                "sequence_parallel": False,
+                "tensor_model_parallel_size": 1,
+                "moe_router_load_balancing_type": "none",
+                "num_experts": None,
+            },
+            "documents need hooks of the model: start with python -m megatron_burst.run",
+        ),
+    ],
+)
+def test_what_it_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec._config(arguments(**changes))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_of_the_page_are_all_tried() -> None:
+    assert [set(re.findall(r"^def (\w+)", text, re.M)) for text in EXAMPLES] == [
+        {"gpt"},
+        {"add_burst"},
+    ]
+
+
+def test_the_example_of_a_spec_has_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = get_gpt_layer_local_spec()
+    monkeypatch.setattr(
+        "megatron.training.models.gpt.default_layer_spec", lambda config, stage: layer
+    )
+    names: dict[str, Any] = {}
+    exec(EXAMPLES[0], names)
+    attention = names["gpt"](SimpleNamespace()).submodules.self_attention.submodules.core_attention
+    assert attention.module is CoreAttentionByCommType
+    assert attention.params["pool"].config.backward == "kv"
+
+
+def test_the_example_of_hooks_makes_them_for_one_pool() -> None:
+    names: dict[str, Any] = {}
+    exec(EXAMPLES[1], names)
+    model_config = SimpleNamespace(pre_wrap_hooks=[], transformer_layer_spec=None)
+    names["add_burst"](model_config)
+    assert len(model_config.pre_wrap_hooks) == 3
+    pool = model_config.transformer_layer_spec.pool
+    assert pool.config.layout == "segmented-zigzag" and pool.checkpoints is not None

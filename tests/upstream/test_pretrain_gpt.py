@@ -1,0 +1,132 @@
+"""Megatron-LM's own pretrain_gpt.py trains as ours does, however it is started. (needs a checkout)
+
+MEGATRON_LM_PATH names a checkout of Megatron-LM, core_v0.19.0 or main of August 2026; it is copied,
+never changed. Every way runs 20 steps on two context-parallel ranks of the CPU, with the checkout's
+Megatron, and has the very losses and gradient norms of `python -m megatron_burst.pretrain_gpt`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.runlog import read_scalars
+from tests.training.launcher import MODEL, Log, environment
+
+pytestmark = pytest.mark.timeout(1200)  # a checkout compiles its helpers first
+
+ROOT = Path(__file__).parents[2]
+COMMON = ("--mock-data", "--context-parallel-size", "2", "--calculate-per-token-loss")
+BURST = ("--context-parallel-algo", "burst")
+NO_CODE = (
+    "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst "
+    "--no-create-attention-mask-in-dataloader"
+).split()
+MUCH = (
+    "--lm-head-loss chunked --burst-layout segmented-zigzag --dataloader-inter-document-masking "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--recompute-attention-fraction 0.5"
+).split()
+OUR_ENTRY = ("-m", "megatron_burst.pretrain_gpt")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("MEGATRON_LM_PATH")
+    if not given:
+        pytest.skip("MEGATRON_LM_PATH does not name a checkout of Megatron-LM (0.19 or main)")
+    copy = tmp_path_factory.mktemp("Megatron-LM")
+    shutil.copytree(Path(given) / "megatron", copy / "megatron")
+    for script in Path(given).glob("*.py"):
+        shutil.copy(script, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Log]:
+    """Train 20 steps; equal calls share one run."""
+    finished: dict[tuple[str, ...], Log] = {}
+
+    def train_once(*command: str) -> Log:
+        if command not in finished:
+            directory = tmp_path_factory.mktemp("run")
+            text = torchrun(checkout, *command, "--tensorboard-dir", str(directory))
+            scalars = read_scalars(directory)
+            losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
+            finished[command] = Log(losses=losses, grad_norms=norms, text=text)
+        return finished[command]
+
+    return train_once
+
+
+def torchrun(checkout: Path, *command: str) -> str:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, *command],
+        env=variables(checkout),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=560,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def variables(checkout: Path) -> dict[str, str]:
+    """Without a launcher of ours the checkout has to come before the wheel by itself."""
+    paths = (str(checkout), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {**environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def check_equal(way: str, found: Log, expected: Log) -> None:
+    first, last = (expected.losses[step] for step in (1, 20))
+    print(f"{way}: 20 losses, {first:.6f} to {last:.6f}, and gradient norms equal to ours")
+    assert found.losses == expected.losses and found.grad_norms == expected.grad_norms
+    assert last < first
+
+
+def test_by_the_launcher(checkout: Path, train: Callable[..., Log]) -> None:
+    script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
+    found = train(*script, *MODEL, *COMMON, *BURST)
+    assert f" in {checkout / 'megatron'}" in found.text
+    check_equal("megatron_burst.run", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
+
+
+def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
+    checkout: Path, train: Callable[..., Log]
+) -> None:
+    script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
+    found, expected = (train(*way, *MODEL, *COMMON, *BURST, *MUCH) for way in (script, OUR_ENTRY))
+    for said in ("chunked LM head loss: ", "burst recompute, ", "segmented-zigzag"):
+        assert said in found.text
+    check_equal("megatron_burst.run, all hooks", found, expected)
+
+
+def test_without_any_of_our_code_around(checkout: Path, train: Callable[..., Log]) -> None:
+    script = (str(Path(__file__).with_name("stock_on_cpu.py")), str(checkout / "pretrain_gpt.py"))
+    found = train(*script, *MODEL, *COMMON, *NO_CODE)
+    check_equal("--spec", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
+
+
+def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path) -> None:
+    fork = tmp_path / "fork"
+    shutil.copytree(checkout, fork)
+    script = str(ROOT / "scripts" / "patch_megatron.sh")
+    env = {**variables(fork), "PYTHON": sys.executable}
+    done = subprocess.run(
+        [script, "--megatron", str(fork)], env=env, capture_output=True, text=True, timeout=560
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    directory = tmp_path / "tensorboard"
+    flags = (*MODEL, *COMMON, *BURST, "--tensorboard-dir", str(directory))
+    text = torchrun(fork, str(fork / "pretrain_gpt.py"), *flags)
+    scalars = read_scalars(directory)
+    found = Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+    assert f" in {fork / 'megatron'}" in text
+    check_equal("patch", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
