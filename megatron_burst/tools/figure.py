@@ -6,6 +6,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from megatron_burst.tools.runlog import Series
 
@@ -28,11 +29,13 @@ def draw_losses(losses: dict[str, Series], entropy: float | None, path: Path) ->
         apart = curves = figure.subplots()
     _draw_curves(curves, losses, entropy)
     apart.set_xlabel("step")
+    apart.xaxis.set_major_locator(MaxNLocator(integer=True))
     if few:
         for axes in {curves, apart}:
             axes.legend()
     else:
-        figure.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        shown = curves.get_legend_handles_labels()
+        figure.legend(*shown, loc="outside lower center", ncols=3, handlelength=4)
     figure.savefig(path)
 
 
@@ -68,8 +71,8 @@ def _draw_differences(axes: Axes, losses: dict[str, Series]) -> None:
             label=f"{name} to {last} (equal: 1e-9)",
         )
     axes.set_yscale("log")
-    to_what = "" if len(losses) <= _FEW else f" to\n{last} (equal: 1e-9)"
-    axes.set_ylabel(f"relative\ndifference{to_what}")
+    to_what = "relative\ndifference" if len(losses) <= _FEW else f"difference to\n{last}\n(0: 1e-9)"
+    axes.set_ylabel(to_what)
     axes.grid(alpha=0.3)
 
 

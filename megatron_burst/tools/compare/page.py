@@ -21,12 +21,13 @@ p.verdict { font-size: 1.1rem; padding: .7rem 1rem; border-left: 6px solid; back
 p.good { border-color: #2e7d32; } p.bad { border-color: #c62828; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
-         vertical-align: bottom; white-space: nowrap; }
+th, td { padding: .32rem .5rem; border-bottom: 1px solid #ddd; text-align: right;
+         vertical-align: bottom; }
+td, th:first-child { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 tr.reference td { background: #f0f0f0; } td.words { text-align: left; white-space: normal; }
 th span { display: block; font-weight: normal; color: #666; font-size: .82rem; }
-img { max-width: 100%; height: auto; display: block; margin: .6rem 0; }
+img { width: 100%; height: auto; display: block; margin: .6rem 0; }
 code, pre { font: .84rem/1.45 ui-monospace, monospace; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f7f8; padding: .6rem .8rem; }
 dt { font-weight: 600; } dd { margin: 0 0 .5rem 1.2rem; }
@@ -35,12 +36,12 @@ summary { cursor: pointer; margin: .5rem 0; font-weight: 600; }
 
 _COLUMNS = (
     ("", ""),
-    ("largest loss difference", "relative, judged steps"),
+    ("loss apart", "relative"),
     ("last loss", "nats"),
     ("step", "ms, median"),
-    ("tokens/s", "per GPU or rank"),
+    ("tokens/s", "per rank"),
     ("MFU", "%"),
-    ("peak memory", "GiB, fullest rank"),
+    ("memory", "GiB, peak"),
     ("sent", "MiB, rank and step"),
     ("exposed", "ms, rank and step"),
     ("exposed", "% of attention"),
@@ -48,19 +49,27 @@ _COLUMNS = (
 )
 
 _WORDS = {
-    "largest loss difference": "|loss - reference| / reference, the largest over the first steps "
+    "loss apart": "|loss - reference| / reference, the largest over the first steps "
     "that are judged. Later steps are shown and not judged: training amplifies the last bit of a "
     "float, and right runs that round differently drift apart.",
     "step": "the median time of a step, the first five left out where there are ten.",
     "MFU": "model FLOPs of a step (attention's causal half counted as a half, nothing counted "
     "twice that runs again) over time x GPUs x peak; n/a where the peak is not known, as of a CPU.",
-    "peak memory": "of tensors on the GPU; without a GPU, of a whole process with its libraries.",
+    "memory": "the peak of the fullest rank: of tensors on the GPU; without a GPU, what a whole "
+    "process had in memory with its libraries, less where the system was short of it.",
     "sent": "payload bytes that attention sends; Megatron's own paths do not count theirs.",
     "exposed": "the time for which attention waits for messages, in the traced steps. A part of it "
     "is waiting for a peer that has not come yet, which no link cures.",
     "by the plan": "what waiting the plan has, with the mean times of its tiles and the quickest "
     "messages of each channel; see python -m megatron_burst.tools.trace.",
 }
+
+
+_TIMELINES = (
+    "Above, the attention calls of the last traced step, with the waiting in them. Below, one of "
+    "them close, forward and backward. For chrome://tracing or Perfetto, python -m "
+    "megatron_burst.tools.trace joins what is in runs/NAME/trace."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +214,7 @@ def _left_out(comparison: Comparison) -> list[str]:
 def _timelines(comparison: Comparison) -> list[str]:
     if not comparison.timelines:
         return []
-    parts = ["<h2>Timelines of a step</h2>"]
+    parts = ["<h2>Timelines of a step</h2>", f"<p>{_text(_TIMELINES)}</p>"]
     for number, (name, path) in enumerate(comparison.timelines.items()):
         state = " open" if number == 0 else ""
         image = _image(path, f"timeline of {name}")

@@ -1,0 +1,283 @@
+"""tools.compare: what is compared, why something is not, resuming, MFU, the page. (fast tier)
+
+One toy of real trainings in the slow tier.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_burst.tools.compare import __main__ as compare
+from megatron_burst.tools.compare import running
+from megatron_burst.tools.compare.mfu import peak_tflops, step_flops
+from megatron_burst.tools.compare.results import apart, measure
+from megatron_burst.tools.compare.variants import Job, choose, variants
+
+FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
+NO_MEGATRON = "needs TransformerEngine"
+
+
+def why_not(job: Job) -> dict[str, str]:
+    return {variant.name: variant.why_not for variant in variants(job)}
+
+
+# What is compared
+
+
+def test_on_two_nodes_of_two_all_of_ours_can_run() -> None:
+    found = why_not(Job(ranks=4, context=4, heads=4, ranks_per_node=2, without_megatrons="no TE"))
+    assert {name for name, reason in found.items() if not reason} == {
+        *("CP=1 megatron", "CP=1 burst", "burst", "ring flat", "ring double", "allgather"),
+        *("burst kv flat", "burst kv double", "burst query flat", "burst query double"),
+        *("ulysses", "burst heads 2", "ring heads 2"),
+    }
+    assert {reason for reason in found.values() if reason} == {"no TE"}
+    assert len([name for name in found if name.startswith("megatron ")]) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "reason"),
+    [
+        (Job(ranks=4, context=4), "ring double", "all context-parallel ranks are on one node"),
+        (Job(ranks=4, context=4, ranks_per_node=1), "ring double", "holds one"),
+        (Job(ranks=6, context=6, ranks_per_node=4), "burst kv double", "unequal numbers"),
+        (Job(ranks=4, context=4, heads=6), "ulysses", "6 query and 6 kv heads of a rank"),
+        (Job(ranks=4, context=4, heads=6), "megatron a2a flash", "do not divide by 4"),
+        (Job(ranks=8, tensor=2, context=4, heads=4), "ulysses", "2 query and 2 kv heads"),
+        (Job(ranks=8, context=8, ranks_per_node=2), "burst heads 4", "the nodes hold 2, 2, 2, 2"),
+    ],
+)
+def test_what_cannot_run_says_why(job: Job, name: str, reason: str) -> None:
+    assert reason in why_not(job)[name]
+
+
+def test_megatrons_hierarchy_is_that_of_the_nodes() -> None:
+    def sizes(job: Job) -> tuple[str, ...]:
+        (found,) = [v for v in variants(job) if v.name == "megatron a2a+p2p fused"]
+        assert found.flags[-3] == "--hierarchical-context-parallel-sizes"
+        return found.flags[-2:]
+
+    assert sizes(Job(ranks=16, context=16, ranks_per_node=8)) == ("8", "2")
+    assert sizes(Job(ranks=8, context=8)) == ("4", "2"), "on one node half of it"
+
+
+def test_references_run_on_the_fewest_ranks() -> None:
+    found = {v.name: v for v in variants(Job(ranks=8, tensor=2, context=4))}
+    assert found["CP=1 megatron"].ranks == found["CP=1 burst"].ranks == 2
+    assert found["burst"].ranks == 8
+
+
+def test_patterns_choose_and_the_rest_is_listed() -> None:
+    every = variants(Job(ranks=4, context=4))
+    chosen = {v.name: v.why_not for v in choose(every, ["burst", "CP=1*"])}
+    assert [name for name, reason in chosen.items() if not reason] == [
+        "CP=1 megatron",
+        "CP=1 burst",
+        "burst",
+    ]
+    assert chosen["allgather"] == "left out by --variants"
+    with pytest.raises(ValueError, match="'brust' matches none of 'CP=1 megatron'"):
+        choose(every, ["brust"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "4", "--", "--cp-comm-type", "p2p"], "--cp-comm-type: the comparison sets it"),
+        (["--ranks", "4", "--", "--save=x"], "--save: the comparison sets it"),
+        (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
+        (["--ranks", "4", "--variants", "nothing"], "matches none"),
+    ],
+)
+def test_wrong_input_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert compare.main(["--output", str(tmp_path), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+# MFU
+
+
+def test_the_formula_of_the_mfu() -> None:
+    arguments = {
+        "hidden_size": "8",
+        "ffn_hidden_size": "32",
+        "kv_channels": "4",
+        "num_layers": "3",
+        "padded_vocab_size": "100",
+        "seq_length": "16",
+        "global_batch_size": "2",
+        "num_attention_heads": "2",
+        "num_query_groups": "1",
+        "group_query_attention": "True",
+        "swiglu": "True",
+    }
+    # q, k, v, out; three matrices of the MLP; scores and values of (16 + 1) / 2 keys; the head.
+    layer = 2 * 8 * (8 + 4 + 4 + 8) + 2 * 3 * 8 * 32 + 2 * 2 * 2 * 4 * 8.5
+    assert step_flops(arguments) == (3 * 2 * 16 * (3 * layer + 2 * 8 * 100), "")
+    flops, why = step_flops(arguments | {"num_experts": "8"})
+    assert flops is None and "--num-experts" in why
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("AMD EPYC 7742 64-Core Processor", None),
+    ],
+)
+def test_peaks_by_the_name_of_a_device(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+# Running, with trainings that only write what trainings write
+
+
+def pretend(directory: Path, factor: float) -> None:
+    with SummaryWriter(str(directory)) as writer:
+        for name, value in {
+            **{"seq_length": 64, "global_batch_size": 2, "hidden_size": 8, "ffn_hidden_size": 32},
+            **{"kv_channels": 2, "num_layers": 2, "padded_vocab_size": 64},
+            "num_attention_heads": 4,
+        }.items():
+            writer.add_text(name, str(value), 0)
+        for step in range(1, 13):
+            writer.add_scalar("lm loss", factor * (1 + 5 / step), step)
+            writer.add_scalar("iteration-time", 9.0 if step <= 5 else 0.5, step)
+        writer.add_scalar("burst/peak-memory-bytes", 3 * 2**30, 12)
+        writer.add_scalar("burst/bytes-sent-per-rank", 5 * 2**20, 12)
+
+
+class Trainings:
+    """Stands in for the start of a training; keeps what was started."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.stop_at: str | None = None
+        self.off_by: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
+
+    def __call__(self, command: Sequence[str], log: Path, report: running.Report) -> int:
+        name = log.parent.name
+        if name == self.stop_at:
+            raise KeyboardInterrupt
+        self.started.append(name)
+        report("step 1/12, loss 6.000")
+        if name in self.refused:
+            log.write_text(self.refused[name])
+            return 1
+        pretend(log.parent / "tensorboard", self.off_by.get(name, 1.0))
+        return 0
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    found = Trainings()
+    monkeypatch.setattr(running, "_train", found)
+    return found
+
+
+def run(output: Path, *more: str) -> int:
+    options = ["--ranks", "4", "--ranks-per-node", "2", "--output", str(output), *more]
+    return compare.main([*options, "--variants", "CP=1*,burst,ring flat", "--", *FLAGS])
+
+
+def test_a_comparison_goes_on_where_it_stopped(
+    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainings.stop_at = "ring-flat"
+    assert run(tmp_path) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    assert trainings.started == ["cp-1-megatron", "cp-1-burst", "burst"]
+    trainings.stop_at = None
+    assert run(tmp_path) == 0
+    assert trainings.started[3:] == ["ring-flat"]
+    assert "[3/4] burst (finished before): loss 1.4167, 0.500 s a step" in capsys.readouterr().out
+    assert run(tmp_path, "--no-trace") == 0
+    assert len(trainings.started) == 7, "another command of ours runs again, the reference not"
+
+
+def test_the_report_has_every_variant_and_needs_no_network(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    trainings.off_by = {"burst": 1 + 2e-5}
+    assert run(tmp_path, "--peak-tflops", "0.001") == 0
+    content = json.loads((tmp_path / "compare.json").read_text())
+    rows = {row["name"]: row for row in content["results"]}
+    assert len(rows) == len(variants(Job(ranks=4, context=4)))
+    assert content["reference"] == "CP=1 megatron"
+    assert content["apart"]["burst"]["first"]["relative"] == pytest.approx(2e-5, rel=1e-2)
+    assert content["apart"]["ring flat"]["first"]["relative"] == 0
+    burst = rows["burst"]
+    assert (burst["seconds_per_step"], burst["tokens_per_second_per_gpu"]) == (0.5, 64.0)
+    assert (burst["peak_memory_bytes"], burst["bytes_sent_per_rank_per_step"]) == (
+        3 * 2**30,
+        5 * 2**20,
+    )
+    layer = 2 * 8 * (4 * 8) + 2 * 2 * 8 * 32 + 4 * 4 * 2 * 32.5
+    assert burst["mfu"] == pytest.approx(3 * 128 * (2 * layer + 2 * 8 * 64) / (0.5 * 4 * 1e9))
+    assert rows["ulysses"]["status"] == "cannot run" and rows["ulysses"]["reason"]
+    page = (tmp_path / "compare.html").read_text()
+    assert all(name in page for name in rows)
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert len(sources) == 3 and all(source.startswith("data:image/") for source in sources)
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+
+
+def test_losses_that_differ_and_runs_that_fail_are_faults(
+    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainings.off_by = {"burst": 1.001}
+    trainings.refused = {
+        "ring-flat": "noise\nmegatron_burst: cannot run this:\n  because of that\nTraceback\n"
+    }
+    assert run(tmp_path) == 1
+    shown = capsys.readouterr().err
+    assert "burst differs from CP=1 megatron by 1.0e-03 at step" in shown
+    assert "ring flat failed: cannot run this: because of that" in shown
+    assert "cannot run this: because of that" in (tmp_path / "compare.html").read_text()
+    assert run(tmp_path, "--tolerance", "0.01") == 1, "the failed one is tried again"
+    assert trainings.started.count("ring-flat") == 2
+
+
+def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
+    pretend(tmp_path / "tensorboard", 1.0)
+    result = measure("x", ["train"], 4, tmp_path, None)
+    assert result.mfu is None and "--peak-tflops" in result.no_mfu
+    assert result.exposed is None
+    assert apart([result], "x", 20) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_toy_trains_every_variant_that_can_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_burst.tools.compare", "--toy"]
+    environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "compare.json").read_text())
+    ran = [row for row in content["results"] if row["status"] == "ran"]
+    assert len(ran) == 13 and not content["faults"]
+    assert all(row["reason"] for row in content["results"] if row["status"] != "ran")
+    for row in ran:
+        assert row["peak_memory_bytes"] > 0 and row["seconds_per_step"] > 0
+        if row["name"] != "CP=1 megatron":
+            exposed = row["exposed"]
+            sent = exposed["bytes"] / (exposed["training_steps"] * exposed["ranks"])
+            assert sent == pytest.approx(row["bytes_sent_per_rank_per_step"], rel=0.2)
