@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megatron_burst import launch
 
@@ -33,6 +34,7 @@ def serve() -> None:
 def _fork(rank: int, job: dict) -> int:
     pid = os.fork()
     if pid:
+        os.setpgid(pid, pid)
         return pid
     status = 1
     try:
@@ -59,15 +61,23 @@ def _fork(rank: int, job: dict) -> int:
 
 
 def _wait(ranks: Sequence[int]) -> int:
-    """Wait for all; the first that fails ends the others."""
+    """Wait for all; the first that fails ends the others.
+
+    What a rank has started, like the manager of Megatron's checkpoint writer, ends with the job.
+    """
     running, first_failure = set(ranks), 0
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        if status and not first_failure:
-            first_failure = os.waitstatus_to_exitcode(status)
-            for other in running:
-                os.kill(other, signal.SIGTERM)
+    try:
+        while running:
+            pid, status = os.wait()
+            running.discard(pid)
+            if status and not first_failure:
+                first_failure = os.waitstatus_to_exitcode(status)
+                for other in running:
+                    os.kill(other, signal.SIGTERM)
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank, signal.SIGKILL)
     return first_failure
 
 
