@@ -1,0 +1,111 @@
+"""Takes a training command apart: variables, launcher, program and the program's flags."""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+OUR_ENTRY = "megatron_burst.pretrain_gpt"
+OUR_RUNNER = "megatron_burst.run"
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchLine:
+    """A command line's parts.
+
+    Attributes:
+        program: a module's name or a script's path; ours where only flags were given.
+        flags: what the program gets.
+        is_attached: whether the program runs with the plug-in.
+        nodes: and `ranks_per_node`: what torchrun was told; None where it does not say.
+        environment: variables set in front of the command.
+    """
+
+    program: str
+    flags: tuple[str, ...]
+    is_attached: bool = True
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the script lies: what is beside it is imported first."""
+        return Path(self.program).resolve().parent if self.program.endswith(".py") else None
+
+
+def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
+    """Take the words of a command apart.
+
+    Args:
+        words: with or without variables, `torchrun` or `python`; or flags alone.
+        gpus_here: what torchrun's `--nproc-per-node gpu` means.
+
+    Raises:
+        ValueError: there is no training program in it, or torchrun refuses its options.
+    """
+    if not words or words[0].startswith("--"):
+        return LaunchLine(OUR_ENTRY, tuple(words))
+    environment = {}
+    for i, word in enumerate(words):
+        rest = words[i + 1 :]
+        if _VARIABLE.match(word):
+            name, _, value = word.partition("=")
+            environment[name] = value
+        elif Path(word).name == "torchrun" or (word == "-m" and rest[:1] and rest[0] in _LAUNCHERS):
+            return _of_torchrun(rest[word == "-m" :], environment, gpus_here)
+        elif word == "-m" and rest:
+            return _program(rest[0], rest[1:], environment)
+        elif word.endswith(".py"):
+            return _program(word, rest, environment)
+    raise ValueError(f"there is no training program in: {' '.join(words)}")
+
+
+def _of_torchrun(words: Sequence[str], environment: dict[str, str], gpus_here: int) -> LaunchLine:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            options = get_args_parser().parse_args(list(words))
+    except SystemExit as leaving:
+        raise ValueError(f"torchrun: {said.getvalue().strip().splitlines()[-1]}") from leaving
+    program = _program(options.training_script, options.training_script_args, environment)
+    ranks = str(options.nproc_per_node)
+    return LaunchLine(
+        program.program,
+        program.flags,
+        program.is_attached,
+        int(str(options.nnodes).split(":")[0]),  # elastic: the fewest
+        _ranks_per_node(ranks, gpus_here),
+        environment,
+    )
+
+
+def _ranks_per_node(text: str, gpus_here: int) -> int:
+    if text.isdigit():
+        return int(text)
+    if text == "cpu" or not gpus_here:
+        return os.cpu_count() or 1
+    return gpus_here
+
+
+def _program(name: str, flags: Sequence[str], environment: dict[str, str]) -> LaunchLine:
+    if name == OUR_RUNNER:
+        if not flags:
+            raise ValueError(f"{OUR_RUNNER} wants a script: {OUR_RUNNER} PATH/pretrain_gpt.py")
+        return LaunchLine(flags[0], tuple(flags[1:]), environment=environment)
+    return LaunchLine(name, tuple(flags), _runs_with_us(name), environment=environment)
+
+
+def _runs_with_us(program: str) -> bool:
+    """Whether it is ours, or a script that was patched to start us."""
+    if program.startswith("megatron_burst."):
+        return True
+    script = Path(program)
+    return script.is_file() and "megatron_burst" in script.read_text(errors="replace")

@@ -1,0 +1,97 @@
+"""Documents, positions, masks and windows that a run would not honour, each a check."""
+
+from megatron_burst.tools.doctor.check import Answer, Check
+from megatron_burst.tools.doctor.finding import Level
+from megatron_burst.tools.doctor.situation import Situation
+
+_DOCUMENTS = "--dataloader-inter-document-masking"
+_ROTARY = ("rope", "yarn", "mrope")
+_LARGE_MASK = 2**30  # bytes
+
+
+def _joined_documents(s: Situation) -> Answer:
+    args = s.args
+    if args.dataloader_inter_document_masking or args.mock_data or args.sft:
+        return None
+    meant = args.reset_position_ids or args.eod_mask_loss
+    if not meant and not args.data_path:
+        return None
+    text = "every sample is cut from joined documents, and a token attends to all before it"
+    return Level.WARNING if meant else Level.NOTE, text, _DOCUMENTS
+
+
+def _idle_positions(s: Situation) -> Answer:
+    if not s.args.reset_position_ids or s.args.position_embedding_type not in _ROTARY:
+        return None
+    text = "rotary embeddings do not read position ids, so --reset-position-ids has no effect"
+    return Level.WRONG, text, _DOCUMENTS
+
+
+def _idle_mask(s: Situation) -> Answer:
+    if s.is_ours or not s.args.reset_attention_mask or not s.has_transformer_engine:
+        return None  # ours refuses it
+    text = "TransformerEngine's causal kernels do not read the mask of --reset-attention-mask"
+    return Level.WRONG, text, _DOCUMENTS
+
+
+def _dense_mask(s: Situation) -> Answer:
+    args = s.args
+    if s.is_ours or not args.create_attention_mask_in_dataloader or not args.seq_length:
+        return None
+    size = args.seq_length**2 * (args.micro_batch_size or 1)
+    if size < _LARGE_MASK:
+        return None
+    text = f"the data loader makes a mask of {size / 2**30:,.0f} GiB for every micro-batch"
+    return Level.WARNING, text, "--no-create-attention-mask-in-dataloader"
+
+
+def _idle_window(s: Situation) -> Answer:
+    if s.args.window_attn_skip_freq is None or s.args.window_size is not None:
+        return None
+    text = "--window-attn-skip-freq without a window: every layer sees all keys"
+    return Level.WRONG, text, "--window-size LEFT,0"
+
+
+def _window_width(s: Situation) -> Answer:
+    window = s.args.window_size
+    if not window or window[0] < 0:
+        return None
+    text = (
+        f"--window-size {window[0]},{window[1]}: a query sees itself and {window[0]} keys before "
+        f"it; a model card's sliding window of W keys is W-1"
+    )
+    return Level.NOTE, text, ""
+
+
+def _multimodal_rotary(s: Situation) -> Answer:
+    args = s.args
+    if args.context_parallel_size == 1 or args.position_embedding_type != "mrope":
+        return None
+    text = "mrope was cut wrongly over context-parallel ranks in versions of Megatron"
+    return Level.WARNING, text, "compare with --context-parallel-size 1"
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "joined-documents",
+        "attention over the bounds of documents",
+        "axolotl#3608, MC#6156",
+        _joined_documents,
+    ),
+    Check("idle-positions", "position ids that nothing reads", "MC#1612, MC#560", _idle_positions),
+    Check("idle-mask", "a dense mask that nothing reads", "MC#1025", _idle_mask),
+    Check("dense-mask", "a mask of seq x seq in the data loader", "MC#1025", _dense_mask),
+    Check(
+        "idle-window",
+        "layers that lose their window",
+        "accelerate#4177, prime-rl#2828",
+        _idle_window,
+    ),
+    Check("window-width", "windows that are wider by one", "MC#2222", _window_width),
+    Check(
+        "multimodal-rotary",
+        "mrope under context parallelism",
+        "MC#1612, MC#453",
+        _multimodal_rotary,
+    ),
+)

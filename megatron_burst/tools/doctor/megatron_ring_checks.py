@@ -1,0 +1,87 @@
+"""What Megatron's own context parallelism stops at or does wrongly, each a check."""
+
+import math
+
+from megatron_burst.tools.doctor.check import Answer, Check
+from megatron_burst.tools.doctor.finding import Level
+from megatron_burst.tools.doctor.situation import Situation
+
+_BURST = "--context-parallel-algo burst"
+_TE_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _te_spelling(s: Situation) -> Answer:
+    unknown = sorted(s.comm_types - set(_TE_TYPES))
+    if not s.on_megatrons_ring or not unknown:
+        return None
+    text = (
+        f"--cp-comm-type {' '.join(unknown)}: TransformerEngine knows {', '.join(_TE_TYPES)}, and "
+        "says so only when the first layer runs"
+    )
+    right = "--cp-comm-type all_gather" if "allgather" in unknown else _BURST
+    return Level.ERROR, text, right
+
+
+def _te_window(s: Situation) -> Answer:
+    rings = s.comm_types & {"p2p", "a2a+p2p"}
+    if not s.on_megatrons_ring or s.args.window_size is None or not rings:
+        return None
+    text = (
+        f"TransformerEngine has no windows with --cp-comm-type {' '.join(sorted(rings))}; other "
+        "frameworks have trained such layers without their window"
+    )
+    return Level.ERROR, text, f"{_BURST}, or --cp-comm-type a2a"
+
+
+def _te_sinks(s: Situation) -> Answer:
+    others = s.comm_types - {"a2a"}
+    if not s.on_megatrons_ring or s.args.softmax_type == "vanilla" or not others:
+        return None
+    text = (
+        f"TransformerEngine has no sinks with --cp-comm-type {' '.join(sorted(others))}: 2.17 "
+        "stops in the first layer, older ones leave the sinks out"
+    )
+    return Level.ERROR, text, f"{_BURST}, or --cp-comm-type a2a"
+
+
+def _te_documents(s: Situation) -> Answer:
+    lacking = s.comm_types & {"all_gather", "a2a+p2p"}
+    packed = s.args.dataloader_inter_document_masking
+    if not s.on_megatrons_ring or not packed or not lacking:
+        return None
+    text = f"TransformerEngine 2.17 has no documents with --cp-comm-type {' '.join(lacking)}"
+    return Level.ERROR, text, f"{_BURST}, or --cp-comm-type p2p"
+
+
+def _te_heads(s: Situation) -> Answer:
+    args = s.args
+    if not s.on_megatrons_ring or "a2a" not in s.comm_types or not args.num_attention_heads:
+        return None
+    kv = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    heads = math.gcd(args.num_attention_heads // tensor, max(kv // tensor, 1))
+    if heads % context == 0:
+        return None
+    text = (
+        f"--cp-comm-type a2a: {args.num_attention_heads // tensor} query and "
+        f"{max(kv // tensor, 1)} kv heads of a rank do not divide by {context} ranks"
+    )
+    return Level.ERROR, text, _BURST
+
+
+def _te_hang(s: Situation) -> Answer:
+    batched = s.environment.get("NVTE_BATCH_MHA_P2P_COMM") == "1"
+    if not s.on_megatrons_ring or "p2p" not in s.comm_types or batched:
+        return None
+    text = "TransformerEngine's ring has ended in NCCL errors or hangs on some machines"
+    return Level.NOTE, text, "if so, NVTE_BATCH_MHA_P2P_COMM=1"
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("te-spelling", "a --cp-comm-type that only TransformerEngine reads", "MC", _te_spelling),
+    Check("te-window", "windows on Megatron's ring", "MC#5593, MC#2222", _te_window),
+    Check("te-sinks", "sinks on Megatron's ring", "TE#2541, TE#3551", _te_sinks),
+    Check("te-documents", "documents on Megatron's all-gather", "TE#2829, TE#3290", _te_documents),
+    Check("te-heads", "heads that an all-to-all cannot share out", "transformers#33467", _te_heads),
+    Check("te-hang", "Megatron's ring that hangs", "MC#1151", _te_hang),
+)

@@ -1,0 +1,144 @@
+"""Runs Megatron's parser and all validation on a training program's flags, and nothing after it.
+
+No process group, no model and no file is made.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import os
+import sys
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.tools.doctor.finding import Finding, Level
+from megatron_burst.tools.doctor.kernels import on_the_target
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What the parser made of the flags.
+
+    Attributes:
+        given: the arguments as they were given, before anything was derived; None where a flag is
+            unknown or has no value that it can have.
+        findings: why the program would stop, and what Megatron warns of.
+    """
+
+    given: Namespace | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+
+def parse(line: LaunchLine, target: Target) -> Parsed:
+    """Parse and validate as the program would on the first rank of the job."""
+    try:
+        compat.check_megatron_version()
+    except ValueError as error:
+        return Parsed(findings=[Finding("megatron", Level.ERROR, str(error))])
+    if not target.is_cluster and cpu_platform.cpu_platform_wanted():
+        cpu_platform.activate()
+    with _as_first_rank(line, target) as said, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("ignore")
+        import megatron.training  # noqa: F401
+
+        warnings.simplefilter("always")
+        given = _given(line)
+        stopped = _validate(line, said)
+    findings = [Finding("validation", Level.ERROR, stopped)] if stopped else []
+    findings += [
+        Finding("megatron-warns", Level.NOTE, text)
+        for text in dict.fromkeys(
+            str(w.message).strip() for w in warned if issubclass(w.category, UserWarning)
+        )
+    ]
+    return Parsed(given, findings)
+
+
+@contextlib.contextmanager
+def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
+    ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
+    said = io.StringIO()
+    with (
+        patch.dict(os.environ, {**line.environment, **ranks}),
+        patch.object(sys, "argv", [line.program, *line.flags]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        on_the_target(target),
+    ):
+        yield said
+
+
+def _given(line: LaunchLine) -> Namespace | None:
+    """Parse with the program's defaults, and do nothing else."""
+    from megatron.training import arguments
+
+    from megatron_burst.plugin.arguments import add_burst_arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if line.is_attached and cpu_platform.cpu_platform_active():
+        cpu_platform.set_cpu_defaults(parser)
+    elif line.is_attached:
+        compat.set_defaults_without_transformer_engine(parser)
+    try:
+        return add_burst_arguments(parser).parse_known_args(list(line.flags))[0]
+    except SystemExit:
+        return None
+
+
+def _validate(line: LaunchLine, said: io.StringIO) -> str:
+    """Return why the program would stop before it trains; "" where it would not."""
+    from megatron.training import arguments
+
+    from megatron_burst.plugin.attach import attach
+
+    if line.is_attached:
+        attach()
+    try:
+        args = arguments.parse_args()
+        arguments.validate_args(args, {})
+        _build_configs(line, args)
+    except SystemExit as leaving:
+        return _last_words(leaving, said)
+    except Exception as error:  # whatever ends the program is what is asked for
+        return _reason(error)
+    return ""
+
+
+def _build_configs(line: LaunchLine, args: Namespace) -> None:
+    """Make the model's configuration, which checks what the parser does not."""
+    from megatron.training import argument_utils
+
+    from megatron_burst.plugin import gpt_training
+    from megatron_burst.plugin.arguments import MEGATRON
+    from megatron_burst.plugin.limits import refusals
+
+    if line.program == OUR_ENTRY and (missing := gpt_training.unsupported(args)):
+        raise ValueError(missing)
+    model_config = argument_utils.gpt_config_from_args(copy.copy(args))
+    algorithm = getattr(args, "context_parallel_algo", MEGATRON)
+    if algorithm != MEGATRON and (reasons := refusals(model_config.transformer)):
+        raise ValueError("\n".join(reasons))
+
+
+def _last_words(leaving: SystemExit, said: io.StringIO) -> str:
+    """What the program said: argparse prints pages of usage before its one line."""
+    if isinstance(leaving.code, str):
+        return leaving.code.removeprefix("megatron_burst: ")
+    _, found, error = said.getvalue().rpartition("error: ")
+    return error.strip() if found else f"it ends with status {leaving.code}"
+
+
+def _reason(error: Exception) -> str:
+    if str(error):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"

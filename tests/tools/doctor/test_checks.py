@@ -1,0 +1,176 @@
+"""Every known silent error is found where it is, and not in a clean command line. (fast tier)"""
+
+import argparse
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.doctor import divisibility, nodes, settings, silent
+from megatron_burst.tools.doctor.finding import Level
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.target import Target
+
+megatron_arguments = pytest.importorskip("megatron.training.arguments")
+from megatron_burst.plugin.arguments import (  # noqa: E402
+    add_burst_arguments,
+    burst_config_from_args,
+)
+
+ROOT = Path(__file__).parents[3]
+CLEAN = """
+    --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 65536
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
+    --global-batch-size 8 --train-iters 10 --eval-interval 10 --bf16 --mock-data
+    --context-parallel-size 8 --calculate-per-token-loss --no-create-attention-mask-in-dataloader
+"""
+OURS = "--context-parallel-algo burst"
+CLUSTER = Target(2, 8, (9, 0), "cuda")
+W, E, X, N = Level.WARNING, Level.ERROR, Level.WRONG, Level.NOTE
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    return add_burst_arguments(megatron_arguments.add_megatron_arguments(made))
+
+
+def look(
+    parser: argparse.ArgumentParser, flags: str, attached: bool = True, drop: str = ""
+) -> dict[str, Level]:
+    words = shlex.split(CLEAN.replace(drop, "") + flags)
+    line = LaunchLine(OUR_ENTRY if attached else "pretrain_gpt.py", tuple(words), attached)
+    situation = Situation(parser.parse_args(words), line, CLUSTER, {})
+    return {finding.check: finding.level for finding in silent.findings(situation)}
+
+
+def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
+    assert look(parser, OURS) == {}
+    # Of Megatron's own ring only what holds for every such run is said.
+    assert look(parser, "") == {"bf16-sums": N, "te-hang": N}
+
+
+CASES = [
+    ("mean-of-means", W, OURS, "--calculate-per-token-loss"),
+    ("mean-of-means", X, f"{OURS} --eod-mask-loss", "--calculate-per-token-loss"),
+    ("repeated-dropout", W, OURS, "--hidden-dropout 0"),
+    ("sink-norm", X, "--softmax-type learnable --tensor-model-parallel-size 2", ""),
+    ("bf16-sums", N, "", ""),
+    ("bf16-sums", N, f"{OURS} --burst-grad-dtype model --context-parallel-size 16", ""),
+    ("nan-unseen", W, f"{OURS} --no-check-for-nan-in-loss-and-grad", ""),
+    ("joined-documents", N, f"{OURS} --data-path x", "--mock-data"),
+    ("joined-documents", W, f"{OURS} --data-path x --eod-mask-loss", "--mock-data"),
+    ("idle-positions", X, f"{OURS} --reset-position-ids", ""),
+    ("dense-mask", W, "", "--no-create-attention-mask-in-dataloader"),
+    ("idle-window", X, f"{OURS} --window-attn-skip-freq 4", ""),
+    ("window-width", N, f"{OURS} --window-size 511,0", ""),
+    ("multimodal-rotary", W, f"{OURS} --position-embedding-type mrope", ""),
+    ("te-spelling", E, "--cp-comm-type allgather", ""),
+    ("te-window", E, "--window-size 511,0", ""),
+    ("te-sinks", E, "--softmax-type off-by-one", ""),
+    ("te-documents", E, "--dataloader-inter-document-masking --cp-comm-type all_gather", ""),
+    (
+        "te-heads",
+        E,
+        "--cp-comm-type a2a --group-query-attention --num-query-groups 4",
+        "",
+    ),
+    ("te-hang", N, "", ""),
+    ("no-length", E, OURS, "--train-iters 10"),
+    ("no-length", E, OURS, "--eval-interval 10"),
+    ("lost-data", N, f"{OURS} --data-path 0.3 nowhere/corpus", "--mock-data"),
+    ("lost-checkpoint", N, f"{OURS} --load nowhere", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "flags", "drop"), CASES)
+def test_each_is_found(
+    parser: argparse.ArgumentParser, name: str, level: Level, flags: str, drop: str
+) -> None:
+    assert look(parser, f" {flags}", drop=drop).get(name) == level
+
+
+def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.ArgumentParser) -> None:
+    assert look(parser, OURS, attached=False)["not-attached"] == E
+    assert look(parser, "--cp-comm-type burst", attached=False)["not-attached"] == E
+    for spec in ("no_such_module spec", "no_such_module.inside spec"):
+        assert look(parser, f"--spec {spec}", attached=False)["lost-spec"] == X
+    assert "lost-spec" not in look(parser, "--spec json loads", attached=False)
+
+
+def test_a_mask_that_transformer_engine_does_not_read(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "idle-mask" not in look(parser, "--reset-attention-mask")
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert look(parser, "--reset-attention-mask --transformer-impl transformer_engine")[
+        "idle-mask"
+    ] == Level(X)
+
+
+def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
+    names = [check.name for check in silent.CHECKS]
+    assert len(set(names)) == len(names)
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert rows == names
+    assert set(names) - {case[0] for case in CASES} == {"not-attached", "lost-spec", "idle-mask"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        ("", []),
+        ("--context-parallel-size 3", ["the ranks of the job, 16,", "--seq-length, 65536,"]),
+        ("--tensor-model-parallel-size 32", ["the ranks of the job", "--num-attention-heads, 16,"]),
+        ("--group-query-attention --num-query-groups 5", ["--num-attention-heads, 16,"]),
+        ("--num-experts 6 --expert-model-parallel-size 4", ["--num-experts, 6,"]),
+        ("--global-batch-size 7", ["--global-batch-size, 7,"]),
+        ("--num-layers 7 --pipeline-model-parallel-size 2", ["--num-layers, 7,"]),
+        ("--seq-length 80 --fp8-format hybrid", ["a rank's tokens of a micro-batch"]),
+    ],
+)
+def test_divisions(parser: argparse.ArgumentParser, flags: str, wrong: list[str]) -> None:
+    args = parser.parse_args(shlex.split(f"{CLEAN} {OURS} {flags}"))
+    found = [f for f in divisibility.findings(args, CLUSTER.ranks) if f.level is Level.ERROR]
+    assert [f.text.startswith(start) for f, start in zip(found, wrong, strict=True)] == [
+        True for _ in wrong
+    ]
+    assert all("make it" in f.remedy for f in found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "2 x 8 context-parallel ranks: flat ring, on one node"),
+        ("--context-parallel-size 16", "double ring of 2 nodes x 8 ranks, on 2 nodes"),
+        ("--tensor-model-parallel-size 2", "double ring of 2 nodes x 4 ranks"),
+        ("--burst-head-parallel-size 4", "heads over 4 ranks, flat ring"),
+        ("--context-parallel-algo ulysses", "an all-to-all, on one node"),
+        ("--context-parallel-size 16 --context-parallel-algo ring", "flat ring, on 2 nodes"),
+        ("--burst-head-parallel-size 3", "--burst-head-parallel-size 3 needs 3 ranks of a node"),
+        ("--burst-ranks-per-node 4", "double ring of 2 nodes x 4 ranks"),
+        (
+            "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+            "double ring of 2 nodes x 2 ranks",
+        ),
+        ("--context-parallel-size 1", "no rings"),
+        ("--context-parallel-algo megatron", "Megatron's own context parallelism"),
+    ],
+)
+def test_the_grid(parser: argparse.ArgumentParser, flags: str, said: str) -> None:
+    args = parser.parse_args(shlex.split(f"{CLEAN} {OURS} {flags}"))
+    (found,) = nodes.findings(args, burst_config_from_args(args), CLUSTER)
+    assert said in found.text
+
+
+def test_variables_that_harm() -> None:
+    bad = {"NCCL_P2P_DISABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "HOME": "x"}
+    assert [f.check for f in settings.findings(bad)] == ["slow-links", "stalls-unseen"]
+    assert settings.findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"}) == []
+    assert list(settings.shown(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    early = settings.timeout_findings({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300"}, 10)
+    assert [(f.level, f.remedy) for f in early] == [(W, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1200")]
+    assert settings.timeout_findings({}, 10)[0].level is N

@@ -1,0 +1,161 @@
+"""The doctor's verdict is what the command line does, here and for a cluster. (fast tier)"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_burst.kernels import KERNELS, Request
+from megatron_burst.tools.doctor.__main__ import main
+from megatron_burst.tools.doctor.installed import parts
+from megatron_burst.tools.doctor.kernels import served
+from megatron_burst.tools.doctor.target import Target
+from tests.training.launcher import MODEL
+
+ROOT = Path(__file__).parents[3]
+BURST = "--context-parallel-algo burst --calculate-per-token-loss --mock-data --bf16".split()
+CLUSTER = ["--gpus", "8", "--nodes", "2", "--json"]
+CP16 = ["--context-parallel-size", "16", "--global-batch-size", "4"]
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back what the doctor attaches."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    import megatron.training.argument_utils as argument_utils
+
+    monkeypatch.setattr(arguments, "parse_args", arguments.parse_args)
+    monkeypatch.setattr(argument_utils, "gpt_config_from_args", argument_utils.gpt_config_from_args)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def judged(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    status = main([*CLUSTER, "--", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def of_level(report: dict[str, Any], level: str) -> list[str]:
+    return [f["check"] for f in report["findings"] if f["level"] == level]
+
+
+def test_a_command_line_that_runs_on_a_cluster(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun = "torchrun --nnodes 2 --nproc-per-node 8 -m megatron_burst.pretrain_gpt".split()
+    status, report = judged(capsys, *torchrun, *MODEL, *BURST, *CP16)
+    assert (status, report["verdict"]) == (0, "ok"), report["findings"]
+    assert not of_level(report, "error") and not of_level(report, "wrong")
+    assert "2 x 8 ranks, GPUs of compute capability 9.0" in report["target"]
+    assert report["shape"] == "torch.bfloat16 on cuda, 4 query and 4 kv heads of 16 a rank"
+    (taken,) = (kernel["kernel"] for kernel in report["kernels"] if kernel["is_taken"])
+    assert taken == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("flags", "check", "text"),
+    [
+        ("--attention-dropout 0.1", "validation", "attention_dropout = 0.1"),
+        ("--no-such-flag 3", "validation", "unrecognized arguments: --no-such-flag 3"),
+        ("--seq-length 100", "divisibility", "does not divide by 2 x --context-parallel-size"),
+        ("--hidden-size 66", "validation", "hidden"),
+        ("--window-size 4,4 --seq-length 100", "refused", "window_size = (4, 4)"),
+        ("--save-interval 3 --sft", "validation", "sft = True"),
+        ("--burst-head-parallel-size 16", "grid", "needs 16 ranks of a node"),
+    ],
+)
+def test_one_that_does_not(
+    megatron: None, capsys: pytest.CaptureFixture[str], flags: str, check: str, text: str
+) -> None:
+    status, report = judged(capsys, *MODEL, *BURST, *CP16, *flags.split())
+    assert (status, report["verdict"]) == (1, "the command line will not run")
+    found = [f["text"] for f in report["findings"] if (f["check"], f["level"]) == (check, "error")]
+    assert any(text in line for line in found), report["findings"]
+
+
+def test_an_older_gpu_needs_one_connection(
+    megatron: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert judged(capsys, *MODEL, *BURST, *CP16)[0] == 1
+    command = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "python", "-m", "megatron_burst.pretrain_gpt"]
+    assert judged(capsys, *command, *MODEL, *BURST, *CP16)[0] == 0
+    blackwell = [*CLUSTER, "--compute-capability", "10.0", "--", *MODEL, *BURST, *CP16]
+    assert main(blackwell) == 0
+
+
+def test_strict_counts_what_is_silently_wrong(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*MODEL, *BURST, *CP16, "--reset-position-ids"]
+    assert main(["--gpus", "8", "--nodes", "2", "--", *words]) == 0
+    assert "the command line will run" in capsys.readouterr().out
+    assert main(["--gpus", "8", "--nodes", "2", "--strict", "--", *words]) == 1
+    said = capsys.readouterr().out
+    assert "not as it was meant" in said and "idle-positions" in said
+
+
+def test_torchrun_and_options_that_contradict(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun = "torchrun --nproc-per-node 4 -m megatron_burst.pretrain_gpt".split()
+    status, report = judged(capsys, *torchrun, *MODEL, *BURST, *CP16)
+    assert status == 1 and of_level(report, "error").count("ranks") == 2
+
+
+def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
+    python = [sys.executable, "-m", "megatron_burst.tools.doctor", "--json", "--"]
+    torchrun = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_burst.pretrain_gpt"]
+    words = [*MODEL, *BURST, "--context-parallel-size", "2", "--use-torch-fsdp2"]
+    environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*python, *torchrun, *words], capture_output=True, text=True, env=environment, timeout=200
+    )
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 1 and ended.stderr == ""
+    assert report["target"] == "on this machine (cpu): 1 x 2 ranks"
+    (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
+    assert error.startswith("this cannot run on a CPU:") and "--use-torch-fsdp2" in error
+    assert report["shape"].startswith("torch.bfloat16 on cpu")
+    assert [k["kernel"] for k in report["kernels"] if k["is_taken"]] == ["cpu"]
+
+
+def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--shape", "16,2,128", "--dtype", "float32"]) == 0
+    said = capsys.readouterr().out
+    for title in ("Installed", "Hardware", "Environment", "Kernels for torch.float32"):
+        assert f"{title}" in said
+    assert "will run" not in said
+
+
+def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "1", "--shape", "16,2,300"]) == 1
+    assert "head size 300 is not a multiple of 8" in capsys.readouterr().out
+
+
+def test_a_kernel_that_is_asked_for_is_the_one_judged(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kernel, status in (("reference", 0), ("cpu", 1)):
+        found, report = judged(capsys, *MODEL, *BURST, *CP16, "--burst-kernel", kernel)
+        assert found == status
+        taken = [k["kernel"] for k in report["kernels"] if k["is_taken"]]
+        assert taken == ([kernel] if status == 0 else [])
+
+
+def test_the_parts_are_those_of_this_environment() -> None:
+    versions = {part.name: part.version for part in parts()}
+    assert versions["torch"] == torch.__version__
+    assert {"megatron-core", "transformer-engine", "apex", "NCCL", "flash-attn"} <= set(versions)
+
+
+def test_kernels_answer_for_gpus_that_are_not_here() -> None:
+    request = Request(torch.device("cuda"), torch.bfloat16, 8, 2, 128, 128)
+    for capability, older in (((7, 0), True), ((9, 0), False)):
+        found = {s.kernel: s for s in served(request, Target(1, 1, capability, "cuda"))}
+        assert list(found) == list(KERNELS)
+        assert any("older than 8.0" in r for r in found["aten_flash"].reasons) == older

@@ -1,0 +1,61 @@
+"""A training command is taken apart, however it begins. (fast tier)"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, split
+
+FLAGS = ("--num-layers", "4", "--seq-length", "64")
+
+
+@pytest.mark.parametrize(
+    ("start", "program", "nodes", "ranks", "environment"),
+    [
+        ("", OUR_ENTRY, None, None, {}),
+        (f"python -m {OUR_ENTRY}", OUR_ENTRY, None, None, {}),
+        (f"torchrun --nproc-per-node 8 -m {OUR_ENTRY}", OUR_ENTRY, 1, 8, {}),
+        (f"A=1 B=x /bin/torchrun --nnodes 4 -m {OUR_ENTRY}", OUR_ENTRY, 4, 1, {"A": "1", "B": "x"}),
+        (
+            f"srun -N 2 python -m torch.distributed.run --nnodes=2:4 --nproc_per_node=gpu "
+            f"--rdzv-endpoint a:1 -m {OUR_ENTRY}",
+            OUR_ENTRY,
+            2,
+            3,
+            {},
+        ),
+        ("torchrun -m megatron_burst.run there/pretrain_gpt.py", "there/pretrain_gpt.py", 1, 1, {}),
+        ("python -u -m megatron_burst.run x.py", "x.py", None, None, {}),
+    ],
+)
+def test_forms(
+    start: str,
+    program: str,
+    nodes: int | None,
+    ranks: int | None,
+    environment: dict[str, str],
+) -> None:
+    line = split([*start.split(), *FLAGS], gpus_here=3)
+    assert line == LaunchLine(program, FLAGS, True, nodes, ranks, environment)
+
+
+def test_a_script_is_attached_if_it_starts_us(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import torch\n")
+    assert not split(["python", str(script), *FLAGS]).is_attached
+    assert split(["python", str(script)]).folder == tmp_path
+    script.write_text("import megatron_burst.launch\n")
+    assert split(["torchrun", str(script), *FLAGS]).is_attached
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("sbatch job.sh", "no training program in: sbatch job.sh"),
+        ("torchrun --nproc-per-node", "torchrun: .*expected one argument"),
+        ("python -m megatron_burst.run", "wants a script"),
+    ],
+)
+def test_what_is_no_training_command(command: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split(command.split())
