@@ -7,23 +7,19 @@
 
 The ranks are threads of this process. They run the library's own plans, loops, kernels, merges and
 sums; only the transport is another one: what a rank sends is handed over in memory. The yardstick
-is the same kernel in one call on the whole sequence. Prints Markdown tables and writes them, with
-the date, the device, the versions and the command, to scripts/bench/results/.
+is the same kernel in one call on the whole sequence. Writes a page and its CSV.
 """
 
 import argparse
-import datetime
-import platform
 import queue
-import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from page import Page, Row, add_output, origin, output, table
 from torch import Tensor
 
 from megatron_burst import Mask
@@ -46,7 +42,6 @@ RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
 PATIENCE_SECONDS = 120
 BYTES_TOKENS = 65536  # tokens of a rank in the table of bytes, which grow in proportion
-HERE = Path(__file__).resolve().parent
 
 type Tensors = tuple[Tensor, ...]
 type Wires = Mapping[tuple[int, int, Item], queue.SimpleQueue[Block]]
@@ -209,53 +204,85 @@ def nodes_of(ranks: int, nodes: int) -> list[int]:
     return [rank * nodes // ranks for rank in range(ranks)]
 
 
-def error_table(args: argparse.Namespace) -> str:
-    """Return the errors in Markdown, each with its ratio to that of one call."""
-    shapes = grids(args)
-    lines = [
-        f"| heads | ring | result | gradients travel | one call | {' | '.join(shapes)} |",
-        "|---|---|---|---|" + "---|" * (1 + len(shapes)),
-    ]
+def error_rows(args: argparse.Namespace) -> list[Row]:
+    """Measure all: a row for each result, way and grid."""
+    shapes, found = grids(args), []
     for heads in args.heads:
         one, by_way = measure(args, heads, shapes)
         for kind in args.ring:
             for name in RESULTS:
-                for label, row in _rows(by_way, kind, name):
-                    cells = [f"{error:.3e} ({error / one[name]:.3f})" for error in row]
-                    cells = [str(heads), kind, name, label, f"{one[name]:.3e}", *cells]
-                    lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                for way, travels in _ways_of(by_way, kind, name):
+                    for grid in shapes:
+                        error = by_way[way][grid][name]
+                        found.append(
+                            {
+                                "benchmark": "accuracy",
+                                "measured": "error",
+                                **_columns(args, heads, way),
+                                "grid": grid,
+                                "result": name,
+                                "travels": travels,
+                                "one_call": one[name],
+                                "error": error,
+                                "ratio": error / one[name],
+                            }
+                        )
+    return found
 
 
-def _rows(
-    by_way: Mapping[Way, Mapping[str, Errors]], kind: Kind, name: str
-) -> Iterator[tuple[str, list[float]]]:
-    """Yield a result's errors by grid for each way; what does not travel is the same for all."""
+def _columns(args: argparse.Namespace, heads: Heads, way: Way) -> Row:
+    given = {"heads": str(heads), "head_dim": args.head_dim, "ring": str(way.ring)}
+    return {**given, "grad_dtype": str(way.dtype), "return": str(way.back)}
+
+
+def _ways_of(by_way: Mapping[Way, object], kind: Kind, name: str) -> Iterator[tuple[Way, bool]]:
+    """Yield the ways of a ring, and whether this result travels; what does not is alike for all."""
     of_ring = [way for way in by_way if way.ring is kind]
     travels = name in TRAVELLING[kind]
-    for way in of_ring if travels else of_ring[:1]:
-        label = f"{way.dtype}, {way.back}" if travels else "stays"
-        yield label, [errors[name] for errors in by_way[way].values()]
+    yield from ((way, travels) for way in (of_ring if travels else of_ring[:1]))
 
 
-def bytes_table(args: argparse.Namespace) -> str:
-    """Return what the ranks send in one backward, in Markdown."""
+def error_table(found: Sequence[Row]) -> str:
+    """Return the errors in Markdown, each with its ratio to that of one call."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in found:
+        label = f"{row['grad_dtype']}, {row['return']}" if row["travels"] else "stays"
+        key = (row["heads"], row["ring"], row["result"], label, f"{row['one_call']:.3e}")
+        lines.setdefault(key, []).append(f"{row['error']:.3e} ({row['ratio']:.3f})")
+    shapes = dict.fromkeys(row["grid"] for row in found)
+    head = ["heads", "ring", "result", "gradients travel", "one call", *shapes]
+    return table(head, ([*key, *cells] for key, cells in lines.items()))
+
+
+def bytes_rows(args: argparse.Namespace) -> list[Row]:
+    """Count what the ranks send in one backward."""
     ranks, nodes = max(args.ranks), _nodes_of_bytes(args)
     flat, double = Grid(by_node([0] * ranks)), Grid(by_node(nodes_of(ranks, nodes)))
-    lines = [
-        f"| heads | on {nodes} nodes | ring | gradients travel in | {' | '.join(args.back)} |",
-        "|---|---|---|---|" + "---:|" * len(args.back),
+    return [
+        {
+            "benchmark": "accuracy",
+            "measured": "bytes",
+            **_columns(args, heads, way),
+            "grid": str(grid),
+            **_bytes(args, heads, grid, way),
+        }
+        for heads in args.heads
+        for grid in (flat, double)
+        for way in ways(args)
     ]
-    for heads in args.heads:
-        for grid in flat, double:
-            for kind in args.ring:
-                for dtype in args.dtype:
-                    row = [_bytes(args, heads, grid, Way(kind, dtype, back)) for back in args.back]
-                    lines.append(f"| {' | '.join([str(heads), str(grid), kind, dtype, *row])} |")
-    return "\n".join(lines)
 
 
-def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> str:
+def bytes_table(args: argparse.Namespace, found: Sequence[Row]) -> str:
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in found:
+        key = (row["heads"], row["grid"], row["ring"], row["grad_dtype"])
+        places = (f"{row[place] / 2**20:.0f}" for place in ("card", "node", "rank"))
+        lines.setdefault(key, []).append(" / ".join(places))
+    head = ["heads", f"on {_nodes_of_bytes(args)} nodes", "ring", "gradients travel in", *args.back]
+    return table(head, ([*key, *cells] for key, cells in lines.items()), numbers=4)
+
+
+def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> Row:
     tiling = Tiling(zigzag(2 * grid.ranks, grid.ranks), Mask.causal())
     plans = Ring(tiling, grid, way.ring, way.back)
     shape = Shape(
@@ -269,46 +296,36 @@ def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> str:
     )
     nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
     sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
-    return " / ".join(f"{n / 2**20:.0f}" for n in (sent.card, sent.node, sent.rank))
+    return {place: getattr(sent, place) for place in ("card", "node", "rank")}
 
 
 def _nodes_of_bytes(args: argparse.Namespace) -> int:
     return min(n for n in args.nodes if n > 1)
 
 
-def page(args: argparse.Namespace) -> str:
-    """Return the tables with all that is needed to measure them again."""
-    if torch.device(args.device).type == "cpu":
-        device = f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    else:
-        device = torch.cuda.get_device_name(args.device)
-    command = shlex.join(["python", "scripts/bench/accuracy.py", *sys.argv[1:]])
-    text = f"""# {args.title}
-
+ABOUT = """
 Relative error (Frobenius norm) of causal attention against dense attention in float64; in brackets
 the ratio to one call of the same kernel on the whole sequence. The columns are numbers of ranks on
-a flat ring, or nodes x ranks on a double ring. {args.tokens} tokens, head size {args.head_dim},
-mean of {args.seeds} seeds, inputs normal with variance 1, zigzag. "dtype, return": the dtype of
-gradients while they travel (sums are float32) and how they come home; what stays does not depend
+a flat ring, or nodes x ranks on a double ring. {tokens} tokens, head size {head_dim}, kernel
+{kernel}, mean of {seeds} seeds, inputs normal with variance 1, zigzag. "dtype, return": the dtype
+of gradients while they travel (sums are float32) and how they come home; what stays does not depend
 on it. The ranks are simulated in one process.
-
-* date: {datetime.date.today()}
-* device: {device}; kernel: {args.kernel}
-* versions: torch {torch.__version__}, Python {platform.python_version()}
-* command: `{command}`
-
-{error_table(args)}
 """
-    if max(args.nodes) == 1:
-        return text
-    nodes = _nodes_of_bytes(args)
-    return f"""{text}
-MiB that leave in one backward, blocks and gradients, of {max(args.ranks)} ranks on {nodes} nodes at
-{BYTES_TOKENS} tokens a rank, counted from the plans: through the busiest rank's own network card /
+ABOUT_BYTES = """
+MiB that leave in one backward, blocks and gradients, of {ranks} ranks on {nodes} nodes at
+{tokens} tokens a rank, counted from the plans: through the busiest rank's own network card /
 out of the busiest node / from the busiest rank, to its own node and others.
-
-{bytes_table(args)}
 """
+
+
+def page(args: argparse.Namespace) -> Page:
+    here, rows = origin(args.device), error_rows(args)
+    body = error_table(rows)
+    if max(args.nodes) > 1:
+        nodes, sent = _nodes_of_bytes(args), bytes_rows(args)
+        about = ABOUT_BYTES.format(ranks=max(args.ranks), nodes=nodes, tokens=BYTES_TOKENS)
+        body, rows = f"{body}\n{about}\n{bytes_table(args, sent)}", [*rows, *sent]
+    return Page(args.title, ABOUT.format(**vars(args)), body, rows, here)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -343,13 +360,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="inputs to average over")
     parser.add_argument("--kernel", default="auto", help="as --burst-kernel")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, help="default: DATE_DEVICE_... in results/")
+    add_output(parser, "accuracy")
     args = parser.parse_args(arguments)
     if min(args.tokens, args.head_dim, args.seeds, *args.ranks, *args.nodes) < 1:
         parser.error("--tokens, --head-dim, --seeds, --ranks and --nodes must be positive")
     if any(max(args.ranks) % nodes for nodes in args.nodes):
         parser.error(f"--nodes {args.nodes} must divide the most --ranks, {max(args.ranks)}")
-    _name(args)
+    args.name, args.title = "accuracy", "Error of bfloat16 attention against the number of ranks"
+    if len(args.back) > 1:
+        args.name = "gradient_return"
+        args.title = "Error and bytes of gradients that return by a chain or straight home"
     return args
 
 
@@ -358,28 +378,13 @@ def _heads(text: str) -> Heads:
     return Heads(query, kv)
 
 
-def _name(args: argparse.Namespace) -> None:
-    if len(args.back) > 1:
-        args.title = "Error and bytes of gradients that return by a chain or straight home"
-        name = "gradient_return"
-    else:
-        args.title = "Error of bfloat16 attention against the number of ranks"
-        name = "bf16_error_against_ranks"
-    name = f"{datetime.date.today()}_{torch.device(args.device).type}_{name}.md"
-    args.output = args.output or HERE / "results" / name
-
-
 def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(1)  # the ranks are threads already
     try:
-        text = page(args)
+        page(args).publish(output(args, args.name))
     except ValueError as error:
         sys.exit(f"accuracy: {error}")
-    print(text)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text)
-    print(f"written to {args.output}")
 
 
 if __name__ == "__main__":

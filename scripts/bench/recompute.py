@@ -1,37 +1,29 @@
 #!/usr/bin/env python
 """Measures step time and stored bytes of checkpointed layers that keep attention's results.
 
-    python scripts/bench/recompute.py
-    python scripts/bench/recompute.py --tokens 16384 --layers 2 --figure recompute.svg
+    python scripts/bench/recompute.py [--tokens 16384] [--layers 2]
 
 A few layers in which attention dominates, forward and backward, on one rank: without recompute, and
 with every layer checkpointed for each ρ, in turns. Times are CPU time of the process, so that other
 load counts little. Stored are the bytes that operations have made in forward and that live until
 backward. Beside both stand the predictions: the time without recompute, and that of one more
-forward less the share of attention that does not run again; bytes by `recompute_cost`. Prints a
-Markdown table and writes it, with the date, the device, the load, the versions and the command, to
-scripts/bench/results/, and a figure to the file of --figure.
+forward less the share of attention that does not run again; bytes by `recompute_cost`. Writes a
+page and its CSV.
 """
 
 import argparse
-import datetime
-import functools
-import math
-import os
-import platform
-import shlex
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from live_bytes import LiveBytes
+from page import Page, Row, add_output, origin, output, table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from turns import in_turns, spread
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.cost import Shape
@@ -40,7 +32,6 @@ from megatron_burst.recompute import boundary
 from megatron_burst.recompute_cost import Prediction, predict
 from megatron_burst.topology import flat_grid
 
-HERE = Path(__file__).resolve().parent
 MIB = 2**20
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.2  # of the measured time
@@ -153,39 +144,43 @@ def cpu_time(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point]]:
-    """Return, for each ρ, what was measured and what was predicted; None is no recompute."""
-    ways: dict[object, Callable[[], object]] = {
-        fraction: functools.partial(bench.step, fraction) for fraction in (None, *FRACTIONS)
+def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point], list[Row]]:
+    """Return, for each ρ, what was measured, what was predicted, and the rows of the CSV.
+
+    None is no recompute.
+    """
+    args = bench.args
+    ways: dict[object, Callable[[], float]] = {
+        fraction: partial(cpu_time, partial(bench.step, fraction))
+        for fraction in (None, *FRACTIONS)
     }
-    ways |= {"attention": bench.attention, "forward": bench.whole_forward}
-    times: dict[object, list[float]] = defaultdict(list)
-    names = list(ways)
-    for repetition in range(1 + bench.args.repetitions):
-        shift = repetition % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds = cpu_time(ways[name])
-            if repetition:  # the first one warms up
-                times[name].append(seconds)
-    middle = {name: median(found) for name, found in times.items()}
+    ways["attention"] = partial(cpu_time, bench.attention)
+    ways["forward"] = partial(cpu_time, bench.whole_forward)
+    spreads = {name: spread(times) for name, times in in_turns(ways, args.repetitions).items()}
+    middle = {name: found["median_s"] for name, found in spreads.items()}
     measured = {f: Point(middle[f], bench.stored(f)) for f in (None, *FRACTIONS)}
-    hidden = (
-        bench.args.layers + 1
-    ) * bench.x.nbytes  # the inputs of the layers and the last output
+    hidden = (args.layers + 1) * bench.x.nbytes  # the inputs of the layers and the last output
     predicted = {}
     for fraction in FRACTIONS:
         counted = bench.prediction(fraction)
         spared = (1 - counted.flops_share) * middle["attention"]
         seconds = middle[None] + middle["forward"] - spared
-        predicted[fraction] = Point(seconds, hidden + bench.args.layers * max(counted.kept))
-    return measured, predicted
+        predicted[fraction] = Point(seconds, hidden + args.layers * max(counted.kept))
+    sizes = {n: getattr(args, n) for n in ("layers", "tokens", "hidden", "heads", "repetitions")}
+    rows = []
+    for fraction, point in measured.items():
+        row = {"benchmark": "recompute", **sizes, "fraction": "none", **spreads[fraction]}
+        row["stored_bytes"] = point.stored
+        if fraction is not None:
+            row["fraction"] = fraction
+            row["predicted_s"], row["predicted_bytes"] = predicted[fraction]
+        rows.append(row)
+    return measured, predicted, rows
 
 
-def table(measured: dict[float | None, Point], predicted: dict[float, Point]) -> str:
-    lines = [
-        "| recompute | s a step | predicted | apart | MiB stored | predicted | apart |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def results(measured: dict[float | None, Point], predicted: dict[float, Point]) -> str:
+    """Return the table."""
+    lines = []
     for fraction, one in measured.items():
         cells = ["none" if fraction is None else f"ρ = {fraction:g}", f"{one.seconds:.2f}"]
         if fraction is None:
@@ -195,85 +190,31 @@ def table(measured: dict[float | None, Point], predicted: dict[float, Point]) ->
             cells += [f"{other.seconds:.2f}", f"{other.seconds / one.seconds - 1:+.1%}"]
             cells += [f"{one.stored / MIB:.1f}", f"{other.stored / MIB:.1f}"]
             cells += [f"{other.stored / one.stored - 1:+z.1%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = "recompute, s a step, predicted, apart, MiB stored, predicted, apart"
+    return table(head.split(", "), lines, numbers=1)
 
 
-def draw(
-    args: argparse.Namespace, measured: dict[float | None, Point], predicted: dict[float, Point]
-) -> None:
-    """Write the figure of time against memory."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}):
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for points, label, style in (
-            ([measured[f] for f in FRACTIONS], "every layer checkpointed, measured", "o-"),
-            (list(predicted.values()), "predicted", "x--"),
-            ([measured[None]], "no recompute", "s"),
-        ):
-            axes.plot(
-                [p.stored / MIB for p in points], [p.seconds for p in points], style, label=label
-            )
-        for fraction in FRACTIONS:
-            point = measured[fraction]
-            place = (point.stored / MIB, point.seconds)
-            axes.annotate(
-                f"ρ = {fraction:g}",
-                place,
-                xytext=(0, -6),
-                textcoords="offset points",
-                rotation=60,
-                horizontalalignment="right",
-                verticalalignment="top",
-            )
-        axes.set_xscale("log", base=2)
-        stored = [point.stored / MIB for point in measured.values()]
-        powers = range(int(math.log2(min(stored))), math.ceil(math.log2(max(stored))) + 1)
-        axes.set_xticks(ticks := [2**n for n in powers], [str(tick) for tick in ticks])
-        seconds = [point.seconds for points in (measured, predicted) for point in points.values()]
-        axes.set_ylim(0.85 * min(seconds), 1.08 * max(seconds))
-        axes.set_xlabel("MiB that forward stores")
-        axes.set_ylabel("seconds a step")
-        axes.set_title(f"{args.layers} layers, {args.tokens} tokens, hidden size {args.hidden}")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        figure.savefig(args.figure, metadata={"Date": None} if args.figure.suffix == ".svg" else {})
+ABOUT = """
+{layers} layers, {tokens} tokens on one rank, hidden size {hidden}, {heads} heads, float32, causal:
+forward and backward. ρ is `--recompute-attention-fraction`, the share of the sequence whose
+attention runs again; ρ = 1 is recompute without it. CPU time of the process, median of
+{repetitions} repetitions in turns. Predicted time: that without recompute and one more forward,
+less the share of attention's forward that does not run again. Predicted bytes: the inputs of the
+layers, the output of the last and what the policy keeps.
+"""
 
 
-def page(args: argparse.Namespace) -> str:
-    """Return the table with all that is needed to measure it again."""
-    load = f"{os.getloadavg()[0]:.1f}"
-    device = f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    device += f"; {torch.get_num_threads()} thread(s); load of the machine at the start {load}"
-    command = shlex.join(["python", "scripts/bench/recompute.py", *sys.argv[1:]])
-    measured, predicted = measure(Bench(args))
-    if args.figure is not None:
-        draw(args, measured, predicted)
+def page(args: argparse.Namespace) -> Page:
+    here = origin()
+    measured, predicted, rows = measure(Bench(args))
     worst = max(abs(predicted[f].seconds / measured[f].seconds - 1) for f in FRACTIONS)
     verdict = "met" if worst <= WITHIN else "missed"
-    return f"""# Keeping attention's results: time against memory
+    body = f"""{results(measured, predicted)}
 
-{args.layers} layers, {args.tokens} tokens on one rank, hidden size {args.hidden},
-{args.heads} heads, float32, causal: forward and backward. ρ is `--recompute-attention-fraction`,
-the share of the sequence whose attention runs again; ρ = 1 is recompute without it. CPU time of the
-process, median of {args.repetitions} repetitions in turns. Predicted time: that without recompute
-and one more forward, less the share of attention's forward that does not run again. Predicted
-bytes: the inputs of the layers, the output of the last and what the policy keeps.
-
-* date: {datetime.date.today()}
-* device: {device}
-* versions: torch {torch.__version__}, Python {platform.python_version()}
-* command: `{command}`
-
-{table(measured, predicted)}
-
-Predicted times within {WITHIN:.0%}: {verdict}, the furthest {worst:.1%} apart.
-"""
+Predicted times within {WITHIN:.0%}: {verdict}, the furthest {worst:.1%} apart."""
+    title = "Keeping attention's results: time against memory"
+    return Page(title, ABOUT.format(**vars(args)), body, rows, here)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -285,26 +226,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--figure", type=Path, help="an .svg or .png to draw time and memory to")
-    parser.add_argument("--output", type=Path, help="default: DATE_cpu_recompute.md in results/")
+    add_output(parser, "recompute")
     args = parser.parse_args(arguments)
     if min(args.layers, args.tokens, args.hidden, args.heads, args.repetitions, args.threads) < 1:
         parser.error("all numbers must be positive")
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
-    name = f"{datetime.date.today()}_cpu_recompute.md"
-    args.output = args.output or HERE / "results" / name
     return args
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
-    text = page(args)
-    print(text)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text)
-    print(f"written to {args.output}")
+    page(args).publish(output(args, "recompute"))
 
 
 if __name__ == "__main__":

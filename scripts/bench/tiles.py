@@ -7,27 +7,23 @@
 The ranks run the library's own plans, loops, kernels, merges and sums, one after another in this
 process; what would arrive lies in local buffers. On the CPU it is the CPU time of all ranks, on a
 GPU that of one rank in the middle, between CUDA events. Repetitions of all that is compared take
-turns. Prints a Markdown table and writes it, with the date, the device, the load, the versions and
-the command, to scripts/bench/results/. Needs torch and this checkout alone.
+turns. Writes a page and its CSV. Needs torch and this checkout alone.
 """
 
 import argparse
-import datetime
 import os
-import platform
-import re
-import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from page import Page, Row, add_output, origin, output, table
 from torch import Tensor
+from turns import spread
 
 from megatron_burst import Mask
 from megatron_burst.blocks import Block
@@ -68,7 +64,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 LONGEST_CALL = 131072  # tokens; one call on all ranks' would not fit at every length
 MATMULS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
-HERE = Path(__file__).resolve().parent
 
 type Tensors = tuple[Tensor, ...]
 
@@ -222,9 +217,10 @@ class Case:
     def flops(self, phase: str, pairs: int) -> int:
         return MATMULS[phase] * 2 * self.heads * self.head_dim * pairs
 
-    def __str__(self) -> str:
-        heads = f"{self.heads}:{self.kv_heads} x {self.head_dim}"
-        return f"{self.kernel} | {self.dtype} | {heads} | {self.tokens}"
+    @property
+    def columns(self) -> Row:
+        given = {name: value for name, value in asdict(self).items() if name != "device"}
+        return {**given, "back": str(self.back)}
 
 
 class Times(NamedTuple):
@@ -345,48 +341,74 @@ def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
     return times
 
 
-def rows(case: Case, times: Mapping[tuple[str, str], Times]) -> Iterator[str]:
-    """Yield the comparisons of one case as lines of a Markdown table."""
+def rows(case: Case, times: Mapping[tuple[str, str], Times]) -> Iterator[Row]:
+    """Yield the comparisons of one case."""
     for phase, what, against in COMPARISONS:
         ours, theirs = times[phase, what], times[phase, against]
         work = ours.pairs / theirs.pairs
         ratios = [a / b / work for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
-        ratio, of_least = median(ratios), min(ours.seconds) / min(theirs.seconds) / work
-        share = median(k / s for k, s in zip(ours.in_kernels, ours.seconds, strict=True))
-        cells = (
-            str(case),
-            f"{phase}: {what}",
-            f"{_speed(case, phase, ours)} in {ours.calls} calls",
-            against,
-            _speed(case, phase, theirs),
-            f"{ratio:.3f} ({min(ratios):.3f} … {max(ratios):.3f})",
-            f"{of_least:.3f}",
-            f"{1 / ratio:.1%}",
-            f"{share:.1%}",
-        )
-        yield f"| {' | '.join(cells)} |"
+        found, other = spread(ours.seconds), spread(theirs.seconds)
+        yield {
+            "benchmark": "tiles",
+            **case.columns,
+            "phase": phase,
+            "what": what,
+            "calls": ours.calls,
+            **found,
+            "tflops": case.flops(phase, ours.pairs) / found["median_s"] / 1e12,
+            "against": against,
+            **{f"against_{name}": seconds for name, seconds in other.items()},
+            "against_tflops": case.flops(phase, theirs.pairs) / other["median_s"] / 1e12,
+            "ratio": median(ratios),
+            "least_ratio": min(ratios),
+            "largest_ratio": max(ratios),
+            "ratio_of_least": found["least_s"] / other["least_s"] / work,
+            "in_kernels": median(k / s for k, s in zip(ours.in_kernels, ours.seconds, strict=True)),
+            "repetitions": len(ratios),
+        }
 
 
-def _speed(case: Case, phase: str, times: Times) -> str:
-    seconds = median(times.seconds)
-    return f"{seconds:.4f} s, {case.flops(phase, times.pairs) / seconds / 1e12:.4g} TFLOP/s"
+HEAD = "kernel, dtype, heads, tokens a rank, what, takes, against, takes, time a pair of tokens, "
+HEAD += "the same of the least times, share of its FLOP/s, in kernels"
 
 
-def table(args: argparse.Namespace) -> str:
-    """Measure every case; what no kernel can serve is said below the table."""
-    head = "kernel, dtype, heads, tokens a rank, what, takes, against, takes, time a pair of tokens"
-    names = [*head.split(", "), "the same of the least times", "share of its FLOP/s", "in kernels"]
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+def results(found: Sequence[Row]) -> str:
+    """Return the table."""
+    return table(
+        HEAD.split(", "),
+        (
+            (
+                row["kernel"],
+                row["dtype"],
+                f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}",
+                f"{row['tokens']}",
+                f"{row['phase']}: {row['what']}",
+                f"{row['median_s']:.4f} s, {row['tflops']:.4g} TFLOP/s in {row['calls']} calls",
+                row["against"],
+                f"{row['against_median_s']:.4f} s, {row['against_tflops']:.4g} TFLOP/s",
+                f"{row['ratio']:.3f} ({row['least_ratio']:.3f} … {row['largest_ratio']:.3f})",
+                f"{row['ratio_of_least']:.3f}",
+                f"{1 / row['ratio']:.1%}",
+                f"{row['in_kernels']:.1%}",
+            )
+            for row in found
+        ),
+    )
+
+
+def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Measure every case; return the rows, and what no kernel can serve."""
+    found: list[Row] = []
     refused = []
     for case in cases(args):
         try:
             times = measure(case, args.repetitions)
         except ValueError as error:
-            refused.append(f"\n```\n{error}\n```")
+            refused.append(f"```\n{error}\n```")
         else:
-            lines += rows(case, times)
-            print("\n".join(lines[-len(COMPARISONS) :]), flush=True)
-    return "\n".join(lines + refused)
+            found += rows(case, times)
+            print(results(found[-len(COMPARISONS) :]), flush=True)
+    return found, refused
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -409,47 +431,31 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def page(args: argparse.Namespace) -> str:
-    """Return the table with all that is needed to measure it again."""
-    before, content, after = os.getloadavg(), table(args), os.getloadavg()
-    cpu = args.device == "cpu"
-    which = f"all {args.ranks} ranks, one after another" if cpu else f"rank {args.ranks // 2}"
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    if not cpu:
-        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    command = shlex.join(["python", "scripts/bench/tiles.py", *sys.argv[1:]])
-    return f"""# The tiles of a ring against one flash call
-
-Causal attention over {args.ranks} ranks (zigzag, flat ring, gradients return by {args.back}): the
-loops of {which}, with all merges and sums but no messages, against
-one causal call of the same kernel on the tokens of all ranks, or on {LONGEST_CALL} where they have
-more. Medians of {args.repetitions} repetitions that take turns;
-{"CPU time of one thread" if cpu else "time between CUDA events"}. "Time a pair of tokens": ours
-over theirs for each (query, key) pair that is computed, the median of the repetitions' ratios and
-in brackets the least and the most; the target is at most 1.05. Beside it the ratio of the least
-times, which others on the machine disturb least. FLOP/s count 4 forward and 10 backward for each
-pair, head and element of the head size. "In kernels": the share of the loop's time; the rest is
-merges, sums and Python. "In thirds" is how a backward that has messages splits its own causal tile.
-
-* date: {datetime.date.today()}
-* device: {device_name(args.device)}
-* load average over 1, 5 and 15 minutes: {_loads(before)} before, {_loads(after)} after, on
-  {os.cpu_count()} cores
-* versions: {versions}
-* command: `{command}`
-
-{content}
+ABOUT = """
+Causal attention over {ranks} ranks (zigzag, flat ring, gradients return by {back}): the loops of
+{which}, with all merges and sums but no messages, against one causal call of the same kernel on the
+tokens of all ranks, or on {longest} where they have more. Medians of {repetitions} repetitions that
+take turns; {clock}. "Time a pair of tokens": ours over theirs for each (query, key) pair that is
+computed, the median of the repetitions' ratios and in brackets the least and the most; the target
+is at most 1.05. Beside it the ratio of the least times, which others on the machine disturb least.
+FLOP/s count 4 forward and 10 backward for each pair, head and element of the head size. "In
+kernels": the share of the loop's time; the rest is merges, sums and Python. "In thirds" is how a
+backward that has messages splits its own causal tile.
 """
 
 
-def _loads(loads: tuple[float, ...]) -> str:
-    return ", ".join(f"{load:.1f}" for load in loads)
-
-
-def device_name(device: str) -> str:
-    if device == "cpu":
-        return f"CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread"
-    return torch.cuda.get_device_name(device)
+def page(args: argparse.Namespace) -> Page:
+    here, cpu = origin(args.device), args.device == "cpu"
+    found, refused = measure_all(args)
+    here["load"] += f", after {os.getloadavg()[0]:.2f}"
+    about = ABOUT.format(
+        **vars(args),
+        which=f"all {args.ranks} ranks, one after another" if cpu else f"rank {args.ranks // 2}",
+        longest=LONGEST_CALL,
+        clock="CPU time of one thread" if cpu else "time between CUDA events",
+    )
+    body = "\n\n".join([results(found), *refused])
+    return Page("The tiles of a ring against one flash call", about, body, found, here)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -474,17 +480,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="how gradients come home; default: home, burst's own on one node",
     )
     parser.add_argument("--repetitions", type=int)
-    parser.add_argument("--output", type=Path, help="default: DATE_DEVICE_tiles.md in results/")
+    add_output(parser, "tiles")
     given = vars(parser.parse_args(arguments))
     args = argparse.Namespace(**{"output": None, **DEFAULTS[given["device"]], **given})
     if min(args.ranks, *args.tokens_per_rank, args.repetitions) < 1:
         parser.error("--ranks, --tokens-per-rank and --repetitions must be positive")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
-    if args.output is None:
-        device = "cpu" if args.device == "cpu" else device_name(args.device)
-        slug = re.sub(r"[^a-z0-9]+", "-", device.lower())
-        args.output = HERE / "results" / f"{datetime.date.today()}_{slug}_tiles.md"
     return args
 
 
@@ -492,10 +494,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(1)  # CPU time is then that of one core
     torch.manual_seed(0)
-    text = page(args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text)
-    print(f"{text}\nwritten to {args.output}")
+    page(args).publish(output(args, "tiles"))
 
 
 if __name__ == "__main__":

@@ -5,65 +5,49 @@
     python scripts/bench/two_nodes.py --suite
 
 Every rank has a card of --mbit Mbit/s to the other nodes and links without a limit to the ranks of
-its own node (see shaped_links.py); that needs root and iproute2. --mbit 0 is plain loopback with
-all ranks on one node and needs neither. --suite measures all situations that have targets and
-writes a page to scripts/bench/results/.
+its own node (see shaped_links.py); that needs root and iproute2. --mbit inf is a card without a
+limit; --mbit 0 is plain loopback with all ranks on one node and needs neither. --suite measures all
+link rates and all situations that have targets and writes a page and its CSV.
 """
 
 import argparse
-import datetime
-import multiprocessing
+import math
 import os
-import platform
-import random
-import shlex
 import signal
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from shaped_links import (
-    CARD,
-    Cluster,
-    LinkError,
-    bytes_out,
-    enter,
-    refuse_where_impossible,
-    shaped_links,
+from algorithms import (
+    BASELINE,
+    PHASES,
+    SETTINGS,
+    Attention,
+    Place,
+    Sizes,
+    heads_fit,
+    is_itself,
+    make_context,
 )
+from page import Page, Row, add_output, origin, output, table
+from ranks import launch
+from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, shaped_links
 from torch import Tensor
+from turns import busy_share, check_load, in_turns, progress, spread
 
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plan import Kind, Tile
+from megatron_burst import BurstContext, Mask, ring_attention
+from megatron_burst.plan import Tile
 
-BASELINE = "ring flat"
 TILES = "no communication"
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    BASELINE: {"algorithm": "ring", "topology": "flat"},
-    "ring double": {"algorithm": "ring", "topology": "double"},
-    "burst query flat": {"backward": "query", "topology": "flat"},
-    "burst query double": {"backward": "query", "topology": "double"},
-    "burst kv double": {"backward": "kv", "topology": "double"},
-    "burst auto": {},
-    "allgather": {"algorithm": "allgather"},
-    "ulysses": {"algorithm": "ulysses"},
-    TILES: {"algorithm": "ring", "topology": "flat"},
-}
-PHASES = ("forward", "backward", "step")
-PATIENCE_SECONDS = 120.0
 MESSAGE_BYTES = 8 * 10**6
-MAX_LOAD, MAX_BUSY = 0.5, 0.1
-HERE = Path(__file__).resolve().parent
 
 type Seconds = tuple[float, float, float]  # of each of PHASES
 type Times = Mapping[str, Sequence[Sequence[Seconds]]]  # by algorithm, launch and repetition
@@ -91,24 +75,30 @@ class Ratio(NamedTuple):
 class Situation:
     """What is attended to, over what links, and what is expected of it."""
 
-    mbit: float  # 0: plain loopback
-    tokens: int  # a rank
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
+    mbit: float  # inf: without a limit; 0: plain loopback
+    sizes: Sizes
     targets: tuple[Ratio, ...] = field(default=(), compare=False)
     auto_backward: str = field(default="", compare=False)  # what `burst auto` has to choose
 
     def __str__(self) -> str:
-        links = f"{self.mbit:g} Mbit/s" if self.mbit else "plain loopback, one node"
-        heads = f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_dim}"
-        return f"{links}, {self.tokens} tokens a rank, {heads}"
+        return f"{rate_name(self.mbit)}, {self.sizes}"
 
-    def algorithms(self, ranks: int) -> list[str]:
-        """Return what can run: no double ring on one node, no more ulysses ranks than KV heads."""
-        skipped = [] if self.mbit else [name for name in SETTINGS if "double" in name]
-        skipped += ["ulysses"] if self.heads % ranks or self.kv_heads % ranks else []
-        return [name for name in SETTINGS if name not in skipped]
+    def place(self, nodes: int, ranks_per_node: int) -> Place:
+        """Return where the ranks are: on plain loopback all on one node."""
+        ranks = nodes * ranks_per_node
+        return Place(ranks, ranks_per_node if self.mbit else ranks)
+
+    def algorithms(self, place: Place) -> list[str]:
+        """Return what can run, and is not the same as another."""
+        heads = self.sizes.heads, self.sizes.kv_heads
+        names = [name for name in SETTINGS if is_itself(name, place)]
+        return [*(name for name in names if heads_fit(name, *heads, place)), TILES]
+
+
+def rate_name(mbit: float) -> str:
+    if mbit:
+        return "no limit" if math.isinf(mbit) else f"{mbit:g} Mbit/s"
+    return "plain loopback, one node"
 
 
 MHA = (
@@ -118,11 +108,15 @@ MHA = (
     Ratio("step", "burst auto", limit=0.52),
 )
 GQA = (Ratio("step", "burst auto", (BASELINE, "ring double"), limit=1.05),)
+RATES = (200, 400, 800, 2000, math.inf)
+SHORT, GROUPED, LONG = (
+    Sizes(*numbers) for numbers in ((512, 8, 8, 64), (512, 8, 2, 64), (1024, 8, 8, 64))
+)
 SUITE = (
-    Situation(400, 512, targets=MHA),
-    Situation(400, 512, kv_heads=2, targets=GQA, auto_backward="kv"),
-    Situation(2000, 1024, targets=(Ratio("step", "burst auto", limit=1.05),)),
-    Situation(0, 1024, targets=(Ratio("step", "burst auto", (TILES,), limit=1.20),)),
+    *(Situation(mbit, SHORT, MHA if mbit == 400 else ()) for mbit in RATES),
+    *(Situation(mbit, GROUPED, GQA if mbit == 400 else (), "kv") for mbit in RATES),
+    Situation(2000, LONG, (Ratio("step", "burst auto", limit=1.05),)),
+    Situation(0, LONG, (Ratio("step", "burst auto", (TILES,), limit=1.20),)),
 )
 
 
@@ -132,10 +126,9 @@ class Job:
 
     situation: Situation
     algorithms: Sequence[str]
-    ranks: int
-    ranks_per_node: int
-    cluster: Cluster | None  # None: no namespaces
+    place: Place
     repetitions: int
+    number: int  # of the launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,38 +141,15 @@ class Share:
     auto: str  # what `burst auto` chose
 
 
-class Attention:
-    """Attention of one setting on this rank's tokens."""
-
-    def __init__(self, job: Job, name: str, tensors: Sequence[Tensor]) -> None:
-        config = BurstConfig(
-            **SETTINGS[name], ranks_per_node=job.ranks_per_node, timeout_seconds=PATIENCE_SECONDS
-        )
-        self.context = BurstContext.create(config)
-        q, k, v, self.dout = (self.context.shard(x, dim=1) for x in tensors)
-        self.qkv = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-
-    def forward(self) -> Any:
-        return ring_attention(*self.qkv, self.context, mask=Mask.causal())
-
-    def backward(self, out: Any) -> None:
-        torch.autograd.grad(out, self.qkv, self.dout)
-
-    def choice(self) -> str:
-        sends = self.context.prepare(*self.qkv, Mask.causal(), 1.0).backward_plan.sends
-        kind = Kind.QUERY if any(send.item.kind is Kind.QUERY for send in sends) else Kind.KV
-        return f"{kind} backward, {self.context.grid}"
-
-
 class TilesAlone(Attention):
     """The kernel calls of a setting and nothing else, on local tensors in place of messages."""
 
-    def __init__(self, job: Job, name: str, tensors: Sequence[Tensor]) -> None:
-        super().__init__(job, name, tensors)
-        out, lse = ring_attention(*self.qkv, self.context, mask=Mask.causal(), return_lse=True)
+    def __init__(self, context: BurstContext, sizes: Sizes, mask: Mask) -> None:
+        super().__init__(context, sizes, mask)
+        out, lse = ring_attention(*self.qkv, self.context, mask=mask, return_lse=True)
         q, k, v = self.qkv
         self.qkv, self.finished = (q.detach(), k.detach(), v.detach()), (out.detach(), lse)
-        self.call = self.context.prepare(*self.qkv, Mask.causal(), q.shape[-1] ** -0.5)
+        self.call = self.context.prepare(*self.qkv, mask, q.shape[-1] ** -0.5)
 
     def forward(self) -> Any:
         for tile in self.call.forward_plan.tiles:
@@ -198,97 +168,44 @@ class TilesAlone(Attention):
         return q[:, tile.query_rows.rows], k[:, keys], v[:, keys]
 
 
-def be_rank(rank: int, job: Job, number: int, store: str, parent: Connection) -> None:
-    """Be one rank of a launch until the parent ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if job.cluster:
-        enter(job.cluster.namespace(rank))
-    os.environ["GLOO_SOCKET_IFNAME"] = CARD if job.cluster else "lo"
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=PATIENCE_SECONDS)
-    file = dist.FileStore(store, job.ranks)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=job.ranks, timeout=limit)
-    parent.send(measure(rank, job, number))
-    parent.poll(None)  # a process that leaves breaks the connections of those that have not ended
-
-
-def measure(rank: int, job: Job, number: int) -> Share:
-    generator, s = torch.Generator().manual_seed(number), job.situation
-    whole = [
-        torch.randn(1, s.tokens * job.ranks, heads, s.head_dim, generator=generator)
-        for heads in (s.heads, s.kv_heads, s.kv_heads, s.heads)
-    ]
+def measure(job: Job) -> Share:
+    """Be one rank of a launch."""
     runs: dict[str, Attention] = {}
     for name in job.algorithms:
-        runs[name] = (TilesAlone if name == TILES else Attention)(job, name, whole)
-        runs[name].backward(runs[name].forward())  # makes plans, connections and memory ready
+        context = make_context(BASELINE if name == TILES else name, job.place)
+        kind = TilesAlone if name == TILES else Attention
+        runs[name] = kind(context, job.situation.sizes, Mask.causal())
+        runs[name].once()  # makes plans, connections and memory ready
     traffic = {name: count_bytes(run) for name, run in runs.items()}
-    rate = median(message_rate(rank, job.ranks) for _ in range(3))
-    times = defaultdict(list)
-    for repetition in range(job.repetitions):
-        if rank == 0:
-            progress(f"  launch {number + 1}: repetition {repetition + 1}/{job.repetitions}")
-        for name in random.Random(f"{number} {repetition}").sample(list(runs), len(runs)):
-            times[name].append(time_once(runs[name]))
+    rate = median(message_rate() for _ in range(3))
+    says = f"  launch {job.number + 1}" if dist.get_rank() == 0 else ""
+    ways = {name: run.once for name, run in runs.items()}
+    times = in_turns(ways, job.repetitions, seed=job.number, warm_up=0, says=says)
     auto = runs["burst auto"].choice() if "burst auto" in runs else ""
     return Share(times, traffic, rate, auto)
-
-
-def time_once(run: Attention) -> tuple[float, float]:
-    """Return the seconds of one forward and of one backward, each after a barrier."""
-    dist.barrier()
-    start = time.perf_counter()
-    out = run.forward()
-    forward = time.perf_counter() - start
-    dist.barrier()
-    start = time.perf_counter()
-    run.backward(out)
-    return forward, time.perf_counter() - start
 
 
 def count_bytes(run: Attention) -> tuple[int, int, int]:
     """Return the payload that this rank counts for a step, and what its devices count."""
     dist.barrier()
-    payload, before = run.context.bytes_sent, bytes_out()
-    run.backward(run.forward())
+    before = bytes_out()
+    payload = sum(run.count_bytes())
     dist.barrier()
     sent = {device: total - before[device] for device, total in bytes_out().items()}
-    return run.context.bytes_sent - payload, sent.get(CARD, 0), sum(sent.values())
+    return payload, sent.get(CARD, 0), sum(sent.values())
 
 
-def message_rate(rank: int, ranks: int) -> float:
+def message_rate() -> float:
     """Return at how many Mbit/s the last rank receives a message; of use on that rank alone."""
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     dist.barrier()
     start = time.perf_counter()
     if rank == 0:
-        dist.send(message, ranks - 1)
-    if rank == ranks - 1:
+        dist.send(message, last)
+    if rank == last:
         dist.recv(message, 0)
     return MESSAGE_BYTES * 8e-6 / (time.perf_counter() - start)
-
-
-def launch(job: Job, number: int) -> list[Share]:
-    """Run one launch in fresh processes; return what each rank found."""
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["megatron_burst"])
-    processes, pipes = [], []
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            for rank in range(job.ranks):
-                ours, theirs = context.Pipe()
-                pipes.append(ours)
-                arguments = (rank, job, number, f"{directory}/store", theirs)
-                processes.append(context.Process(target=be_rank, args=arguments, daemon=True))
-                processes[-1].start()
-                theirs.close()
-            return [pipe.recv() for pipe in pipes]
-        except EOFError:
-            raise RuntimeError("a rank ended without a result; its error is above") from None
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
 
 
 def times_of(launches: Sequence[Sequence[Share]]) -> Times:
@@ -312,48 +229,66 @@ def medians(launches: Sequence[Sequence[Seconds]], phase: str) -> list[float]:
     return [median(column(repetitions, phase)) for repetitions in launches]
 
 
-def run_situation(situation: Situation, args: argparse.Namespace) -> str:
-    """Make the links, run the launches, remove the links; return what was found, in Markdown."""
+def run_situation(situation: Situation, args: argparse.Namespace) -> tuple[str, list[Row]]:
+    """Make the links, run the launches, remove the links; return a section and rows of the CSV."""
     progress(str(situation))
-    ranks, launches, busy = args.nodes * args.ranks_per_node, [], 0.0
-    algorithms = args.algorithms or situation.algorithms(ranks)
+    place, launches, busy = situation.place(args.nodes, args.ranks_per_node), [], 0.0
+    algorithms = args.algorithms or situation.algorithms(place)
     links = shaped_links(args.nodes, args.ranks_per_node, situation.mbit)
     with links if situation.mbit else nullcontext() as cluster:
-        node = args.ranks_per_node if cluster else ranks
-        job = Job(situation, algorithms, ranks, node, cluster, args.repetitions)
+        namespaces = [cluster.namespace(rank) for rank in cluster.ranks] if cluster else ()
         for number in range(args.launches):
             busy = max(busy, busy_share())
-            launches.append(launch(job, number))
-    return section(situation, launches, busy)
+            job = Job(situation, algorithms, place, args.repetitions, number)
+            launches.append(launch(measure, place.ranks, job, namespaces=namespaces))
+    return section(situation, launches, busy), rows(situation, place, launches)
 
 
-def busy_share(window_seconds: float = 0.5) -> float:
-    """Return the share of all cores' time in which they were not idle."""
+def rows(situation: Situation, place: Place, launches: Sequence[Sequence[Share]]) -> list[Row]:
+    times, shares = times_of(launches), launches[0]
+    return [
+        {
+            "benchmark": "two_nodes",
+            "mbit": situation.mbit,
+            "measured_mbit": median(shares[-1].rate for shares in launches),
+            **place._asdict(),
+            **situation.sizes._asdict(),
+            "algorithm": name,
+            "phase": phase,
+            **spread([s for repetitions in times[name] for s in column(repetitions, phase)]),
+            "median_s": median(medians(times[name], phase)),
+            "launches": len(launches),
+            "repetitions": len(times[name][0]),
+            "ratio": median(Ratio(phase, name).of_launches(times)) if BASELINE in times else "",
+            "payload_bytes_of_a_step": max(share.traffic[name][0] for share in shares),
+            "card_bytes_of_a_step": max(share.traffic[name][1] for share in shares),
+        }
+        for name in times
+        for phase in PHASES
+    ]
 
-    def read() -> tuple[int, int]:
-        numbers = [int(n) for n in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        return sum(numbers), numbers[3] + numbers[4]  # idle, and idle while a disk works
 
-    total, idle = read()
-    time.sleep(window_seconds)
-    total_now, idle_now = read()
-    return 1 - (idle_now - idle) / max(total_now - total, 1)
-
-
-def check_load(force: bool) -> str:
-    """Return the load in words; refuse to measure where others use the machine."""
-    load, busy = os.getloadavg()[0], busy_share()
-    text = f"{load:.2f} in the last minute, {100 * busy:.0f} % of the cores in use"
-    if (load > MAX_LOAD or busy > MAX_BUSY) and not force:
-        sys.exit(
-            f"two_nodes: the load ({text}) would spoil the times; wait until it is below "
-            f"{MAX_LOAD} and {100 * MAX_BUSY:.0f} %, or pass --force"
-        )
-    return text
+def rates_table(found: Sequence[Row]) -> str:
+    """Return the ratios of steps by algorithm and link rate, for tensors measured at several."""
+    parts = []
+    steps = sorted(
+        (row for row in found if row["phase"] == "step" and row["mbit"] and row["ratio"]),
+        key=sizes_of,
+    )
+    for sizes, some in groupby(steps, sizes_of):
+        by_name: dict[str, dict[float, str]] = {}
+        for row in some:
+            by_name.setdefault(row["algorithm"], {})[row["mbit"]] = f"{row['ratio']:.3f}"
+        rates = list(by_name[BASELINE])
+        if len(rates) > 1:
+            head = [f"step / {BASELINE}", *map(rate_name, rates)]
+            lines = [[name, *(line[rate] for rate in rates)] for name, line in by_name.items()]
+            parts += [f"## By link rate: {sizes}", table(head, lines, numbers=1)]
+    return "\n\n".join(parts)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+def sizes_of(row: Row) -> Sizes:
+    return Sizes(*(row[name] for name in Sizes._fields))
 
 
 def times_table(times: Times) -> str:
@@ -364,7 +299,7 @@ def times_table(times: Times) -> str:
         return f"{median(each):.1f} ({listed}; {min(every):.0f}-{max(every):.0f})"
 
     rows = [[name, *(cell(times[name], phase) for phase in PHASES)] for name in times]
-    return table(["ms", *PHASES], rows)
+    return table(["ms", *PHASES], rows, numbers=1)
 
 
 def ratios_table(situation: Situation, times: Times, auto: str) -> str:
@@ -416,76 +351,79 @@ def section(situation: Situation, launches: Sequence[Sequence[Share]], busy: flo
     return "\n\n".join(parts + ([traffic_table(shares)] if situation.mbit else []))
 
 
-def page(args: argparse.Namespace, sections: Sequence[str], load: str) -> str:
-    """Return the sections with all that is needed to measure them again."""
-    command = shlex.join(["python", "scripts/bench/two_nodes.py", *sys.argv[1:]])
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return f"""# Attention on two nodes made of network namespaces
-
-{args.nodes} nodes of {args.ranks_per_node} ranks, a process with one thread each, over gloo;
-float32, batch 1, causal, zigzag. Every rank has a card of the given speed to the other nodes,
-shaped in both directions (tbf, burst 256 kB), and links without a limit within its node.
+ABOUT = """
+{nodes} nodes of {ranks_per_node} ranks, a process with one thread each, over gloo; float32, batch
+1, causal, zigzag. Every rank has a card of the given speed to the other nodes, shaped in both
+directions (tbf, burst 256 kB), and links without a limit within its node. TCP {congestion} over
+plain loopback, reno elsewhere.
 
 Times: median over the launches (median of each launch; fastest to slowest repetition). Each of the
-{args.launches} launches has fresh processes and {args.repetitions} repetitions, the algorithms in
-a new order each time, with a barrier before each forward and each backward. A repetition takes as
-long as its slowest rank; step is forward + backward. Ratios: median over the launches of the ratio
-of medians. "{TILES}" is the kernel calls of {BASELINE} and nothing else.
-
-* date: {datetime.date.today()}
-* device: CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()}
-  cores for all ranks; load before: {load}
-* versions: torch {torch.__version__}, Python {platform.python_version()}, Linux
-  {platform.release()}; TCP reno between ranks in namespaces, {congestion} over plain loopback
-* command: `{command}`
-
-{"\n\n".join(sections)}
+{launches} launches has fresh processes and {repetitions} repetitions, the algorithms in a new order
+each time, with a barrier before each forward and each backward. A repetition takes as long as its
+slowest rank; step is forward + backward. Ratios: median over the launches of the ratio of medians.
+"{tiles}" is the kernel calls of {baseline} and nothing else. The hybrids share the heads out over
+pairs of ranks.
 """
 
 
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def page(
+    args: argparse.Namespace, sections: Sequence[str], found: Sequence[Row], load: str
+) -> Page:
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    about = ABOUT.format(**vars(args), congestion=congestion, tiles=TILES, baseline=BASELINE)
+    body = "\n\n".join(filter(None, (rates_table(found), *sections)))
+    title = "Two nodes on one machine: every algorithm on shaped links"
+    return Page(title, about, body, found, origin("cpu", load))
 
 
 def parse() -> argparse.Namespace:
     about = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--suite", action="store_true", help="every situation that has targets")
+    parser.add_argument("--suite", action="store_true", help="all rates, and what has targets")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--mbit", type=float, default=400, help="of a rank's card; 0: loopback")
+    parser.add_argument(
+        "--mbit", type=float, default=400, help="of a rank's card; inf: no limit, 0: loopback"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of a rank")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5, help="in each launch")
     parser.add_argument("--launches", type=int, default=3, help="each with fresh processes")
-    parser.add_argument("--algorithms", nargs="+", choices=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--algorithms", nargs="+", choices=[*SETTINGS, TILES], metavar="NAME")
     parser.add_argument("--force", action="store_true", help="measure under load too")
-    parser.add_argument("--output", type=Path, help="page; of --suite: DATE_... in results/")
+    add_output(parser, "two_nodes")
     args = parser.parse_args()
     if min(args.nodes, args.ranks_per_node, args.tokens, args.repetitions, args.launches) < 1:
         parser.error("all counts must be positive")
-    if args.nodes * args.ranks_per_node < 2 or args.mbit < 0:
+    if args.nodes * args.ranks_per_node < 2 or not args.mbit >= 0:
         parser.error("there must be two ranks, and --mbit must not be negative")
-    if args.suite and not args.output:
-        args.output = HERE / "results" / f"{datetime.date.today()}_cpu_two_nodes.md"
     return args
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Measure one situation, or all of the suite, and write the page."""
+    asked = Situation(args.mbit, Sizes(args.tokens, args.heads, args.kv_heads, args.head_dim))
+    situations = SUITE if args.suite else [next((s for s in SUITE if s == asked), asked)]
+    if any(situation.mbit for situation in situations):
+        refuse_where_impossible()
+    load, sections, found = check_load(args.force), [], []
+    for situation in situations:
+        text, some = run_situation(situation, args)
+        print(text, end="\n\n", flush=True)
+        sections.append(text)
+        found += some
+    if args.suite or args.output:
+        page(args, sections, found, load).publish(output(args, "two_nodes"))
 
 
 def main() -> None:
     args = parse()
-    asked = Situation(args.mbit, args.tokens, args.heads, args.kv_heads, args.head_dim)
-    situations = SUITE if args.suite else [next((s for s in SUITE if s == asked), asked)]
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     try:
-        if any(situation.mbit for situation in situations):
-            refuse_where_impossible()
-        load = check_load(args.force)
-        sections = []
-        for situation in situations:
-            sections.append(run_situation(situation, args))
-            print(sections[-1], end="\n\n", flush=True)
+        measure_all(args)
     except LinkError as error:
         progress(f"two_nodes: {error}")
         sys.exit(2)
@@ -493,10 +431,6 @@ def main() -> None:
         sys.exit(f"two_nodes: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page(args, sections, load))
-        print(f"written to {args.output}")
 
 
 if __name__ == "__main__":

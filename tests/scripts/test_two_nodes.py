@@ -20,7 +20,9 @@ sys.path.append(str(BENCH))
 
 import shaped_links as links  # noqa: E402
 import two_nodes  # noqa: E402
-from two_nodes import Ratio, Situation  # noqa: E402
+from algorithms import Place, Sizes  # noqa: E402
+from page import read_csv, write_csv  # noqa: E402
+from two_nodes import GROUPED, SHORT, Ratio, Situation  # noqa: E402
 
 PAYLOAD_BYTES = 2_000_000
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -182,14 +184,6 @@ def test_without_root_the_script_says_so(
     assert "root, for network namespaces and tc" in capsys.readouterr().err
 
 
-def test_a_loaded_machine_is_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
-    monkeypatch.setattr(two_nodes, "busy_share", lambda: 0.25)
-    with pytest.raises(SystemExit, match=r"\(3.50 in the last minute, 25 %"):
-        two_nodes.check_load(force=False)
-    assert two_nodes.check_load(force=True).startswith("3.50 in the last minute")
-
-
 def test_a_repetition_takes_as_long_as_its_slowest_rank() -> None:
     fast_then_slow, slow_then_fast = [(1.0, 5.0), (2.0, 7.0)], [(3.0, 4.0), (1.0, 8.0)]
     assert two_nodes.slowest([fast_then_slow, slow_then_fast]) == [(3, 5, 8), (2, 8, 10)]
@@ -217,7 +211,7 @@ def test_ratios_are_of_the_medians_of_each_launch() -> None:
 
 def test_the_table_says_which_targets_were_reached() -> None:
     targets = (Ratio("step", "burst auto", limit=0.5), Ratio("forward", "ring double", limit=0.7))
-    situation = Situation(400, 512, targets=targets, auto_backward="kv")
+    situation = Situation(400, SHORT, targets=targets, auto_backward="kv")
     rows = two_nodes.ratios_table(situation, TIMES, "query backward, flat ring").splitlines()[2:]
     assert rows == [
         "| step: burst auto / ring flat | 0.500 | 0.500 0.500 | <= 0.50 | yes |",
@@ -229,9 +223,58 @@ def test_the_table_says_which_targets_were_reached() -> None:
 
 
 def test_only_what_can_run_is_run() -> None:
-    assert Situation(400, 512).algorithms(4) == list(two_nodes.SETTINGS)
-    assert "ulysses" not in Situation(400, 512, kv_heads=2).algorithms(4)
-    assert "ring double" not in Situation(0, 512).algorithms(4)
+    two, one = Place(4, 2), Place(4, 4)
+    double = ["ring double", "burst query double", "burst kv double"]
+    everything = [*two_nodes.SETTINGS, two_nodes.TILES]
+    found = Situation(400, SHORT).algorithms(two)
+    assert found == [name for name in everything if name != "burst kv flat"]  # it is the baseline
+    assert Situation(400, GROUPED).algorithms(two) == found  # ulysses copies KV heads
+    assert "ulysses" not in Situation(400, Sizes(512, 6, 6, 64)).algorithms(two)
+    assert Situation(0, SHORT).place(2, 2) == one
+    found = Situation(0, SHORT).algorithms(one)
+    assert found == [name for name in everything if name not in double]
+    hybrids = ["ring hybrid", "burst hybrid"]
+    assert not set(Situation(400, SHORT).algorithms(Place(3, 1))) & {*double, *hybrids}
+
+
+def test_the_suite_measures_every_rate_and_target() -> None:
+    for sizes in (SHORT, GROUPED):
+        rates = [s.mbit for s in two_nodes.SUITE if s.sizes == sizes]
+        assert rates == [200, 400, 800, 2000, float("inf")]
+    assert sum(len(situation.targets) for situation in two_nodes.SUITE) == 7
+
+
+def test_ratios_by_link_rate(tmp_path: Path) -> None:
+    names, rates = ["ring flat", "burst auto"], {400.0: 0.6, float("inf"): 1.0}
+    rows = [
+        {
+            "benchmark": "two_nodes",
+            "mbit": rate,
+            **sizes._asdict(),
+            "algorithm": name,
+            "phase": "step",
+            "ratio": 1.0 if name == "ring flat" else ratio + sizes.kv_heads / 100,
+        }
+        for sizes in (SHORT, GROUPED)
+        for rate, ratio in rates.items()
+        for name in names
+    ]
+    assert two_nodes.rates_table(rows).splitlines()[:5] == [
+        f"## By link rate: {GROUPED}",
+        "",
+        "| step / ring flat | 400 Mbit/s | no limit |",
+        "| --- | ---: | ---: |",
+        "| ring flat | 1.000 | 1.000 |",
+    ]
+    assert "\n| burst auto | 0.680 | 1.080 |" in two_nodes.rates_table(rows)
+    assert two_nodes.rates_table(rows[:2]) == ""  # one rate
+    plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
+    origin = {name: name for name in ("date", "device", "torch", "python", "command")}
+    write_csv(tmp_path / "rates.csv", rows, origin)
+    plot.draw(tmp_path / "rates.csv", tmp_path / "rates.svg")
+    picture = (tmp_path / "rates.svg").read_text()
+    for text in ("no limit", "burst auto", "512 tokens a rank, 8 heads, 2 KV heads"):
+        assert text in picture
 
 
 def test_loopback_makes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -244,3 +287,22 @@ def test_loopback_makes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     text = page.read_text()
     assert "Burst auto: query backward, flat ring." in text
     assert all(f"\n| {name} | " in text for name in names)
+    rows = read_csv(page.with_suffix(".csv"))
+    assert [(row["algorithm"], row["phase"]) for row in rows] == [
+        (name, phase) for name in names for phase in two_nodes.PHASES
+    ]
+    for row in rows:  # forward, backward and step have one order of size, and add up
+        assert 0 < float(row["least_s"]) <= float(row["median_s"])
+    assert rows[0]["ratio"] == "1" and rows[0]["payload_bytes_of_a_step"] != "0"
+
+
+@needs_links
+@pytest.mark.parametrize("mbit, shapers", [("inf", 0), ("100", 2)])
+def test_a_card_without_a_limit_has_no_shaper(mbit: str, shapers: int) -> None:
+    code = f"""import subprocess, shaped_links as links
+with links.shaped_links(2, 1, float("{mbit}")) as cluster:
+    for name, device in ((cluster.namespace(0), links.CARD), (cluster.switch, "port0")):
+        subprocess.run(["tc", "-n", name, "qdisc", "show", "dev", device], check=True)
+"""
+    shown = subprocess.check_output([sys.executable, "-c", code], cwd=BENCH, text=True)
+    assert shown.count("tbf") == shapers
