@@ -6,6 +6,7 @@ One toy of real trainings in the slow tier.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -209,6 +210,27 @@ def test_a_comparison_goes_on_where_it_stopped(
     assert "[3/4] burst (finished before): loss 1.4167, 0.500 s a step" in capsys.readouterr().out
     assert run(tmp_path, "--no-trace") == 0
     assert len(trainings.started) == 7, "another command of ours runs again, the reference not"
+
+
+def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import os, time; print(os.getpid(), flush=True); time.sleep(99)",
+    ]
+    log = tmp_path / "log.txt"
+
+    def on_report(text: str) -> None:
+        assert text == "starting"
+        if log.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        running._train(command, log, on_report)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_the_report_has_every_variant_and_needs_no_network(

@@ -115,6 +115,7 @@ def _train(command: Sequence[str], log: Path, report: Report) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::UserWarning"),
     }
+    before = signal.signal(signal.SIGTERM, _interrupt)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
@@ -124,10 +125,16 @@ def _train(command: Sequence[str], log: Path, report: Report) -> int:
                 report(_progress(log))
                 time.sleep(_LOOK_SECONDS)
         finally:
+            signal.signal(signal.SIGTERM, before)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     return process.returncode
+
+
+def _interrupt(*_: object) -> None:
+    """A batch system's SIGTERM is an interruption like Ctrl-C: the training must not outlive us."""
+    raise KeyboardInterrupt
 
 
 def _progress(log: Path) -> str:
