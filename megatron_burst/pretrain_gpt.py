@@ -10,13 +10,14 @@ takes every flag of Megatron's pretrain_gpt.py; those of the plug-in are the gro
 import sys
 from typing import Any
 
-from megatron_burst import launch
+from megatron_burst import failure, launch
 
 
 def main() -> None:
     """Parse the command line and train."""
-    launch.start()
-    _train(*_configure())
+    with failure.reported():
+        launch.start()
+        _train(*_configure())
 
 
 def _configure() -> tuple[Any, Any, Any]:
@@ -40,12 +41,16 @@ def _train(args: Any, container: Any, provider: Any) -> None:
     from megatron_burst.plugin import gpt_training
     from megatron_burst.plugin.run_figures import write_run_figures
 
-    pretrain(
-        container,
-        gpt_training.datasets_provider,
-        ModelType.encoder_or_decoder,
-        gpt_training.forward_step,
-    )
+    try:
+        pretrain(
+            container,
+            gpt_training.datasets_provider,
+            ModelType.encoder_or_decoder,
+            gpt_training.forward_step,
+        )
+    except SystemExit as leaving:  # after a signal, --exit-interval or --exit-duration-in-mins
+        if leaving.code != 0:
+            raise
     write_run_figures(args, provider.pool)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_burst import launch
+from megatron_burst import failure, launch
 
 
 def main() -> None:
@@ -24,8 +24,9 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     # As Python does for a script: what lies beside it comes first, a checkout before the wheel.
     sys.path.insert(0, str(script.parent))
-    launch.start()
-    runpy.run_path(str(script), run_name="__main__")
+    with failure.reported():
+        launch.start()
+        runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_burst.config import LayoutName
-from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.plugin import compat, cpu_platform, whole_checkpoints
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
@@ -21,6 +21,7 @@ from megatron_burst.plugin.arguments import (
     lm_head_config_from_args,
 )
 from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.data_files import check_data_files
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 from megatron_burst.plugin.lm_head import ChunkedHead
 from megatron_burst.plugin.recompute import RecomputeHooks
@@ -64,8 +65,10 @@ def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
             if cpu_platform.cpu_platform_active():
                 cpu_platform.check_cpu_arguments(args)
             configure(args)
+            check_data_files(args)
         except ValueError as error:
             sys.exit(f"megatron_burst: {error}")
+        whole_checkpoints.attach(args)
         return args
 
     parse._burst = True  # type: ignore[attr-defined]

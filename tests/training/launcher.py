@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megatron_burst.tools.runlog import read_scalars
 
 # A GPT small enough for many runs on two cores. The vocabulary is padded alike at every TP size.
@@ -58,6 +60,15 @@ def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log
 
 def run_module(module: str, directory: Path, ranks: int, *flags: str, timeout: float = 280) -> str:
     """Run `main` of a module with the small model's flags and return what all ranks printed."""
+    status, text = outcome(module, directory, ranks, *flags, timeout=timeout)
+    assert status == "0", f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
+    return text
+
+
+def outcome(
+    module: str, directory: Path, ranks: int, *flags: str, timeout: float = 280
+) -> tuple[str, str]:
+    """Run it and return the first exit status that is not 0, or 0, and what all ranks printed."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.txt"
     job = {
@@ -67,10 +78,12 @@ def run_module(module: str, directory: Path, ranks: int, *flags: str, timeout: f
         "log": str(log),
         "port": _free_port(),
     }
-    status = _run(job, timeout)
-    text = log.read_text(errors="replace")
-    assert status == "0", f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
-    return text
+    return _run(job, timeout), log.read_text(errors="replace")
+
+
+def rank_processes() -> list[psutil.Process]:
+    """The processes of the job that runs, by rank."""
+    return sorted(psutil.Process(_preloaded().pid).children(), key=lambda process: process.pid)
 
 
 @functools.cache

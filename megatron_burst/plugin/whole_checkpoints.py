@@ -1,0 +1,229 @@
+"""Takes whole checkpoints only: one that a kill or a full disk cut off is passed over, and said so.
+
+Megatron records a checkpoint as the latest after all of it is written, so what is cut off while it
+is saved for the first time is never read. That leaves two cases: a checkpoint that is saved again,
+over itself, and a record that is cut off.
+"""
+
+import argparse
+import functools
+import logging
+import queue
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+logger = logging.getLogger(__name__)
+
+METADATA = ".metadata"  # of torch's distributed checkpoints; written after the tensors
+MARKER = "metadata.json"  # of Megatron's torch_dist; written last
+RELEASE = "release"
+
+
+class NoWholeCheckpointError(RuntimeError):
+    """Nothing of what was saved can be loaded; the message says why, one checkpoint a line."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; the message says which, where and how much room there is."""
+
+
+def attach(args: argparse.Namespace) -> None:
+    """Let Megatron ask `WholeOnly` which iteration to load, and save over nothing that seems whole.
+
+    Saving starts no process, unless --async-save does.
+
+    Args:
+        args: what Megatron's parser returned.
+    """
+    checkpointing.read_metadata = WholeOnly(args, _original(checkpointing.read_metadata))
+    training.save_checkpoint = _with_unmarking(args, _original(training.save_checkpoint))
+    if not args.async_save:
+        # Megatron's is held by a process of its own, which outlives a rank that is killed.
+        filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
+
+
+def _original(function: Any) -> Any:
+    return getattr(function, "original", function)
+
+
+class WholeOnly:
+    """Megatron's `read_metadata`: returns the iteration to load, and whether it is a release.
+
+    That is --ckpt-step or the recorded one; where the recorded one is not whole, or the record
+    cannot be read, the newest whole one before it, with a warning. All ranks agree on it.
+
+    Raises:
+        NoWholeCheckpointError: there is none.
+    """
+
+    def __init__(self, args: argparse.Namespace, original: Callable[..., Any]) -> None:
+        self.original = original
+        self._load, self._step = args.load, args.ckpt_step
+        self._said: set[str] = set()  # Megatron asks more than once
+        self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
+
+    def __call__(self, tracker: str) -> tuple[int, bool]:
+        """Answer for the directory in which the record `tracker` lies; a collective call."""
+        file = Path(tracker)
+        if not file.is_file():  # an object store
+            return self.original(tracker)
+        text = file.read_text().strip()
+        if text == RELEASE:
+            return 0, True
+        recorded = int(text) if text.isdecimal() else None
+        if self._step and self._load and file.parent == Path(self._load):
+            candidates = [self._step]
+        else:
+            candidates = list(_saved(file.parent, recorded))
+        reasons = [] if recorded is not None else [f"{file} is cut off: it holds {text!r}"]
+        # Where only other ranks miss something, they say it.
+        for iteration in _of_the_first_rank(candidates):
+            folder = file.parent / f"iter_{iteration:07d}"
+            reason = what_is_missing(folder, self._needs_marker)
+            if _all_ranks(reason is None):
+                for line in reasons:
+                    self._warn(f"{line}; loading iteration {iteration} instead")
+                return iteration, False
+            if reason:
+                reasons.append(f"{folder} is not whole: {reason}")
+        raise NoWholeCheckpointError(
+            "there is no whole checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"
+            f"restore one, or delete {file} to start anew"
+        )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def _saved(directory: Path, recorded: int | None) -> Iterator[int]:
+    """The recorded iteration, then those of folders before it, from the newest on."""
+    if recorded is not None:
+        yield recorded
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir())
+    for iteration in sorted((int(name[1]) for name in names if name), reverse=True):
+        if recorded is None or iteration < recorded:
+            yield iteration
+
+
+def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
+    """Say why a checkpoint's folder is not whole, as far as this rank has to know; None if it is.
+
+    Of the format torch each rank looks for the file that it would load; of torch's distributed
+    formats the first rank compares all files with what the metadata say of them.
+
+    Args:
+        folder: holds one checkpoint.
+        needs_marker: whether it must be Megatron's torch_dist, if it is distributed.
+    """
+    if not folder.is_dir():
+        return "there is no such folder"
+    if any(folder.glob("mp_rank_*")):
+        return _missing_of_torch(folder)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    return _missing_of_distributed(folder, needs_marker)
+
+
+def _missing_of_torch(folder: Path) -> str | None:
+    files = sorted(folder.glob("mp_rank_*/*.pt"))
+    if parallel_state.model_parallel_is_initialized():
+        iteration = int(folder.name.removeprefix("iter_"))
+        own = Path(checkpointing.get_checkpoint_name(str(folder.parent), iteration))
+        files = [own, *own.parent.glob("*.pt")]
+    for file in files:
+        if not file.is_file():
+            return f"{file.relative_to(folder)} does not exist"
+        if not zipfile.is_zipfile(file):  # its table stands at the end
+            return f"{file.relative_to(folder)} is cut off after {file.stat().st_size} bytes"
+    return None if files else "it holds no file"
+
+
+def _missing_of_distributed(folder: Path, needs_marker: bool) -> str | None:
+    if not (folder / METADATA).is_file():
+        return f"{METADATA} does not exist"
+    if needs_marker and not (folder / MARKER).is_file():
+        return f"{MARKER} does not exist"
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data
+    except Exception as error:  # whatever unpickling half a file brings
+        return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
+    needed: dict[str, int] = {}
+    for part in stored.values():
+        end = part.offset + part.length
+        needed[part.relative_path] = max(end, needed.get(part.relative_path, 0))
+    for name, size in sorted(needed.items()):
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found < size:
+            return f"{name} has {found} of {size} bytes"
+    return None
+
+
+def _of_the_first_rank[T](value: T) -> T:
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _all_ranks(truth: bool) -> bool:
+    if not dist.is_initialized():
+        return truth
+    flag = torch.tensor([truth], dtype=torch.int, device=torch.cuda.current_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def _with_unmarking(args: argparse.Namespace, save: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
+
+    Cut off then, it might hold files of both, all of full size. So first goes what makes it whole.
+    A failure becomes a `SaveError`.
+    """
+
+    @functools.wraps(save)
+    def unmark_and_save(iteration: int, *more: Any, **options: Any) -> None:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if first and args.save and not options.get("non_persistent_ckpt"):
+            unmark(Path(args.save) / f"iter_{iteration:07d}")
+        if dist.is_initialized():
+            dist.barrier()
+        try:
+            save(iteration, *more, **options)
+        except (Exception, CheckpointException) as error:
+            if not args.save:
+                raise
+            disk = shutil.disk_usage(args.save)
+            raise SaveError(
+                f"the checkpoint of iteration {iteration} could not be saved to {args.save}, where "
+                f"{disk.free >> 20} of {disk.total >> 20} MiB are free; those saved before it "
+                f"can be loaded. Its error, {type(error).__name__}, stands above"
+            ) from error
+
+    unmark_and_save.original = save  # type: ignore[attr-defined]
+    return unmark_and_save
+
+
+def unmark(folder: Path) -> None:
+    """Make sure that nothing takes what is in this folder for whole, if there is one."""
+    marks = [folder / METADATA, folder / MARKER, *folder.glob("mp_rank_*/*.pt")]
+    found = [mark for mark in marks if mark.is_file()]
+    for mark in found:
+        mark.unlink()
+    if found:
+        logger.warning("%s holds an earlier checkpoint, which is replaced", folder)

@@ -1,0 +1,158 @@
+"""A checkpoint that is not whole is never loaded, whatever of it is missing. (fast tier)"""
+
+import logging
+import queue
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+checkpointing = pytest.importorskip("megatron.training.checkpointing")
+import megatron.training.training as training  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+
+from megatron_burst.plugin.whole_checkpoints import (  # noqa: E402
+    NoWholeCheckpointError,
+    WholeOnly,
+    attach,
+    unmark,
+    what_is_missing,
+)
+from tests.training.faults import MODULE, TRACKER, check_same_steps  # noqa: E402
+from tests.training.launcher import BURST, run_module  # noqa: E402
+
+FORMATS = ("torch_dist", "torch")
+TWO = (*BURST, "--context-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]
+) -> dict[str, tuple[Path, str]]:
+    """For each format the checkpoints of iterations 2 and 4, and the log of the training."""
+    made = {}
+    for name in FORMATS:
+        directory = tmp_path_factory.mktemp(name)
+        flags = ("--train-iters", "4", "--save-interval", "2", "--ckpt-format", name)
+        saving = ("--save", str(directory / "checkpoint"))
+        text = run_module(MODULE, directory, 2, *data, *TWO, *flags, *saving)
+        made[name] = (directory / "checkpoint", text)
+    return made
+
+
+@pytest.fixture
+def copied(saved: dict[str, tuple[Path, str]], tmp_path: Path) -> Any:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(saved[name][0], tmp_path / f"copy_{name}"))
+
+    return copy
+
+
+def reader(directory: Path, name: str = "torch_dist", **changes: Any) -> WholeOnly:
+    settings = {"load": str(directory), "ckpt_step": None, "ckpt_format": name}
+    settings |= {"auto_detect_ckpt_format": False} | changes
+    return WholeOnly(Namespace(**settings), lambda _: pytest.fail("not asked"))
+
+
+def cuts(file: Path) -> Iterator[bytes | None]:
+    """Stages in which a writer may leave a file: not there, empty, a part of it."""
+    whole = file.read_bytes()
+    yield None
+    for part in (0.0, 0.01, 0.5, 0.9):
+        yield whole[: int(part * len(whole))]
+    yield whole[:-1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
+    folder = copied(name) / "iter_0000004"
+    marked = name == "torch_dist"
+    assert what_is_missing(folder, marked) is None
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json"]
+    assert len(files) == (3 if marked else 1)  # two ranks' tensors and what names them
+    for file in files:
+        whole = file.read_bytes()
+        for left in cuts(file):
+            file.unlink(missing_ok=True)
+            if left is not None:
+                file.write_bytes(left)
+            assert what_is_missing(folder, marked), (file, left and len(left))
+        file.write_bytes(whole)
+        assert what_is_missing(folder, marked) is None
+    if marked:
+        (folder / "metadata.json").unlink()
+        assert what_is_missing(folder, True) and what_is_missing(folder, False) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_that_is_replaced_is_not_whole_before_it_is_written(
+    copied: Any, name: str
+) -> None:
+    folder = copied(name) / "iter_0000004"
+    unmark(folder)
+    assert what_is_missing(folder, False)
+    unmark(folder.parent / "iter_0000006")  # nothing to do
+    assert not (folder.parent / "iter_0000006").exists()
+
+
+def test_the_newest_whole_one_is_taken(
+    copied: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_burst"), "propagate", True)
+    directory = copied("torch_dist")
+    tracker, read = directory / TRACKER, reader(directory)
+    assert read(str(tracker)) == (4, False) and not caplog.text
+
+    tracker.write_text("")  # as a full disk leaves it
+    assert read(str(tracker)) == (4, False)
+    assert f"{tracker} is cut off: it holds ''; loading iteration 4 instead" in caplog.text
+
+    caplog.clear()
+    tracker.write_text("4")
+    (directory / "iter_0000006").mkdir()  # later than the record: not asked for
+    tensors = directory / "iter_0000004" / "__1_0.distcp"
+    size = tensors.stat().st_size
+    tensors.write_bytes(tensors.read_bytes()[: size // 2])
+    assert read(str(tracker)) == (2, False)
+    assert f"iter_0000004 is not whole: __1_0.distcp has {size // 2} of" in caplog.text
+    assert "; loading iteration 2 instead" in caplog.text
+
+    assert reader(directory, ckpt_step=2)(str(tracker)) == (2, False)
+    with pytest.raises(NoWholeCheckpointError, match="iter_0000004 is not whole"):
+        reader(directory, ckpt_step=4)(str(tracker))
+
+    shutil.rmtree(directory / "iter_0000002")
+    with pytest.raises(NoWholeCheckpointError, match=f"or delete {tracker} to start anew"):
+        read(str(tracker))
+    tracker.write_text("release")
+    assert read(str(tracker)) == (0, True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_training_goes_on_from_the_whole_one(
+    copied: Any, saved: dict[str, tuple[Path, str]], name: str, tmp_path: Path, data: Any
+) -> None:
+    directory = copied(name)
+    broken = max((directory / "iter_0000004").rglob("*.*t*"), key=lambda p: p.stat().st_size)
+    broken.write_bytes(broken.read_bytes()[:-100])
+    flags = ("--load", str(directory), "--train-iters", "4", "--ckpt-format", name)
+    text = run_module(MODULE, tmp_path / "run", 2, *data, *TWO, *flags)
+    assert "iter_0000004 is not whole" in text and "; loading iteration 2 instead" in text
+    assert check_same_steps(text, saved[name][1]) == [3, 4]
+
+
+def test_saving_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would outlive a rank that is killed."""
+    for module, name in (
+        (filesystem_async, "get_write_results_queue"),
+        (checkpointing, "read_metadata"),
+        (training, "save_checkpoint"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    settings = {"load": None, "ckpt_step": None, "ckpt_format": "torch_dist", "save": None}
+    attach(Namespace(**settings, auto_detect_ckpt_format=False, async_save=False))
+    found = filesystem_async.get_write_results_queue()
+    assert type(found) is queue.Queue and found is filesystem_async.get_write_results_queue()
