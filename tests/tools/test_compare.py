@@ -22,7 +22,8 @@ from megatron_burst.tools.compare.results import apart, measure
 from megatron_burst.tools.compare.variants import Job, choose, variants
 
 FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
-NO_MEGATRON = "needs TransformerEngine"
+COMPARABLE = compare._COMPARABLE
+REFERENCE = variants(Job(ranks=4, context=4))[0]
 
 
 def why_not(job: Job) -> dict[str, str]:
@@ -208,8 +209,11 @@ def test_a_comparison_goes_on_where_it_stopped(
     assert run(tmp_path) == 0
     assert trainings.started[3:] == ["ring-flat"]
     assert "[3/4] burst (finished before): loss 1.4167, 0.500 s a step" in capsys.readouterr().out
-    assert run(tmp_path, "--no-trace") == 0
-    assert len(trainings.started) == 7, "another command of ours runs again, the reference not"
+    burst, reference = variants(Job(ranks=4, context=4, ranks_per_node=2))[10], REFERENCE
+    flags = [*COMPARABLE, *FLAGS]
+    same, other = (running.Series(tmp_path, flags, 4, traced=traced) for traced in (True, False))
+    assert [series.is_finished(burst) for series in (same, other)] == [True, False]
+    assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
 
 
 def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
