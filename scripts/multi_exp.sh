@@ -10,16 +10,16 @@ usage() {
     cat <<'END'
 Usage: scripts/multi_exp.sh [options] [Megatron flags]
 
-Runs every combination, one after the other, each in DIR/SIZE.METHOD.ABLATION, and at the end collects
-all of them into DIR/results.csv and DIR/results.json. What has finished is not run again: after an
+Runs every combination, one after the other, each in DIR/SIZE.METHOD.ABLATION, and at the end
+collects all of them into DIR/results.csv and DIR/results.json. What has finished is not run again: after an
 interruption give the same command. One that fails does not stop the others; it is tried again by the
 next call. A single series works in a directory at a time.
   --output DIR          where the series is (default: runs/series below the current directory)
-  --sizes "NAME ..."    named runs of configs/, or shell patterns of them; - is none, only your flags
-                        (default: -)
-  --methods "NAME ..."  burst, ring, double-ring, usp, allgather, ulysses, megatron (default: burst)
-  --ablations "NAME ..." full, flat-ring, kv-backward, query-backward, all-logits,
-                        no-kept-attention (default: full, which changes nothing)
+  --sizes "NAME ..."    named runs of configs/, or shell patterns of them, as "toy scaling-*"
+  --methods "NAME ..."  burst, ring, double-ring, usp, allgather, ulysses, megatron
+  --ablations "NAME ..." flat-ring, kv-backward, query-backward, all-logits, no-kept-attention
+                        Of all three - is none, which is the default: your own flags, what the run
+                        says, nothing changed.
   --define NAME=FLAGS   another method or ablation; may be given again
   --launcher COMMAND    what starts a run (default: scripts/launch_local.sh; for example
                         "scripts/launch.slurm --nodes 4 --wait" or "scripts/launch_nodes.sh")
@@ -32,6 +32,7 @@ END
 }
 
 declare -A defined=(
+    [-]=""
     [burst]="--context-parallel-algo burst"
     [ring]="--context-parallel-algo ring --burst-topology flat"
     [double-ring]="--context-parallel-algo ring --burst-topology double"
@@ -39,7 +40,6 @@ declare -A defined=(
     [allgather]="--context-parallel-algo allgather"
     [ulysses]="--context-parallel-algo ulysses"
     [megatron]="--context-parallel-algo megatron"
-    [full]=""
     [flat-ring]="--burst-topology flat"
     [kv-backward]="--burst-backward kv"
     [query-backward]="--burst-backward query"
@@ -47,7 +47,7 @@ declare -A defined=(
     [no-kept-attention]="--recompute-attention-fraction 1"
 )
 
-output=runs/series sizes="-" methods="burst" ablations="full" launcher=$burst_root/scripts/launch_local.sh
+output=runs/series sizes="-" methods="-" ablations="-" launcher=$burst_root/scripts/launch_local.sh
 listing=no rest=()
 while (($#)); do
     case $1 in
@@ -120,8 +120,7 @@ failed=0
 for size in $sizes; do
     for method in $methods; do
         for ablation in $ablations; do
-            name=$size.$method.$ablation
-            if [[ $size == - ]]; then name=$method.$ablation; fi
+            name=$(printf '%s\n' "$size" "$method" "$ablation" | grep -vx -- - | paste -sd.) || name="run"
             status=$(status_of "$output/$name")
             if [[ $listing == yes || ($status != "to do" && $status != failed*) ]]; then
                 printf '%s: %s\n' "$name" "$status"

@@ -124,7 +124,7 @@ arguments=(
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07
     --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
     --data-path "$output/corpus/corpus" --data-cache-path "$cache"
-    --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0
+    --split "100,0,0" --eval-iters 0 --eval-interval 1000 --num-workers 0
     --log-interval 1 --tensorboard-log-interval 1 --log-timers-to-tensorboard
     "${tokenizer[@]}" ${precision[@]+"${precision[@]}"} ${flags[@]+"${flags[@]}"}
 )

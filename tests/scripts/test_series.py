@@ -1,0 +1,324 @@
+"""Series of runs, the check of nodes and collected results, with stand-ins. (fast tier)"""
+
+import csv
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts.stand_ins import SCRIPTS, Machine, place
+from tests.workers import Team, WorkerPool
+
+sys.path.append(str(SCRIPTS))
+
+import collect  # noqa: E402
+import describe_node  # noqa: E402
+import measure_links  # noqa: E402
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return place(tmp_path)
+
+
+# ---- series
+
+SERIES = ("multi_exp.sh", "--output", "series", "--methods", "burst double-ring")
+
+
+def started(machine: Machine) -> list[str]:
+    """The runs whose torchrun was started, by the name of their directory; the list is emptied."""
+    log = machine.folder / "started"
+    names = log.read_text().splitlines() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return names
+
+
+@pytest.fixture
+def counted(machine: Machine) -> Machine:
+    """A launcher that writes down what it starts, and fails or hangs where it is told to."""
+    path = machine.folder / "bin/launcher"
+    path.write_text(
+        """#!/usr/bin/env bash
+while (($#)); do
+    case $1 in --output) output=$2 ;; --fail-in) fail=$2 ;; --hang-in) hang=$2 ;; esac
+    shift
+done
+name=${output##*/}
+mkdir -p "$output"
+echo "$name" >>"$STAND_INS/started"
+echo "$0" >"$output/command.txt"
+if [[ $name == "${hang:-}" ]]; then trap 'kill $!; exit 143' TERM; sleep 600 & wait; fi
+status=0; if [[ $name == "${fail:-}" ]]; then status=5; fi
+echo $status >"$output/status"; exit $status
+"""
+    )
+    path.chmod(0o755)
+    return machine
+
+
+def launcher(machine: Machine) -> tuple[str, str]:
+    return "--launcher", str(machine.folder / "bin/launcher")
+
+
+def test_every_combination_runs_once(counted: Machine) -> None:
+    more = ("--sizes", "toy*", "--ablations", "- kv-backward")
+    done = counted.run(*SERIES, *more, *launcher(counted))
+    names = [
+        f"{size}.{method}{ablation}"
+        for size in ("toy", "toy_long")
+        for method in ("burst", "double-ring")
+        for ablation in ("", ".kv-backward")
+    ]
+    assert started(counted) == names
+    assert "8 run(s) in" in done.stdout
+    assert len((counted.folder / "series/results.csv").read_text().splitlines()) == 9
+    again = counted.run(*SERIES, *more, *launcher(counted))
+    assert not started(counted)
+    assert again.stdout.count(": finished") == 8
+
+
+def test_flags_come_in_order_and_reach_the_launcher(machine: Machine) -> None:
+    machine.run(
+        "multi_exp.sh",
+        "--sizes",
+        "toy",
+        "--methods",
+        "mine",
+        "--ablations",
+        "kv-backward",
+        "--define",
+        "mine=--context-parallel-algo ring",
+        "--title",
+        "a b",
+    )
+    given = machine.arguments()
+    assert given[given.index("--num-layers") :] == [
+        *("--num-layers", "2", "--data-path", "a b", "--context-parallel-algo", "ring"),
+        *("--burst-backward", "kv", "--title", "a b"),
+    ]
+    assert "from here" in machine.text("runs/series/toy.mine.kv-backward/log.txt")
+
+
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(counted: Machine) -> None:
+    fail = ("--fail-in", "burst")
+    done = counted.run(*SERIES, *launcher(counted), *fail, expect=1)
+    assert started(counted) == ["burst", "double-ring"]
+    assert "1 run(s) failed" in done.stderr
+    listed = counted.run(*SERIES, "--list").stdout.splitlines()
+    assert listed == ["burst: failed with status 5", "double-ring: finished"]
+    counted.run(*SERIES, *launcher(counted))
+    assert started(counted) == ["burst"]
+
+
+def test_an_interrupted_series_goes_on_where_it_stopped(counted: Machine) -> None:
+    job = counted.start(*SERIES, *launcher(counted), "--hang-in", "double-ring")
+    deadline = time.monotonic() + 100
+    while "double-ring" not in counted.text("started") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    busy = counted.run(*SERIES, *launcher(counted), expect=2)
+    assert "another series runs in" in busy.stderr
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=100)
+    assert job.returncode == 130
+    assert "stopped in double-ring" in out
+    started(counted)
+    counted.run(*SERIES, *launcher(counted))
+    assert started(counted) == ["double-ring"]
+
+
+def test_a_run_in_slurms_queue_is_left_there(counted: Machine) -> None:
+    directory = counted.folder / "series/burst"
+    directory.mkdir(parents=True)
+    (directory / "job").write_text("42\n")
+    listed = counted.run(*SERIES, "--list", QUEUE_STATE="PENDING").stdout
+    assert listed.splitlines()[0] == "burst: in the queue"
+    assert "burst: to do" in counted.run(*SERIES, "--list", QUEUE_STATE="").stdout
+
+
+def test_a_dry_run_prints_every_command_and_makes_nothing(machine: Machine) -> None:
+    done = machine.run(*SERIES, "--dry-run", "--title", "a b")
+    assert done.stdout.count("torch.distributed.run") == 2
+    assert "--burst-topology double --title a\\ b" in done.stdout.splitlines()[1]
+    assert not (machine.folder / "series").exists()
+
+
+def test_an_unknown_method_is_refused_with_those_there_are(machine: Machine) -> None:
+    done = machine.run("multi_exp.sh", "--methods", "burts", expect=2)
+    assert "no method or ablation burts" in done.stderr and "double-ring" in done.stderr
+
+
+# ---- nodes
+
+LINKS = " Link 0: 25 GB/s\n Link 1: 25 GB/s\n"
+FREE = "4, 0, 0\n4, 0, 0\n" + LINKS
+
+
+def check(machine: Machine, *arguments: str, expect: int, **variables: str) -> dict[str, str]:
+    """The line of every node, without its name."""
+    done = machine.run("check_nodes.sh", *arguments, expect=expect, **variables)
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[1:]}
+
+
+def gpus(machine: Machine, **hosts: str) -> None:
+    for host, text in hosts.items():
+        (machine.folder / f"gpus-{host}").write_text(text)
+
+
+def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None:
+    gpus(
+        machine,
+        good=FREE,
+        used="4, 0, 0\n70000, 0, 0\n" + LINKS,
+        computing="4, 0, 0\n4, 93, 0\n" + LINKS,
+        broken="4, 0, 0\n4, 0, 2\n" + LINKS,
+        smaller="4, 0, 0\n" + LINKS,
+        unlinked="4, 0, 0\n4, 0, 0\n Link 0: 25 GB/s\n",
+    )
+    hosts = "good used computing broken smaller unlinked faulty dead"
+    found = check(machine, "--nodes", hosts, "--skew-ms", "20000", expect=1)
+    reasons = {
+        "good": "free",
+        "used": "busy 70000 MiB in use",
+        "computing": "busy a GPU is at work, 93 %",
+        "broken": "unhealthy 2 uncorrected ECC errors",
+        "smaller": "unhealthy 1 GPUs, another node has 2",
+        "unlinked": "unhealthy 1 NVLinks, another node has 2",
+        "faulty": "unhealthy nvidia-smi: no devices were found",
+        "dead": "unhealthy no answer: ssh: connect to host dead: No route to host",
+    }
+    for host, reason in reasons.items():
+        state, _, why = reason.partition(" ")
+        assert found[host].startswith(state) and why in found[host], found[host]
+
+
+def test_the_free_nodes_are_a_list_for_the_launcher(machine: Machine) -> None:
+    gpus(machine, a=FREE, b="70000, 0, 0\n4, 0, 0\n" + LINKS, c=FREE)
+    listed = machine.run("check_nodes.sh", "--list", "--nodes", "a b c", "--skew-ms", "20000")
+    assert listed.stdout == "a c\n"
+    machine.run("check_nodes.sh", "--list", "--nodes", "b", "--skew-ms", "20000", expect=1)
+
+
+def test_a_clock_that_is_off_is_found(machine: Machine) -> None:
+    gpus(machine, here=FREE, late=FREE)
+    date = machine.folder / "bin/date"
+    date.write_text(
+        '#!/usr/bin/env bash\n[[ $(uname -n) == late ]] || exec /bin/date "$@"\n'
+        'exec /bin/date -d "200 seconds ago" "$@"\n'
+    )
+    date.chmod(0o755)
+    found = check(machine, "--nodes", "here late", "--skew-ms", "20000", expect=1)
+    assert found["here"].startswith("free")
+    off = re.search(r"unhealthy .* its clock is off by -(\d+) ms", found["late"])
+    assert off and 150_000 < int(off[1]) < 250_000
+
+
+def test_slurm_is_asked_only_for_idle_nodes(machine: Machine) -> None:
+    gpus(machine, n1=FREE, n2=FREE, n3=FREE)
+    says = {"SINFO_SAYS": r"n1 idle\nn2 allocated\nn3 down*\n"}
+    found = check(machine, "--slurm", "--skew-ms", "20000", expect=1, **says)
+    assert found["n1"].startswith("free")
+    assert "Slurm says allocated" in found["n2"] and found["n2"].startswith("busy")
+    assert "Slurm says down*" in found["n3"] and found["n3"].startswith("unhealthy")
+    asked = machine.text("slurm.log")
+    assert "--nodelist=n1" in asked and "--nodelist=n2" not in asked
+
+
+# ---- results
+
+LOG = """
+  context_parallel_algo ........................... burst
+  seq_length ...................................... 128
+  global_batch_size ............................... 4
+  world_size ...................................... 4
+"""
+STEP = (
+    " [2026-01-01 00:00:00] iteration {:8d}/       9 | consumed samples: 4 | elapsed time per "
+    "iteration (ms): {:.1f} | throughput per GPU (TFLOP/s/GPU): {:.1f} | global batch size: 4 | "
+    "lm loss: {:.6E} | loss scale: 1.0 | grad norm: 2.5 |\n"
+)
+MEMORY = (
+    "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: {:.2f} | "
+    "reserved: 9.00 | max reserved: {:.2f}\n"
+)
+
+
+def write_run(directory: Path, log: str, host: str = "n1") -> None:
+    directory.mkdir(parents=True)
+    (directory / "command.txt").write_text("scripts/launch_local.sh --x\n")
+    (directory / "log.txt").write_text(log)
+    (directory / "status").write_text("0\n")
+    node = describe_node.describe("toy", ["python"])
+    changes = {"host": host, "versions": {"torch": "2.11"}, "gpus": [], "links": []}
+    (directory / "node-0.json").write_text(json.dumps(node | changes))
+
+
+def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
+    steps = [(1, 9000.0), (2, 2000.0), (3, 1000.0), (4, 1100.0)]  # the first two do not count
+    log = LOG + "".join(STEP.format(n, ms, 100.0 + n, 6.0 - n / 8) for n, ms in steps)
+    log += MEMORY.format(11, 13) + MEMORY.format(12, 14)
+    # it died and started again from step 4, with a slow start
+    log += LOG + "".join(STEP.format(n, ms, 50, 5.0) for n, ms in [(4, 8e3), (5, 7e3), (6, 1200.0)])
+    write_run(tmp_path / "a/burst", log)
+    (tmp_path / "a/links.json").write_text('{"between_nodes_gbit_per_s": 12.5}')
+    assert collect.main([str(tmp_path / "a"), "--output", str(tmp_path / "out/results")]) == 0
+    (row,) = json.loads((tmp_path / "out/results.json").read_text())
+    expected = {
+        "name": "burst", "status": "0", "steps": 6, "planned_steps": 9,
+        "first_loss": 5.875, "last_loss": 5.0, "seconds_per_step": 1.1,
+        "tokens_per_second": 512 / 1.1, "tokens_per_second_per_rank": 128 / 1.1,
+        "max_allocated_mib": 12.0, "max_reserved_mib": 14.0, "context_parallel_algo": "burst",
+        "torch": "2.11", "hosts": "n1", "nodes": 1, "run": "toy",
+        "link_between_nodes_gbit_per_s": 12.5, "command": "scripts/launch_local.sh --x",
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == pytest.approx(expected)
+    with (tmp_path / "out/results.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert line["seconds_per_step"] == "1.1" and line["hosts"] == "n1"
+
+
+def test_a_run_without_a_step_is_a_row_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "Traceback\n")
+    (tmp_path / "a/status").unlink()
+    assert collect.main([str(tmp_path), "-o", str(tmp_path / "results")]) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())
+    assert (row["status"], row["steps"]) == ("unfinished", 0)
+
+
+def test_a_directory_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        collect.main([str(tmp_path)])
+    assert ended.value.code == 1
+
+
+def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(machine, here="NVIDIA X, 81559 MiB, 570.1, 700.00 W, 1980 MHz\n" * 2)
+    for name, value in machine.environment.items():
+        monkeypatch.setenv(name, value)
+    node = describe_node.describe("toy", ["a", "b"])
+    assert [gpu["name"] for gpu in node["gpus"]] == ["NVIDIA X"] * 2
+    assert collect.device(node) == "2 x NVIDIA X"
+    assert "torch" in node["versions"] and node["command"] == ["a", "b"]
+    assert node["settings"]["BURST_RANKS_PER_NODE"] == "2"
+
+
+def measured(team: Team, per_node: int) -> dict[str, object]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)  # of this worker, where nobody else reads it
+    return measure_links.measure(1 << 16, torch.device("cpu"))
+
+
+def test_links_are_timed_within_nodes_and_between_them(workers: WorkerPool) -> None:
+    results = workers.run(8, measured, 4)
+    assert all(result == results[0] for result in results)
+    assert results[0]["ranks_per_node"] == 4
+    for name in ("within_nodes", "between_nodes"):
+        assert results[0][f"{name}_gbit_per_s"] > 0
+        assert results[0][f"{name}_latency_us"] > 0
+    (one_node, *_) = workers.run(8, measured, 8)
+    assert "between_nodes_gbit_per_s" not in one_node

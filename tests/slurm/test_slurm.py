@@ -1,0 +1,234 @@
+"""scripts/launch.slurm on a real Slurm, two nodes on this machine.
+
+Fast, about 45 s: a training, a failed node. Slow: a killed node, a cancelled job. Skipped, with the
+reason, where Slurm is not installed or cannot run.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.runlog import read_scalars
+from tests.scripts.stand_ins import ROOT, Machine, place
+from tests.slurm.cluster import NODES, SlurmCluster, SlurmError, links, slurm_cluster
+from tests.training.conftest import make_corpus
+from tests.training.launcher import BURST, MODEL, train
+
+LAUNCH = str(ROOT / "scripts" / "launch.slurm")
+STEPS = 8
+SAVED_EVERY = 3
+TOLERANCE = 1e-4
+DONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    try:
+        manager = slurm_cluster()
+        cluster = manager.__enter__()
+    except (SlurmError, links.LinkError) as error:
+        pytest.skip(f"no Slurm of two nodes here: {error}")
+    try:
+        yield cluster
+    finally:
+        manager.__exit__(None, None, None)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return place(tmp_path)
+
+
+class Job:
+    """A submitted job and what it leaves behind."""
+
+    def __init__(self, cluster: SlurmCluster, output: Path, *flags: str, **variables: str) -> None:
+        self.cluster, self.output = cluster, output
+        options = ("--nodes", "2", "--ranks-per-node", "2", "--output", str(output))
+        given = {"BURST_ENV": "/dev/null", "MEGATRON_BURST_CPU": "1", **variables}
+        printed = cluster.run(LAUNCH, *options, *flags, **given)
+        self.number = int(printed.split()[-1])
+
+    @property
+    def state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
+
+    @property
+    def restarts(self) -> int:
+        return int(self.cluster.job(self.number)["Restarts"])
+
+    @property
+    def log(self) -> str:
+        """What the script and the ranks printed, in all starts."""
+        file = self.output / f"slurm-{self.number}.txt"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def wait_until(self, what: str, *states: str, seconds: float = 300) -> None:
+        try:
+            self.cluster.wait_for(what, lambda: self.state in states, seconds)
+        except SlurmError as error:
+            raise AssertionError(f"{error}\n{self.log[-4000:]}") from error
+
+    def wait_for_step(self, step: int, seconds: float = 300) -> None:
+        reached = re.compile(rf" iteration +{step}/")
+        try:
+            self.cluster.wait_for(f"step {step}", lambda: reached.search(self.log), seconds)
+        except SlurmError as error:
+            raise AssertionError(f"{error}\n{self.log[-4000:]}") from error
+
+    def end(self) -> str:
+        self.wait_until("the end of the job", *DONE)
+        return self.state
+
+
+# ---- training
+
+
+def logged(log: str) -> dict[int, float]:
+    """The loss of every step."""
+    found = re.findall(r" iteration +(\d+)/.*? lm loss: (\S+)", log)
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    library = Path(re.__file__).parent
+    data = make_corpus(tmp_path_factory.mktemp("corpus"), "--input", str(library))
+    return (*data, *BURST, "--calculate-per-token-loss", "--train-iters", str(STEPS))
+
+
+def submit(cluster: SlurmCluster, output: Path, *flags: str) -> Job:
+    """Train the toy model on two nodes of two ranks."""
+    return Job(
+        *(cluster, output, *MODEL, *flags, "--context-parallel-size", "4"),
+        BURST_PYTHON=sys.executable,
+    )
+
+
+def compare(job: Job, found: dict[int, float], expected: dict[int, float]) -> None:
+    assert "double ring of 2 nodes x 2 ranks" in job.log
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
+    difference = max(abs(found[step] / expected[step] - 1) for step in found)
+    print(f"largest difference of {STEPS} losses: {difference:.1e}; {found}")
+    assert difference < TOLERANCE
+
+
+def test_two_nodes_have_the_losses_of_one_rank(
+    cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    job = submit(cluster, tmp_path / "two-nodes", *flags)
+    expected = train(tmp_path / "one-rank", 1, *flags).losses  # meanwhile
+    assert job.end() == "COMPLETED", job.log[-4000:]
+    assert job.restarts == 0
+    compare(job, dict(read_scalars(job.output / "tensorboard")["lm loss"]), expected)
+
+
+@pytest.mark.slow
+def test_after_a_killed_node_the_losses_are_still_those_of_one_rank(
+    cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    saved = str(tmp_path / "saved")
+    saving = ("--save", saved, "--load", saved, "--save-interval", str(SAVED_EVERY))
+    job = submit(cluster, tmp_path / "two-nodes", *flags, *saving)
+    expected = train(tmp_path / "one-rank", 1, *flags).losses  # meanwhile
+    job.wait_for_step(SAVED_EVERY + 1)
+    cluster.kill_node(NODES[1])
+    job.wait_until("the job leaves the dead node", "PENDING", *DONE)
+    cluster.start_node(NODES[1])
+    assert job.end() == "COMPLETED", job.log[-4000:]
+    assert job.restarts == 1
+    first, second = job.log.split("started 1 time(s) before")
+    resumed = min(logged(second))
+    assert resumed > 1 and resumed % SAVED_EVERY == 1  # from a checkpoint
+    # Of the second step after that Megatron logs the mean with the first: TensorBoard has its loss.
+    after = dict(read_scalars(job.output / "tensorboard")["lm loss"])
+    compare(job, logged(first) | after, expected)
+
+
+# ---- ends of a job, with a stand-in for torchrun
+
+
+def stand_in(machine: Machine, **variables: str) -> dict[str, str]:
+    return {
+        "STAND_INS": str(machine.folder),
+        "REAL_PYTHON": sys.executable,
+        "BURST_PYTHON": machine.environment["BURST_PYTHON"],
+        **variables,
+    }
+
+
+def test_a_failed_node_ends_the_other_and_goes_into_the_queue_as_often_as_said(
+    cluster: SlurmCluster, machine: Machine
+) -> None:
+    more = stand_in(machine, FAIL_ON=NODES[1], HANG="1", BURST_REQUEUES="1")
+    job = Job(cluster, machine.folder / "out", **more)
+    assert job.end() == "FAILED"
+    assert job.restarts == 1
+    assert f"{NODES[0]} was told to end" in job.log
+    assert "puts job" in job.log and "1 time(s) already" in job.log
+    assert not_running(machine)
+
+
+def test_a_job_that_never_made_a_step_fails_at_once(
+    cluster: SlurmCluster, machine: Machine
+) -> None:
+    job = Job(cluster, machine.folder / "out", "--run", "unknown", **stand_in(machine))
+    assert job.end() == "FAILED"
+    assert job.restarts == 0
+    assert "no flags for --run unknown" in job.log
+    assert "it failed before its first step" in job.log
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
+    cluster: SlurmCluster, machine: Machine
+) -> None:
+    job = Job(cluster, machine.folder / "out", **stand_in(machine, HANG="1"))
+    job.wait_for_step(3)
+    cluster.run("scancel", str(job.number))
+    assert job.end() == "CANCELLED"
+    cluster.wait_for("the ranks end", lambda: not_running(machine), 60)
+    time.sleep(1)
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+
+
+def not_running(machine: Machine) -> bool:
+    pids = [file.read_text().strip() for file in machine.folder.glob("hanging-*")]
+    return bool(pids) and not any(Path("/proc", pid).exists() for pid in pids)
+
+
+# ---- the cluster itself
+
+
+def test_nothing_of_the_cluster_is_left_behind(cluster: SlurmCluster) -> None:
+    code = """
+import sys, time
+from tests.slurm.cluster import slurm_cluster
+with slurm_cluster() as cluster:
+    print(cluster.directory, flush=True)
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    directory = process.stdout.readline().decode().strip()
+    assert Path(directory).exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    assert not Path(directory).exists()
+    assert not [name for name in links.namespaces() if name.startswith(f"burst{process.pid}-")]
+    started = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/environ") if readable(file)]
+    assert not [environment for environment in started if directory.encode() in environment]
+
+
+def readable(file: Path) -> bool:
+    try:
+        file.read_bytes()
+    except OSError:  # it has ended
+        return False
+    return True
