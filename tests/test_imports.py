@@ -28,7 +28,7 @@ LAYERS = (
     ("ring_attention", "linear_cross_entropy"),
     ("",),  # megatron_burst/__init__.py
     ("plugin", "tools"),
-    ("launch",),
+    ("launch", "failure"),
     ("run", "pretrain_gpt"),
 )
 
