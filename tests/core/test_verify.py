@@ -224,10 +224,10 @@ def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
         last: dict[str, Any] = self.__dict__.setdefault("last", {})
         landed = original(self, number)
         for item, block in landed:
-            new = [x.clone() for x in block]
-            for x, old in zip(block, last.get(item.kind, ()), strict=False):
+            key, new = f"{item.kind} {block[0].shape}", [x.clone() for x in block]
+            for x, old in zip(block, last.get(key, block), strict=True):
                 x.copy_(old)
-            last[item.kind] = new
+            last[key] = new
         return landed
 
     return land
