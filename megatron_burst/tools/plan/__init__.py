@@ -1,0 +1,1 @@
+"""Predicts memory, bytes, exposed communication and time of a step, and ranks the algorithms."""

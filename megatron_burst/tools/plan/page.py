@@ -1,0 +1,88 @@
+"""Writes the table of predictions and measurements into a page, and draws them beside it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from megatron_burst.tools.config import Configs
+from megatron_burst.tools.plan import validation
+from megatron_burst.tools.plan.validation import Compared
+
+_COMMAND = "python -m megatron_burst.tools.plan --write docs/planner.md"
+BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
+END = "<!-- end of predictions -->"
+_UNITS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
+
+
+def write_page(configs: Configs, page: Path) -> None:
+    """Replace what stands between the markers of `page`, and draw `page` with the ending .svg.
+
+    Raises:
+        ValueError: the page does not have both markers.
+    """
+    text = page.read_text()
+    head, found, rest = text.partition(BEGIN)
+    _, ended, tail = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
+    rows = validation.rows_of(configs)
+    speed = validation.compare_speed(configs, rows)
+    memory = validation.compare_memory(configs, rows)
+    shares = validation.compare_two_nodes(configs)
+    parts = [
+        *(f"* {line}" for line in validation.messages(configs, rows)),
+        "",
+        *_section("Speed: tokens a second and GPU, of attention alone TFLOP/s", speed),
+        *_section("Memory, GiB", memory),
+        *_shares(shares),
+    ]
+    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{tail}")
+    draw([*speed, *memory], page.with_suffix(".svg"))
+
+
+def _section(title: str, found: list[Compared]) -> list[str]:
+    lines = [f"### {title}", "", "| row | measured | predicted | error |", "|---|---|---|---|"]
+    for each in found:
+        error = "fitted" if each.fitted else f"{each.error:+.1%}"
+        code = f" ({each.code})" if each.code else ""
+        lines.append(f"| {each.id}{code} | {each.measured:g} | {each.predicted:.1f} | {error} |")
+    return [*lines, ""]
+
+
+def _shares(found: list[Compared]) -> list[str]:
+    title = "### Two nodes of this project's machine: the share of a step that is not kernels"
+    lines = [title, "", "| row | measured | predicted | points |", "|---|---|---|---|"]
+    for each in found:
+        points = 100 * (each.predicted - each.measured)
+        lines.append(f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} | {points:+.1f} |")
+    return [*lines, ""]
+
+
+def draw(found: Iterable[Compared], path: Path) -> None:
+    """Draw the predictions over the measurements, a mark for each unit."""
+    figure = Figure(figsize=(6, 4.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    every = list(found)
+    for unit, mark in _UNITS.items():
+        _marks(axes, [each for each in every if each.unit == unit], unit, mark)
+    ends = [0.8 * min(e.measured for e in every), 1.25 * max(e.measured for e in every)]
+    axes.plot(ends, ends, color="0.4", linewidth=0.8)
+    axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_xlabel("measured (A800; band: 15 %)")
+    axes.set_ylabel("predicted")
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _marks(axes: Axes, found: list[Compared], unit: str, mark: str) -> None:
+    color = f"C{list(_UNITS).index(unit)}"
+    for fitted, face in ((False, color), (True, "white")):
+        points = [(e.measured, e.predicted) for e in found if e.fitted == fitted]
+        label = None if fitted else f"{unit} (hollow: fitted)"
+        x, y = zip(*points, strict=True) if points else ((), ())
+        axes.plot(x, y, mark, color=color, markerfacecolor=face, markersize=5, label=label)

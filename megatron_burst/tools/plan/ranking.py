@@ -1,0 +1,137 @@
+"""Every way to spread a training step over given GPUs, predicted and put in order."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_burst.config import Algorithm, LayoutName
+from megatron_burst.tools.config import arguments
+from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
+
+_FRACTION = "recompute-attention-fraction"
+# What ranking chooses; of these flags those that are given are replaced.
+CHOSEN = (
+    "context-parallel-algo",
+    "burst-backward",
+    "burst-topology",
+    "burst-head-parallel-size",
+    "burst-layout",
+    _FRACTION,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way, with what is predicted of it."""
+
+    flags: Flags
+    load: Workload
+    time: timing.Prediction
+    memory: memory.Memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory leaves room for what is not counted."""
+        return self.memory.fits(self.load.cluster)
+
+    def __str__(self) -> str:
+        names = ("context-parallel-algo", "burst-backward", "burst-topology")
+        return " ".join(str(self.flags[name]) for name in names if name in self.flags)
+
+    @property
+    def fraction(self) -> str:
+        """ρ, for a table."""
+        return f"{self.flags.get(_FRACTION, '-')}"
+
+    def command(self) -> str:
+        """Return the command line of every node."""
+        a_node = min(self.load.cluster.gpus_per_node, self.load.gpus)
+        nodes = self.load.gpus // a_node
+        where = (
+            "--standalone"
+            if nodes == 1
+            else f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
+        )
+        flags = shlex.join(arguments(self.flags))
+        module = "-m megatron_burst.pretrain_gpt"
+        return f"torchrun {where} --nproc-per-node {a_node} {module} {flags}"
+
+
+def rank(
+    given: Flags,
+    cluster: Cluster,
+    gpus: int,
+    fractions: Sequence[float],
+    working_set: float,
+) -> list[Candidate]:
+    """Predict every way; those that fit come first, and of them the fastest.
+
+    Args:
+        given: Megatron's flags and ours; what `CHOSEN` names is replaced.
+        cluster: the machines.
+        gpus: of the job.
+        fractions: ρ of attention that may run again, where layers are recomputed.
+        working_set: see `memory.predict`.
+    """
+    flags = {name: value for name, value in given.items() if name not in CHOSEN}
+    if flags.get("recompute-granularity") != "full":
+        fractions = ()
+    found = []
+    for way in _ways(workload_of(flags, cluster, gpus)):
+        for extra in _recompute(fractions):
+            candidate = {**flags, **way, **extra}
+            load = workload_of(candidate, cluster, gpus)
+            found.append(
+                Candidate(candidate, load, timing.predict(load), memory.predict(load, working_set))
+            )
+    return sorted(found, key=lambda each: (not each.fits, each.time.seconds))
+
+
+def _ways(load: Workload) -> Iterator[dict[str, Any]]:
+    """The flags of every algorithm, ring and head-parallel size that these ranks can have."""
+    if load.context == 1:
+        yield {"context-parallel-algo": Algorithm.BURST.value}
+        return
+    for size in _head_parallel_sizes(load):
+        heads = {"burst-head-parallel-size": size} if size > 1 else {}
+        double = load.context > load.ranks_per_node > size
+        for topology in ("flat", "double") if double else ("flat",):
+            ring = {"burst-topology": topology, **heads}
+            for backward in ("query", "kv"):
+                burst = {"context-parallel-algo": Algorithm.BURST.value}
+                yield {**burst, "burst-backward": backward, **ring}
+            yield {"context-parallel-algo": Algorithm.RING.value, **ring}
+    yield {"context-parallel-algo": Algorithm.ALLGATHER.value}
+    if _heads_divide(load, load.context) and load.config.grad_dtype == "float32":
+        yield {"context-parallel-algo": Algorithm.ULYSSES.value}
+
+
+def _head_parallel_sizes(load: Workload) -> list[int]:
+    """The sizes that a node's ranks and the heads divide by, short of all ranks."""
+    sizes = range(1, load.ranks_per_node + 1)
+    return [
+        size
+        for size in sizes
+        if load.ranks_per_node % size == 0 and size < load.context and _heads_divide(load, size)
+    ]
+
+
+def _heads_divide(load: Workload, size: int) -> bool:
+    kv_heads = load.kv_heads_of_a_rank
+    return load.heads_of_a_rank % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _recompute(fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """The flags of every ρ, with the layout that spreads it evenly."""
+    if not fractions:
+        yield {}
+    for fraction in fractions:
+        even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
+        yield {_FRACTION: fraction, **even}
+
+
+def with_rates(cluster: Cluster, rates: dict[str, float]) -> Cluster:
+    """Return the cluster with measured rates in place of the table's: bytes/s, FLOP/s."""
+    return replace(cluster, **rates)  # type: ignore[arg-type]

@@ -1,0 +1,280 @@
+"""The time of a training step: attention by its plans on a clock, all else by FLOPs and bytes."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.cost import Shape, bytes_sent, visible_pairs
+from megatron_burst.mask import Mask
+from megatron_burst.plan import Item, Plan, Tile, assemble
+from megatron_burst.plan import Step as PlannedStep
+from megatron_burst.planning import Choice, Way, choose, make_layout
+from megatron_burst.recompute import boundary
+from megatron_burst.tiles import Tiling
+from megatron_burst.timeline import Message, Step, timeline
+from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.topology import Grid
+
+_SUM_BYTES = 4  # of an element of a sum
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward or backward of one layer's attention."""
+
+    seconds: float  # until the last rank is done
+    kernels: float  # of them, the tiles of the rank that has most of them
+    sums: float  # and what merges and adds their results
+    sent: int  # bytes, the most of any rank
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the rank with most to do waits for messages or is slowed by them."""
+        return max(0.0, self.seconds - self.kernels - self.sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a step."""
+
+    forward: Pass  # of a layer
+    again: Pass | None  # the second forward, of a layer that runs again
+    backward: Pass
+    attention: float  # seconds of all layers
+    linear: float  # matrix products
+    tensor: float  # messages of tensor parallelism
+    weights: float  # gradients and weights that no computing hides, and the optimizer
+    seconds: float
+    tokens_per_gpu: float  # a second
+    mfu: float
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Those of a layer."""
+        return (self.forward, *((self.again,) if self.again else ()), self.backward)
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of attention's time that messages take."""
+        return sum(p.exposed for p in self.passes) / sum(p.seconds for p in self.passes)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends for attention of one layer."""
+        return sum(p.sent for p in self.passes)
+
+
+def predict(load: Workload) -> Prediction:
+    """Predict a step; see the fields of the result."""
+    forward, again, backward = attention_passes(load)
+    per_gpu = load.sequences / load.data
+    layers = load.model.layers * per_gpu
+    attention = layers * sum(p.seconds for p in (forward, again, backward) if p)
+    linear = per_gpu * linear_flops(load) / load.cluster.linear_rate
+    tensor = layers * _tensor_parallel_seconds(load)
+    weights = _weights_seconds(load, attention + linear)
+    seconds = attention + linear + tensor + weights
+    rate = load.sequences * load.tokens / load.gpus / seconds
+    mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
+    return Prediction(
+        forward, again, backward, attention, linear, tensor, weights, seconds, rate, mfu
+    )
+
+
+def model_flops(load: Workload) -> float:
+    """Return the FLOPs of a sequence that MFU counts: 3 x forward, visible pairs, no recompute."""
+    model = load.model
+    products = 2 * (model.layers * model.layer_parameters + model.head_parameters)
+    pairs = visible_pairs(load.mask, load.tokens)
+    return 3 * (load.tokens * products + 4 * pairs * model.layers * model.heads * model.head_dim)
+
+
+def linear_flops(load: Workload) -> float:
+    """Return the FLOPs of one GPU's matrix products for a sequence."""
+    model, tokens = load.model, load.local_tokens / load.tensor
+    layers = 2 * tokens * model.layers * model.layer_parameters * (4 if load.recompute else 3)
+    # The chunked loss computes its logits again.
+    return layers + 2 * tokens * model.head_parameters * (4 if load.chunked_loss else 3)
+
+
+def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
+    """Return the forward, what of it runs again, and the backward of one layer."""
+    forward = _one_pass(load, load.mask, backward=False)
+    fraction = load.config.recompute_fraction
+    again: Pass | None = None
+    if load.recompute and fraction is None:
+        again = forward
+    elif load.recompute and fraction:
+        stop = boundary(load.layout, fraction)
+        again = _one_pass(load, replace(load.mask, query_stop=stop), backward=False)
+    return forward, again, _one_pass(load, load.mask, backward=True)
+
+
+def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
+    shape, machine = load.shape, load.cluster
+    plans = ring_plans(
+        load.config, load.tokens, mask, load.grid, load.nodes, shape, backward=backward
+    )
+    rate = machine.backward_rate if backward else machine.forward_rate
+
+    def kernels(tiles: Sequence[Tile]) -> float:
+        return sum(tile_flops(tile, shape, backward) for tile in tiles) / rate
+
+    def sums(tiles: Sequence[Tile]) -> float:
+        return sum(_sum_bytes(tile, shape, backward) for tile in tiles) / machine.memory_rate
+
+    network = _Network(load, plans)
+    ranks = {
+        plan.rank: [
+            network.step(plan.rank, step, kernels(step.tiles) + sums(step.tiles))
+            for step in plan.steps
+        ]
+        for plan in plans
+    }
+    seconds = max(times[-1].landed for times in timeline(ranks).values())
+    busiest = max(plans, key=lambda plan: kernels(plan.tiles))
+    sent = max(bytes_sent(plan, shape.item_bytes(), shape.tokens) for plan in plans)
+    return Pass(
+        seconds=seconds + _exchange_seconds(load),
+        kernels=kernels(busiest.tiles),
+        sums=sums(busiest.tiles),
+        sent=sent + load.exchange_bytes,
+    )
+
+
+@lru_cache(maxsize=64)
+def _choice(
+    config: BurstConfig,
+    tokens: int,
+    mask: Mask,
+    grid: Grid,
+    nodes: tuple[int, ...],
+    shape: Shape,
+) -> Choice:
+    layout = make_layout(config, tokens, grid.ranks)
+    return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes)
+
+
+@lru_cache(maxsize=64)
+def ring_plans(
+    config: BurstConfig,
+    tokens: int,
+    mask: Mask,
+    grid: Grid,
+    nodes: tuple[int, ...],
+    shape: Shape,
+    *,
+    backward: bool,
+) -> tuple[Plan, ...]:
+    """Return the plans that `planning` chooses, of all ranks of one ring."""
+    choice = _choice(config, tokens, mask, grid, nodes, shape)
+    way = choice.backward[choice.chosen] if backward else choice.forward
+    return tuple(plans_of(way, backward=backward))
+
+
+def plans_of(way: Way, *, backward: bool) -> list[Plan]:
+    """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
+    ours = defaultdict(list)
+    for hop in [*way.reads(), *(way.gradients() if backward else ())]:
+        for rank in (hop.source, hop.target):
+            ours[rank].append(hop)
+    ranks = range(way.grid.ranks)
+    return [assemble(rank, ours[rank], way.tiles(rank, backward=backward)) for rank in ranks]
+
+
+def tile_flops(tile: Tile, shape: Shape, backward: bool) -> float:
+    """Return the FLOPs of a tile's visible pairs: 2 products forward, 5 backward."""
+    keys, values = shape.head_dim, shape.value_head_dim
+    dims = 3 * keys + 2 * values if backward else keys + values
+    return 2.0 * tile.pairs * shape.query_heads * dims
+
+
+def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
+    """What is read and written to add a tile's results to the sums."""
+    each = shape.element_bytes + 2 * _SUM_BYTES
+    queries = tile.query_rows.length * shape.query_heads
+    if not backward:
+        return queries * shape.value_head_dim * each
+    keys = tile.key_rows.length * shape.kv_heads * (shape.head_dim + shape.value_head_dim)
+    return (queries * shape.head_dim + keys) * each
+
+
+class _Network:
+    """The links of one ring, with those of the rings beside it on the same cards."""
+
+    def __init__(self, load: Workload, plans: Sequence[Plan]) -> None:
+        self._load, self._sizes = load, load.shape.item_bytes()
+        self._on_card: dict[tuple[int, int], int] = defaultdict(int)
+        for plan in plans:
+            if any(self._leaves(plan.rank, send.peer) for send in plan.sends):
+                self._on_card[self._card(plan.rank)] += self._beside
+
+    @property
+    def _beside(self) -> int:
+        return min(self._load.rings_beside, self._load.cluster.gpus_per_card)
+
+    def step(self, rank: int, step: PlannedStep, seconds: float) -> Step:
+        """Return a step of a plan with its times; what messages take from computing is in them."""
+        machine = self._load.cluster
+        sends = [self._message(s.item, rank, s.peer, s.lands) for s in step.sends]
+        receives = [self._message(r.item, r.peer, rank, r.lands) for r in step.receives]
+        busy = max(sum(message.seconds for message in ends) for ends in (sends, receives))
+        sent = sum(self._size(send.item) for send in step.sends)
+        lost = machine.contention * busy + sent / machine.copy_rate
+        return Step(seconds + lost, sends, receives)
+
+    def _size(self, item: Item) -> int:
+        whole, rows = self._sizes[item.kind], self._load.shape.tokens
+        return whole if item.part is None else whole * item.part.length // rows
+
+    def _message(self, item: Item, source: int, target: int, lands: int) -> Message:
+        size, machine = self._size(item), self._load.cluster
+        if not self._leaves(source, target):
+            return Message(source, target, "within", lands, size / machine.within_rate)
+        sharing = self._on_card[self._card(source)]
+        return Message(source, target, "between", lands, size * sharing / machine.card_rate)
+
+    def _leaves(self, source: int, target: int) -> bool:
+        return self._load.nodes[source] != self._load.nodes[target]
+
+    def _card(self, rank: int) -> tuple[int, int]:
+        """The node and the number of the card of a rank."""
+        place = rank % self._load.ring_ranks_per_node * self._load.rings_beside
+        return self._load.nodes[rank], place // self._load.cluster.gpus_per_card
+
+
+def _exchange_seconds(load: Workload) -> float:
+    """The all-to-alls over heads of one pass: one step, in which nothing is computed."""
+    size, machine = load.head_parallel, load.cluster
+    if size == 1:
+        return 0.0
+    to_one = load.exchange_bytes / (size - 1)
+    of_node = size if load.config.algorithm is not Algorithm.ULYSSES else load.ranks_per_node
+    within, across = to_one * (of_node - 1), to_one * (size - of_node)
+    return max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
+
+
+def _tensor_parallel_seconds(load: Workload) -> float:
+    """Gathers and scatters of activations in one layer, which wait for each other.
+
+    Four forward, as many when it runs again, and six backward, of n·hidden·(T-1)/T each.
+    """
+    count = 4 + (4 if load.recompute else 0) + 6
+    size = load.local_tokens * load.model.hidden * load.element_bytes
+    return count * size * (load.tensor - 1) / load.tensor / load.cluster.within_rate
+
+
+def _weights_seconds(load: Workload, hidden_behind: float) -> float:
+    """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
+    machine, ranks = load.cluster, load.data * load.context
+    if ranks == 1:
+        return 0.0
+    own = load.model.parameters / load.tensor
+    gathers = (3 if load.recompute else 2) if load.zero3 else 1
+    moved = own * (load.gradient_bytes + gathers * load.element_bytes) * (ranks - 1) / ranks
+    within = load.gpus <= machine.gpus_per_node
+    rate = machine.within_rate if within else machine.card_rate / machine.gpus_per_card
+    optimizer = 0.0 if load.offload else 2 * 16 * own / ranks / machine.memory_rate
+    return max(0.0, moved / rate - hidden_behind) + optimizer

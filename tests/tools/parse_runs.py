@@ -1,0 +1,48 @@
+"""Parses and validates every named run with as many ranks as it claims; prints what failed as JSON.
+
+Run as a program by test_config.py: it attaches the plug-in to Megatron's parser in this process.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+
+from megatron_burst import launch
+from megatron_burst.tools.config import Configs
+
+# Refused on the CPU, where the optimizer is in the host's memory already: these are parsed alone.
+OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+
+
+def main() -> None:
+    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1", MEGATRON_BURST_CPU="1")
+    with contextlib.redirect_stdout(io.StringIO()):
+        launch.prepare()
+        from megatron.training import arguments
+
+        configs, found = Configs.read(), {}
+        for name in sys.argv[1:] or configs.names():
+            run = configs.run(name)
+            os.environ["WORLD_SIZE"] = str(run.gpus)
+            words = run.arguments()
+            sys.argv = ["train", *(word for word in words if word not in OFFLOAD)]
+            found[name] = _parsed(arguments)
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        parser.parse_args(OFFLOAD)
+    print(json.dumps(found))
+
+
+def _parsed(arguments) -> dict[str, object]:
+    try:
+        args = arguments.validate_args(arguments.parse_args())
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    names = ("data_parallel_size", "context_parallel_size", "tensor_model_parallel_size")
+    return {name: getattr(args, name) for name in names}
+
+
+if __name__ == "__main__":
+    main()
