@@ -85,11 +85,11 @@ def _report(options: argparse.Namespace, words: list[str], *, has_command: bool)
     findings += hardware.findings(machine)
     environment = {**os.environ, **(line.environment if line else {})}
     findings += settings.findings(environment)
+    if line is not None and line.folder is not None:
+        sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
     parts = installed.parts()  # before the CPU platform hides some
     request, kernel = _shape(options, target), "auto"
     if line is not None:
-        if line.folder is not None:
-            sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
         findings += command.contradictions(line, target)
         with _quiet():
             verdict = command.judge(line, target)

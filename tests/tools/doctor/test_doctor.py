@@ -62,9 +62,11 @@ def test_a_command_line_that_runs_on_a_cluster(
         ("--attention-dropout 0.1", "validation", "attention_dropout = 0.1"),
         ("--no-such-flag 3", "validation", "unrecognized arguments: --no-such-flag 3"),
         ("--seq-length 100", "divisibility", "does not divide by 2 x --context-parallel-size"),
-        ("--hidden-size 66", "validation", "hidden"),
+        pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
         ("--window-size 4,4 --seq-length 100", "refused", "window_size = (4, 4)"),
-        ("--save-interval 3 --sft", "validation", "sft = True"),
+        pytest.param(
+            *("--save-interval 3 --sft", "validation", "sft = True"), marks=pytest.mark.slow
+        ),
         ("--burst-head-parallel-size 16", "grid", "needs 16 ranks of a node"),
     ],
 )
@@ -84,6 +86,13 @@ def test_an_older_gpu_needs_one_connection(
     assert judged(capsys, *MODEL, *BURST, *CP16)[0] == 1
     command = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "python", "-m", "megatron_burst.pretrain_gpt"]
     assert judged(capsys, *command, *MODEL, *BURST, *CP16)[0] == 0
+
+
+@pytest.mark.slow
+def test_a_newer_gpu_does_not(
+    megatron: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     blackwell = [*CLUSTER, "--compute-capability", "10.0", "--", *MODEL, *BURST, *CP16]
     assert main(blackwell) == 0
 
@@ -135,6 +144,27 @@ def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[st
 def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--gpus", "1", "--shape", "16,2,300"]) == 1
     assert "head size 300 is not a multiple of 8" in capsys.readouterr().out
+
+
+def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
+    tmp_path: Path,
+) -> None:
+    for part in ("core", "training"):
+        (tmp_path / "megatron" / part).mkdir(parents=True)
+        (tmp_path / "megatron" / part / "__init__.py").touch()
+    numbers = "MAJOR = 0\nMINOR = 12\nPATCH = 1\n"
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text(numbers)
+    (tmp_path / "pretrain_gpt.py").write_text("import megatron_burst\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_burst.tools.doctor", "--", f"{tmp_path}/pretrain_gpt.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+    )
+    assert ended.returncode == 1
+    assert f"megatron-core 0.12.1 ({tmp_path}" in ended.stdout
 
 
 def test_a_kernel_that_is_asked_for_is_the_one_judged(
