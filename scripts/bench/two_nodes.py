@@ -16,10 +16,10 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -270,25 +270,19 @@ def rows(situation: Situation, place: Place, launches: Sequence[Sequence[Share]]
 
 def rates_table(found: Sequence[Row]) -> str:
     """Return the ratios of steps by algorithm and link rate, for tensors measured at several."""
+    tables: dict[Sizes, dict[str, dict[float, str]]] = defaultdict(lambda: defaultdict(dict))
+    for row in found:
+        if row["phase"] == "step" and row["mbit"] and row["ratio"]:
+            sizes = Sizes(*(row[name] for name in Sizes._fields))
+            tables[sizes][row["algorithm"]][row["mbit"]] = f"{row['ratio']:.3f}"
     parts = []
-    steps = sorted(
-        (row for row in found if row["phase"] == "step" and row["mbit"] and row["ratio"]),
-        key=sizes_of,
-    )
-    for sizes, some in groupby(steps, sizes_of):
-        by_name: dict[str, dict[float, str]] = {}
-        for row in some:
-            by_name.setdefault(row["algorithm"], {})[row["mbit"]] = f"{row['ratio']:.3f}"
-        rates = list(by_name[BASELINE])
+    for sizes, lines in tables.items():
+        rates = list(lines[BASELINE])
         if len(rates) > 1:
             head = [f"step / {BASELINE}", *map(rate_name, rates)]
-            lines = [[name, *(line[rate] for rate in rates)] for name, line in by_name.items()]
-            parts += [f"## By link rate: {sizes}", table(head, lines, numbers=1)]
+            cells = ([name, *(line[rate] for rate in rates)] for name, line in lines.items())
+            parts += [f"## By link rate: {sizes}", table(head, cells, numbers=1)]
     return "\n\n".join(parts)
-
-
-def sizes_of(row: Row) -> Sizes:
-    return Sizes(*(row[name] for name in Sizes._fields))
 
 
 def times_table(times: Times) -> str:

@@ -260,7 +260,7 @@ def test_ratios_by_link_rate(tmp_path: Path) -> None:
         for name in names
     ]
     assert two_nodes.rates_table(rows).splitlines()[:5] == [
-        f"## By link rate: {GROUPED}",
+        f"## By link rate: {SHORT}",
         "",
         "| step / ring flat | 400 Mbit/s | no limit |",
         "| --- | ---: | ---: |",
