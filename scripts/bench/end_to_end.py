@@ -64,7 +64,7 @@ CASES = (
 
 
 def train(args: argparse.Namespace, case: Case, trained: Counter[Case]) -> Mapping[str, Any]:
-    """Train once more; return what compare found.
+    """Train once more; return what compare found, nothing where the case cannot run here.
 
     Raises:
         RuntimeError: the training failed.
@@ -79,6 +79,9 @@ def train(args: argparse.Namespace, case: Case, trained: Counter[Case]) -> Mappi
     except FileNotFoundError:
         raise RuntimeError(f"{case}: {done.stdout[-2000:]}{done.stderr[-2000:]}") from None
     (result,) = (one for one in found if one["name"] == case.variant)
+    if result["status"] == "cannot run":
+        progress(f"{case} cannot run: {result['reason']}")
+        return {}
     if result["status"] != "ran":
         raise RuntimeError(f"{case}: {result['reason']}")
     return result
@@ -89,11 +92,13 @@ def compare(args: argparse.Namespace, case: Case, folder: Path) -> list[str]:
     where = ["--ranks", str(args.ranks)] if args.ranks else ["--toy"]
     options = ["--no-trace", "--variants", case.variant, "--output", str(folder)]
     module = [sys.executable, "-m", "megatron_burst.tools.compare"]
-    return [*module, *where, *options, "--", *args.flags, *case.flags]
+    more = shlex.split(args.compare)
+    return [*module, *where, *options, *more, "--", *args.flags, *case.flags]
 
 
 def rows(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> list[Row]:
     """Return a row for each case: medians over the rounds, ratios within each round."""
+    found = {case: runs for case, runs in found.items() if all(runs)}
     times = {case: [one["seconds_per_step"] for one in runs] for case, runs in found.items()}
     baseline = next(times[case] for case in times if case[:2] == ("", BASELINE))
     return [
@@ -150,6 +155,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
     parser.add_argument("--ranks", type=int, help="GPUs (default: four ranks on the CPU)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--compare", default="", metavar="OPTIONS", help="of compare, as '--ranks-per-node 8'"
+    )
     parser.add_argument("--cases", nargs="+", default=[*map(str, CASES)], metavar="CASE")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench" / "end_to_end")
     parser.add_argument("--force", action="store_true", help="measure under load too")

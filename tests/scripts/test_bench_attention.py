@@ -97,7 +97,8 @@ def trained(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     seconds = 1.0 + len(flags) + (folder.name[0] == "2")  # the second round is slower
     result = {
         "name": options[options.index("--variants") + 1],
-        "status": "ran",
+        "status": "cannot run" if "ring double" in options else "ran",
+        "reason": "one node",
         "ranks": 4,
         "steps": 20,
         "seconds_per_step": seconds,
@@ -120,7 +121,7 @@ def test_whole_steps_are_trained_by_compare(
     monkeypatch.setattr("page.commit", lambda _: "")
     end_to_end.main()
     rows = {row["case"]: row for row in read_csv(page.with_suffix(".csv"))}
-    assert list(rows) == [str(case) for case in end_to_end.CASES]
+    assert list(rows) == [str(case) for case in end_to_end.CASES if case.variant != "ring double"]
     assert rows["ring flat"]["median_s"] == rows["ring flat"]["ratio"] == "1"
     chunked = rows["burst, chunked loss"]  # two flags more
     assert (chunked["median_s"], chunked["largest_s"], chunked["ratio"]) == ("3", "4", "3")
