@@ -77,9 +77,8 @@ class TorchrunJob:
         place = line.index("--standalone") + 1
         line[place:place] = ["--max-restarts", str(self._restarts)]
         with self._log.open("w") as file:
-            self.process = psutil.Popen(
-                line, stdout=file, stderr=subprocess.STDOUT, env=environment()
-            )
+            settings = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            self.process = psutil.Popen(line, stdout=file, stderr=subprocess.STDOUT, env=settings)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +91,7 @@ class TorchrunJob:
     def text(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, text: str, seconds: float = 150) -> None:
+    def wait_for(self, text: str, seconds: float = LONGEST) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < deadline, f"the job did not come so far\n{self.text[-3000:]}"
@@ -103,7 +102,7 @@ class TorchrunJob:
         ranks = {p.environ().get("RANK", ""): p for p in processes}
         return [ranks["0"], ranks["1"]]
 
-    def end(self, seconds: float = 150) -> int:
+    def end(self, seconds: float = LONGEST) -> int:
         """Wait for the end and return the status; AssertionError if a process is left."""
         ranks = self.process.children(recursive=True)
         status = self.process.wait(timeout=seconds)

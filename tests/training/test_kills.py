@@ -24,7 +24,7 @@ from tests.training.faults import (
 )
 from tests.training.launcher import BURST, run_module
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # mostly imports, on a busy machine
 
 SEED = int(os.environ.get("BURST_FAULT_SEED", "7"))
 TWO = (*BURST, "--context-parallel-size", "2")
@@ -73,7 +73,6 @@ def later_folders(checkpoint: Path) -> list[str]:
     return sorted(name for name in names if int(name[5:]) > recorded(checkpoint))
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_training_ends_as_if_nothing_had_happened(
     case: str, tmp_path: Path, data: tuple[str, ...]
@@ -112,22 +111,23 @@ def test_a_killed_training_ends_as_if_nothing_had_happened(
 def test_torchrun_restarts_a_job_whose_ranks_are_killed(
     tmp_path: Path, data: tuple[str, ...]
 ) -> None:
-    flags = (*data, *TWO, "--train-iters", "12", "--save-interval", "3")
+    flags = (*data, *TWO, "--train-iters", "40", "--save-interval", "3")
     expected, checkpoint = tmp_path / "expected", tmp_path / "checkpoint"
     whole = run_module(MODULE, tmp_path / "whole", 2, *flags, "--save", str(expected))
     flags = (*flags, "--save", str(checkpoint), "--load", str(checkpoint))
     with TorchrunJob(tmp_path, *flags, restarts=2) as job:
         family: list[psutil.Process] = []
-        for rank, step in ((1, 5), (0, 10)):
+        for rank, step in ((1, 5), (0, 15)):
             job.wait_for(f"iteration {step:8d}/")
-            family += job.process.children(recursive=True)
             job.ranks()[rank].kill()
+            family += job.process.children(recursive=True)
         assert job.end() == 0, job.text[-3000:]
     assert not psutil.wait_procs(family, timeout=10)[1]
     last = job.text[job.text.rindex("successfully loaded checkpoint from") :]
+    assert job.text.count("megatron-core 0.") == 3, "starts"
     done = check_same_steps(last, whole)
-    assert done == list(range(done[0], 13)) and done[0] in (7, 10)
-    check_same_state(checkpoint / "iter_0000012", expected / "iter_0000012")
+    assert done == list(range(done[0], 41)) and done[0] > 15 - 3
+    check_same_state(checkpoint / "iter_0000040", expected / "iter_0000040")
 
 
 @pytest.mark.parametrize("handled", [True, False])
