@@ -128,6 +128,8 @@ done | awk -F= -v memory_limit="$memory_mib" -v skew_limit="$skew_ms" -v listing
         if (listing == "no") printf row, "node", "state", "GPUs", "memory used", "links", "clock", ""
         for (n = 1; n <= count; n++) {
             why = ""; state = "free"; clock = "-"
+            memory = (n, "memory_mib") in v ? v[n, "memory_mib"] " MiB" : "-"
+            gpus = (n, "gpus") in v ? v[n, "gpus"] : "-"
             if ((n, "slurm") in v) {
                 state = v[n, "slurm"] ~ /^(down|drain|fail|unknown)/ ? "unhealthy" : "busy"
                 add("Slurm says " v[n, "slurm"])
@@ -149,9 +151,7 @@ done | awk -F= -v memory_limit="$memory_mib" -v skew_limit="$skew_ms" -v listing
             }
             if (state == "free") free = free (free == "" ? "" : " ") name[n]
             else others++
-            memory = (n, "memory_mib") in v ? v[n, "memory_mib"] " MiB" : "-"
             links = v[n, "ports"] > 0 ? v[n, "ports"] " x " v[n, "rate_gbit"] " Gbit/s" : "-"
-            gpus = (n, "gpus") in v ? v[n, "gpus"] : "-"
             if (listing == "no") printf row, name[n], state, gpus, memory, links, clock, why
         }
         if (listing == "yes") { if (free != "") print free; exit free == "" }

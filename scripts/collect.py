@@ -79,9 +79,11 @@ def figures(log: str) -> dict[str, Any]:
         found["tokens_per_second_per_rank"] = rate / int(arguments_["world_size"])
     if rates := [float(f[THROUGHPUT]) for f in steps.values() if THROUGHPUT in f]:
         found["megatron_tflops_per_gpu"] = median(rates)
-    if memory := MEMORY.findall(log):
-        found["max_allocated_mib"] = max(float(allocated) for allocated, _ in memory)
-        found["max_reserved_mib"] = max(float(reserved) for _, reserved in memory)
+    allocated, reserved = (
+        max(map(float, each)) for each in zip(*MEMORY.findall(log), ("0", "0"), strict=True)
+    )
+    if reserved:  # on the CPU Megatron logs zeros
+        found |= {"max_allocated_mib": allocated, "max_reserved_mib": reserved}
     return found
 
 

@@ -196,6 +196,8 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
     for host, reason in reasons.items():
         state, _, why = reason.partition(" ")
         assert found[host].startswith(state) and why in found[host], found[host]
+    assert found["good"].split()[:4] == ["free", "2", "4", "MiB"]
+    assert found["dead"].split()[1:5] == ["-", "-", "-", "-"]
 
 
 def test_the_free_nodes_are_a_list_for_the_launcher(machine: Machine) -> None:
