@@ -206,7 +206,8 @@ def nodes_of(ranks: int, nodes: int) -> list[int]:
 
 def error_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all: a row for each result, way and grid."""
-    shapes, found = grids(args), []
+    shapes = grids(args)
+    found: list[Row] = []
     for heads in args.heads:
         one, by_way = measure(args, heads, shapes)
         for kind in args.ring:

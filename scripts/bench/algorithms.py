@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from ranks import PATIENCE_SECONDS
-from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.head_parallel import kv_head_copies
@@ -103,7 +102,7 @@ class Attention:
         q, k, v, self.dout = (
             torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes
         )
-        self.qkv: tuple[Tensor, ...] = (q, k, v)
+        self.qkv = (q, k, v)
         for x in self.qkv:
             x.requires_grad_()
 

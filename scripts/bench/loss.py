@@ -128,7 +128,7 @@ def once(way: Way, inputs: tuple[Tensor, Tensor, Tensor], device: str) -> tuple[
 
 def time_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all ways at all shapes."""
-    found = []
+    found: list[Row] = []
     for shape in args.shapes:
         inputs = make_inputs(shape, args.device, args.dtype)
         calls = {name: partial(once, way, inputs, args.device) for name, way in ways(args).items()}

@@ -22,7 +22,7 @@ from page import read_csv
 
 MIB = 2**20
 # Text stays text, and equal figures make equal files.
-STYLE: Mapping[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}
 COLORS = {"ring": "0.45", "burst": "#1667ad", "allgather": "#d1620a", "ulysses": "#8b3fb0"}
 LINES: Mapping[str, tuple[str, str]] = {  # color and style of an algorithm
     "ring flat": (COLORS["ring"], "-"),
@@ -95,10 +95,9 @@ def recompute(rows: Rows, figure: Figure) -> None:
             verticalalignment="top",
         )
     powers_of_two(axes, [float(row["stored_bytes"]) / MIB for row in rows], axes.xaxis)
-    seconds = [
-        float(row[name]) for row in rows for name in ("median_s", "predicted_s") if row[name]
-    ]
-    axes.set_ylim(0.85 * min(seconds), 1.08 * max(seconds))
+    columns = ("median_s", "predicted_s")
+    times = [float(row[name]) for row in rows for name in columns if row[name]]
+    axes.set_ylim(0.85 * min(times), 1.08 * max(times))
     axes.set_xlabel("what forward stores")
     axes.set_ylabel("seconds a step")
     axes.set_title("{layers} layers, {tokens} tokens, hidden size {hidden}".format(**rows[0]))

@@ -167,13 +167,13 @@ def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point]
         seconds = middle[None] + middle["forward"] - spared
         predicted[fraction] = Point(seconds, hidden + args.layers * max(counted.kept))
     sizes = {n: getattr(args, n) for n in ("layers", "tokens", "hidden", "heads", "repetitions")}
-    rows = []
-    for fraction, point in measured.items():
-        row = {"benchmark": "recompute", **sizes, "fraction": "none", **spreads[fraction]}
+    rows: list[Row] = []
+    for which, point in measured.items():
+        row = {"benchmark": "recompute", **sizes, "fraction": "none", **spreads[which]}
         row["stored_bytes"] = point.stored
-        if fraction is not None:
-            row["fraction"] = fraction
-            row["predicted_s"], row["predicted_bytes"] = predicted[fraction]
+        if which is not None:
+            row["fraction"] = which
+            row["predicted_s"], row["predicted_bytes"] = predicted[which]
         rows.append(row)
     return measured, predicted, rows
 

@@ -85,7 +85,7 @@ class LocalFlight(Flight):
     def __init__(
         self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
     ) -> None:
-        self._buffers, self._like = buffers, like
+        self._arrived, self._like = buffers, like
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -97,12 +97,12 @@ class LocalFlight(Flight):
 
     def _buffer(self, receive: Receive) -> Block:
         kind = receive.item.kind
-        if (kind, receive.buffer) not in self._buffers:
-            self._buffers[kind, receive.buffer] = tuple(
+        if (kind, receive.buffer) not in self._arrived:
+            self._arrived[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
                 for t in self._like(receive.item)
             )
-        return self._buffers[kind, receive.buffer]
+        return self._arrived[kind, receive.buffer]
 
 
 class CpuClock:
