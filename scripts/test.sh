@@ -9,6 +9,7 @@ Usage: scripts/test.sh [--all] [--help] [pytest arguments]
 Sets up the environment (scripts/setup.sh), then runs ruff, mypy and the tests.
   --all   also the tests marked slow
 Everything else goes to pytest, for example: scripts/test.sh -k layout -x
+Two files of tests run at a time; -n 0 runs one, as a debugger needs it.
 END
 }
 
@@ -33,4 +34,4 @@ step ruff check .
 step ruff format --check .
 step mypy
 if [[ $everything == yes ]]; then arguments=(-m "" ${arguments[@]+"${arguments[@]}"}); fi
-step pytest ${arguments[@]+"${arguments[@]}"}
+step pytest -n 2 --dist loadfile ${arguments[@]+"${arguments[@]}"}
