@@ -23,6 +23,7 @@ END
 steps() {
     cat <<'END'
 plans | 1 | docs/plan.svg docs/plan-double.svg | -m megatron_burst.tools.plan_figure --ranks-per-node 4 --output docs/plan.svg ; -m megatron_burst.tools.plan_figure --nodes 2 --ranks-per-node 2 --output docs/plan-double.svg
+planner | 1 | docs/planner.md docs/planner.svg | -m megatron_burst.tools.plan --write docs/planner.md
 tables | 1 | README.md docs/support.md | -m megatron_burst.tools.flags_table --write README.md ; -m megatron_burst.tools.support_table --write docs/support.md
 accuracy | 2 | {results}/cpu_accuracy.md | scripts/bench/accuracy.py
 gradient_return | 5 | {results}/cpu_gradient_return.md | scripts/bench/accuracy.py --heads 8:8 8:2 --ring kv query --return chain home --grad-dtype float32 model --nodes 1 2 4

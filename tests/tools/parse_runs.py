@@ -1,10 +1,12 @@
-"""Parses and validates every named run with as many ranks as it claims; prints what failed as JSON.
+"""Parses and validates every named run with as many ranks as it claims; prints a line of JSON.
 
-Run as a program by test_config.py: it attaches the plug-in to Megatron's parser in this process.
+Run by test_config.py in a process of its own, because it attaches the plug-in to Megatron's parser.
 """
 
 import argparse
 import contextlib
+import functools
+import inspect
 import io
 import json
 import os
@@ -18,13 +20,15 @@ OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 
 
 def main() -> None:
-    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1", MEGATRON_BURST_CPU="1")
+    # Megatron reads the source of its dataclasses for every parser that it makes.
+    inspect.getsource = functools.cache(inspect.getsource)
+    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
     with contextlib.redirect_stdout(io.StringIO()):
         launch.prepare()
         from megatron.training import arguments
 
         configs, found = Configs.read(), {}
-        for name in sys.argv[1:] or configs.names():
+        for name in configs.names():
             run = configs.run(name)
             os.environ["WORLD_SIZE"] = str(run.gpus)
             words = run.arguments()
@@ -42,7 +46,3 @@ def _parsed(arguments) -> dict[str, object]:
         return {"error": f"{type(error).__name__}: {error}"}
     names = ("data_parallel_size", "context_parallel_size", "tensor_model_parallel_size")
     return {name: getattr(args, name) for name in names}
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_burst.plan import Kind, Plan
-from megatron_burst.tools.plan.timing import ring_plans
+from megatron_burst.tools.plan.timing import backward_plans
 from megatron_burst.tools.plan.workload import Cluster, Workload
 
 GIB = 2**30
@@ -105,11 +105,8 @@ def _working_set(load: Workload) -> int:
 def _attention(load: Workload) -> int:
     """Of a backward: the buffers of the plan, and float32 sums of dQ, dK and dV."""
     shape = load.shape
-    plans = ring_plans(
-        load.config, load.tokens, load.mask, load.grid, load.nodes, shape, backward=True
-    )
     sizes = shape.item_bytes()
-    buffers = max(sum(sizes[kind] for kind, _ in _buffers(plan)) for plan in plans)
+    buffers = max(sum(sizes[kind] for kind, _ in _buffers(plan)) for plan in backward_plans(load))
     heads = shape.query_heads * shape.head_dim
     heads += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     return buffers + 4 * shape.tokens * heads

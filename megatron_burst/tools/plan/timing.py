@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
 from megatron_burst.cost import Shape, bytes_sent, visible_pairs
 from megatron_burst.mask import Mask
 from megatron_burst.plan import Item, Plan, Tile, assemble
@@ -101,22 +101,46 @@ def linear_flops(load: Workload) -> float:
 
 def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
     """Return the forward, what of it runs again, and the backward of one layer."""
-    forward = _one_pass(load, load.mask, backward=False)
-    fraction = load.config.recompute_fraction
+    alone, fraction = _attention_alone(load), load.config.recompute_fraction
+    forward = _one_pass(alone, load.mask, backward=False)
     again: Pass | None = None
     if load.recompute and fraction is None:
         again = forward
     elif load.recompute and fraction:
         stop = boundary(load.layout, fraction)
-        again = _one_pass(load, replace(load.mask, query_stop=stop), backward=False)
-    return forward, again, _one_pass(load, load.mask, backward=True)
+        again = _one_pass(alone, replace(load.mask, query_stop=stop), backward=False)
+    return forward, again, _one_pass(alone, load.mask, backward=True)
 
 
+def _attention_alone(load: Workload) -> Workload:
+    """The same without what makes no difference to a pass, so that equal ones are known."""
+    model = replace(load.model, layers=1, hidden=0, ffn=0, gated=False, vocabulary=0, tied=False)
+    config = load.config
+    if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
+        config = replace(config, recompute_fraction=None)
+    return replace(
+        load,
+        model=model,
+        config=config,
+        sequences=1,
+        recompute=False,
+        chunked_loss=True,
+        loss_bytes=0,
+        zero3=False,
+        gradient_bytes=0,
+        offload=False,
+    )
+
+
+def backward_plans(load: Workload) -> tuple[Plan, ...]:
+    """Return the plans of the backward of all ranks of one ring."""
+    return _plans(_attention_alone(load), load.mask, backward=True)
+
+
+@lru_cache(maxsize=256)
 def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     shape, machine = load.shape, load.cluster
-    plans = ring_plans(
-        load.config, load.tokens, mask, load.grid, load.nodes, shape, backward=backward
-    )
+    plans = _plans(load, mask, backward=backward)
     rate = machine.backward_rate if backward else machine.forward_rate
 
     def kernels(tiles: Sequence[Tile]) -> float:
@@ -144,6 +168,29 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     )
 
 
+def _plans(load: Workload, mask: Mask, *, backward: bool) -> tuple[Plan, ...]:
+    """The plans that `planning` chooses, of all ranks of one ring."""
+    return _made(
+        load.config, load.tokens, mask, load.grid, load.nodes, load.shape, backward=backward
+    )
+
+
+@lru_cache(maxsize=64)
+def _made(
+    config: BurstConfig,
+    tokens: int,
+    mask: Mask,
+    grid: Grid,
+    nodes: tuple[int, ...],
+    shape: Shape,
+    *,
+    backward: bool,
+) -> tuple[Plan, ...]:
+    choice = _choice(config, tokens, mask, grid, nodes, shape)
+    way = choice.backward[choice.chosen] if backward else choice.forward
+    return tuple(plans_of(way, backward=backward))
+
+
 @lru_cache(maxsize=64)
 def _choice(
     config: BurstConfig,
@@ -155,23 +202,6 @@ def _choice(
 ) -> Choice:
     layout = make_layout(config, tokens, grid.ranks)
     return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes)
-
-
-@lru_cache(maxsize=64)
-def ring_plans(
-    config: BurstConfig,
-    tokens: int,
-    mask: Mask,
-    grid: Grid,
-    nodes: tuple[int, ...],
-    shape: Shape,
-    *,
-    backward: bool,
-) -> tuple[Plan, ...]:
-    """Return the plans that `planning` chooses, of all ranks of one ring."""
-    choice = _choice(config, tokens, mask, grid, nodes, shape)
-    way = choice.backward[choice.chosen] if backward else choice.forward
-    return tuple(plans_of(way, backward=backward))
 
 
 def plans_of(way: Way, *, backward: bool) -> list[Plan]:

@@ -1,0 +1,139 @@
+"""Named runs: Megatron accepts their flags, they fit, series are what they say. (fast tier)"""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools import config
+from megatron_burst.tools.config import Configs
+from megatron_burst.tools.plan import memory, show
+from megatron_burst.tools.plan.validation import rows_of
+from megatron_burst.tools.plan.workload import model_of
+
+CONFIGS = Configs.read()
+NAMES = CONFIGS.names()
+# Documents are not predicted.
+PREDICTED = [name for name in NAMES if name != "masks-documents"]
+HEADLINE = ("7b_2m_32gpu_a800", "14b_1m_32gpu_a800", "7b_4m_64gpu_a800", "14b_2m_64gpu_a800")
+
+
+def test_megatron_and_the_plug_in_accept_every_run_with_its_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    from tests.training.launcher import run_module
+
+    text = run_module("tests.tools.parse_runs", tmp_path, 1)
+    found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    assert {name: each["error"] for name, each in found.items() if "error" in each} == {}
+    assert list(found) == NAMES
+    for name, sizes in found.items():
+        ranks = 1
+        for size in sizes.values():
+            ranks *= size
+        assert ranks == CONFIGS.run(name).gpus, name
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_predicted_memory_fits_the_card(name: str) -> None:
+    load = CONFIGS.run(name).workload(CONFIGS)
+    found = memory.predict(load, CONFIGS.constant("working_set"))
+    assert found.fits(load.cluster), f"{found.total / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("7b", 5.30),
+        ("14b", 13.92),
+        ("13b", 13.02),
+        ("llama3_8b", 8.03),
+        ("qwen3_8b", 8.19),
+        ("70b", 70.55),
+    ],
+)
+def test_models_have_their_true_sizes(name: str, billions: float) -> None:
+    assert model_of(CONFIGS.model(name)).parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", HEADLINE)
+def test_a_headline_run_is_that_of_the_paper(name: str) -> None:
+    run = CONFIGS.run(name)
+    load = run.workload(CONFIGS)
+    (row,) = (row for row in rows_of(CONFIGS) if row.id == run.published[0])
+    assert (load.tokens, load.gpus) == (row.load.tokens, row.load.gpus)
+    assert load.config.recompute_fraction == row.load.config.recompute_fraction == 0
+    text = "\n".join(show.lines(CONFIGS, run))
+    assert "all results kept" in text and "1.024 times too much" in text
+
+
+def test_what_is_published_is_too_much_by_1024_over_1000() -> None:
+    rows = [row for row in rows_of(CONFIGS) if row.mfu_published]
+    assert len(rows) == 9
+    for row in rows:
+        assert row.mfu_published == pytest.approx(100 * 1.024 * row.mfu, rel=0.007), row.id
+
+
+def test_every_run_names_rows_that_exist() -> None:
+    known = {row.id for row in rows_of(CONFIGS)}
+    named = {row for name in NAMES for row in CONFIGS.run(name).published}
+    assert named <= known
+    assert {row for row in known if row.startswith("ablation/")} <= named
+
+
+def test_the_ablation_adds_up_and_its_alternatives_do_not() -> None:
+    def changes(name: str, other: str) -> set[str]:
+        a, b = CONFIGS.run(f"ablation-{name}").flags, CONFIGS.run(f"ablation-{other}").flags
+        return {flag for flag in {*a, *b} if a.get(flag) != b.get(flag)}
+
+    assert changes("baseline", "backward") == {"context-parallel-algo", "burst-backward"}
+    assert changes("backward", "double") == {"burst-topology"}
+    assert changes("double", "loss") == {"lm-head-loss"}
+    assert changes("loss", "half") == {"recompute-attention-fraction", "burst-layout"}
+    assert changes("loss", "whole") == {"recompute-attention-fraction"}
+
+
+def test_the_scaling_series_goes_from_1_to_64_gpus() -> None:
+    runs = [CONFIGS.run(name) for name in CONFIGS.names("scaling-*")]
+    assert [run.gpus for run in runs] == [1, 2, 4, 8, 16, 32, 64]
+    of_gpu = [run.flags["seq-length"] // run.gpus for run in runs]
+    assert of_gpu == [16384, *[32768] * 6]
+
+
+def test_arguments_are_written_and_read() -> None:
+    flags = {"swiglu": True, "window-size": "3,0", "sizes": [2, 4], "off": False}
+    words = config.arguments(flags)
+    assert words == ["--swiglu", "--window-size", "3,0", "--sizes", "2", "4"]
+    assert config.parsed(words) == {"swiglu": True, "window-size": "3,0", "sizes": ["2", "4"]}
+    assert config.parsed(["--a=1", "--b"]) == {"a": "1", "b": True}
+    with pytest.raises(ValueError, match="7 belongs to no flag"):
+        config.parsed(["7"])
+
+
+def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> str:
+        assert config.main([*words]) == 0
+        return capsys.readouterr().out
+
+    lines = printed("toy").splitlines()
+    assert lines == CONFIGS.run("toy").arguments() == shlex.split(printed("toy", "--shell"))
+    assert lines[lines.index("--seq-length") + 1] == "2048"
+    assert printed("--list", "heads-*").split() == ["heads-1x16", "heads-2x8", "heads-4x4"]
+    assert "toy" in printed("--list").split() and "_gpu" not in printed("--list")
+    assert "documents cannot be predicted" in printed("masks-documents", "--show")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["14b"], "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
+        (["_gpu"], "there is no run _gpu"),
+        (["toy", "--configs", "/nowhere"], "there is no /nowhere/models.toml: pass --configs"),
+    ],
+)
+def test_what_is_not_there_is_said(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        config.main(words)
+    assert ended.value.code == 1 and message in capsys.readouterr().err

@@ -1,0 +1,316 @@
+"""The planner: time and memory counted by hand, and held against measurements. (fast tier)"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.config import BurstConfig, GradientReturn
+from megatron_burst.direct import Direct
+from megatron_burst.layout import zigzag
+from megatron_burst.mask import Mask
+from megatron_burst.plan import Kind
+from megatron_burst.planning import Way
+from megatron_burst.rings import Ring
+from megatron_burst.tiles import Tiling
+from megatron_burst.tools.config import Configs
+from megatron_burst.tools.plan import __main__ as command
+from megatron_burst.tools.plan import memory, page, timing, validation
+from megatron_burst.tools.plan.ranking import rank
+from megatron_burst.tools.plan.workload import Cluster, Flags, Model, Workload, workload_of
+from megatron_burst.topology import Grid, flat_grid
+
+CONFIGS = Configs.read()
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+GRID = Grid(((0, 1), (2, 3)))
+HEADS, DIM, TOKENS = 4, 8, 512
+
+
+def cluster(**changes: float) -> Cluster:
+    rates = dict.fromkeys(("forward_rate", "backward_rate", "linear_rate", "memory_rate"), 1e12)
+    given = dict(
+        name="by hand",
+        gpus_per_node=4,
+        memory=1e9,
+        **rates,
+        within_rate=1e9,
+        card_rate=1e8,
+        gpus_per_card=1,
+        contention=0.0,
+        copy_rate=float("inf"),
+        peak=1e12,
+    )
+    return Cluster(**{**given, **changes})
+
+
+def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
+    model = Model(
+        layers=1,
+        hidden=32,
+        ffn=128,
+        gated=False,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        vocabulary=100,
+    )
+    return Workload(
+        model=model,
+        cluster=machine,
+        gpus=ranks,
+        tensor=1,
+        context=ranks,
+        tokens=TOKENS * ranks,
+        config=BurstConfig(**config),
+        recompute=False,
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [
+        Ring(Tiling(zigzag(64, 4), Mask.causal()), flat_grid(4)),
+        Ring(Tiling(zigzag(64, 4), Mask.causal()), GRID, Kind.QUERY, GradientReturn.HOME),
+        Ring(Tiling(zigzag(64, 4), Mask.causal()), GRID, gather=True),
+        Direct(Tiling(zigzag(64, 4), Mask.causal(window=8)), GRID),
+    ],
+    ids=["flat", "double query home", "gathered", "direct"],
+)
+def test_the_plans_of_all_ranks_are_those_of_each(way: Way, backward: bool) -> None:
+    each = way.backward if backward else way.forward
+    assert timing.plans_of(way, backward=backward) == [each(rank) for rank in range(4)]
+
+
+def test_without_messages_a_pass_is_its_kernels_and_sums() -> None:
+    free = workload(cluster(within_rate=float("inf")), 4, algorithm="ring")
+    forward, again, backward = timing.attention_passes(free)
+    assert again is None
+    for each in (forward, backward):
+        # Ranks of a ring add up unequal numbers of rows.
+        assert each.seconds == pytest.approx(each.kernels + each.sums, rel=0.01)
+    # Causal pairs of the sequence, shared by four ranks; 2 products forward, 5 backward.
+    pairs = 4 * TOKENS * (4 * TOKENS + 1) / 2 / 4
+    assert forward.kernels == pytest.approx(4 * pairs * HEADS * DIM / 1e12, rel=1e-3)
+    assert backward.kernels == pytest.approx(2.5 * forward.kernels)
+
+
+def test_messages_that_take_longer_than_computing_are_what_a_flat_ring_waits_for() -> None:
+    slow = workload(cluster(gpus_per_node=2), 4, algorithm="ring", grad_dtype="model")
+    forward, _, backward = timing.attention_passes(slow)
+    block = 2 * TOKENS * HEADS * DIM * 2  # K and V in bfloat16
+    # Three hops, all as slow as that over the card: the last tile is computed after them.
+    assert forward.seconds == pytest.approx(3 * block / 1e8, rel=0.02)
+    # Reads, and gradients a step behind them on the same card, and the last on its way home.
+    assert backward.seconds == pytest.approx(6 * block / 1e8, rel=0.02)
+    assert forward.sent == 3 * block and backward.sent == 6 * block
+
+
+def test_a_double_ring_sends_one_block_over_the_card_while_the_node_works() -> None:
+    slow = workload(cluster(gpus_per_node=2), 4, algorithm="ring", topology="double")
+    forward, _, _ = timing.attention_passes(slow)
+    block = 2 * TOKENS * HEADS * DIM * 2
+    within = block / 1e9
+    # The last block of the other node comes a hop later, and is computed with.
+    tile = forward.kernels / 4 + forward.sums / 4
+    assert forward.seconds == pytest.approx(block / 1e8 + within + tile, rel=0.02)
+
+
+def test_gpus_that_share_a_card_halve_it() -> None:
+    alone = workload(cluster(gpus_per_node=2), 4, algorithm="ring", topology="double")
+    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_card=2))
+    block = 2 * TOKENS * HEADS * DIM * 2
+    more = [timing.attention_passes(load)[0].seconds for load in (shared, alone)]
+    assert more[0] - more[1] == pytest.approx(block / 1e8, rel=1e-6)
+
+
+def test_contention_and_copies_slow_the_computing() -> None:
+    base = workload(cluster(within_rate=1e12), 2, algorithm="ring")
+    plain = timing.attention_passes(base)[0].seconds
+    block = 2 * TOKENS * HEADS * DIM * 2
+    for change, more in ({"copy_rate": 1e9}, block / 1e9), ({"contention": 0.5}, block / 2e12):
+        slower = replace(base, cluster=cluster(within_rate=1e12, **change))
+        assert timing.attention_passes(slower)[0].seconds - plain == pytest.approx(more, rel=1e-6)
+
+
+def test_an_all_to_all_is_waited_for() -> None:
+    load = workload(cluster(), 4, algorithm="ulysses")
+    forward, _, _ = timing.attention_passes(load)
+    sent = 4 * TOKENS * HEADS * DIM * 2 * 3 // 4  # of q, k, v and the output, three quarters
+    assert forward.sent == sent
+    assert forward.exposed == pytest.approx(sent / 1e9)
+
+
+def test_a_part_of_the_forward_runs_again() -> None:
+    def again(fraction: float | None) -> float:
+        layout = {"layout": "segmented-zigzag"} if fraction == 0.5 else {}
+        config = {"algorithm": "burst", "recompute_fraction": fraction, **layout}
+        load = replace(workload(cluster(), 4, **config), recompute=True)
+        forward, second, _ = timing.attention_passes(load)
+        return second.kernels / forward.kernels if second else 0.0
+
+    assert [again(None), again(1), again(0)] == [1, 1, 0]
+    assert again(0.5) == pytest.approx(0.25, rel=0.01)
+
+
+def test_memory_is_counted_part_by_part() -> None:
+    load = replace(workload(cluster(), 4, algorithm="ring"), recompute=True)
+    found = memory.predict(load, working_set=1.0)
+    parameters = 32 * (4 * HEADS * DIM) + 2 * 32 * 128 + 2 * 32 * 100
+    assert found.weights == 2 * parameters and found.gradients == 4 * parameters
+    assert found.optimizer == 12 * parameters // 4
+    assert found.inputs == TOKENS * 32 * 2 and found.kept == 0
+    sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2), 1.0)
+    assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
+    kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
+    assert memory.predict(kept, 1.0).kept == TOKENS * HEADS * (DIM * 2 + 4)
+    logits = memory.predict(replace(load, chunked_loss=False), 1.0)
+    assert logits.loss == TOKENS * 100 * 6
+    stored = memory.predict(replace(load, recompute=False), 1.0).inputs
+    assert stored == TOKENS * 2 * (5 * 32 + 6 * HEADS * DIM + 2 * 128)
+    assert memory.predict(load, 2.0).layer == 2 * found.layer
+
+
+FLAGS: Flags = {
+    **CONFIGS.model("7b"),
+    "seq-length": 131072,
+    "bf16": True,
+    "recompute-granularity": "full",
+    "lm-head-loss": "chunked",
+    "context-parallel-size": 16,
+}
+
+
+def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
+    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 1], CONFIGS.constant("working_set"))
+    keys = [(not each.fits, each.time.seconds) for each in found]
+    assert keys == sorted(keys) and found[0].fits
+    ways = {(str(each), each.load.head_parallel, each.fraction) for each in found}
+    assert len(ways) == len(found)
+    algorithms = {each.flags["context-parallel-algo"] for each in found}
+    assert algorithms == {"burst", "ring", "allgather", "ulysses"}
+
+    def seconds(name: str, fraction: str) -> float:
+        (one,) = (
+            each.time.seconds
+            for each in found
+            if str(each) == name and each.load.head_parallel == 1 and each.fraction == fraction
+        )
+        return one
+
+    # 8192 tokens a GPU do not hide what a flat ring sends over one card.
+    assert seconds("burst query double", "0") < seconds("burst query flat", "0")
+    assert seconds("burst query double", "0") < seconds("ring double", "0")
+    assert seconds("ring double", "0") < seconds("ring double", "1") < seconds("ring flat", "1")
+    assert "--nnodes 2" in found[0].command() and "--seq-length 131072" in found[0].command()
+
+
+def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
+    assert command.main([*words, "--fractions", "0", "--top", "3", "--card-gb-s", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
+    assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain_gpt" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say --cluster and --gpus, or --run"),
+        (["--run", "no"], "there is no run no"),
+        (["--cluster", "x", "--gpus", "8", "--model", "14b"], "there is no cluster x"),
+        (
+            ["--model", "14b", "--cluster", "a800", "--gpus", "8", "--seq-length", "262144"],
+            "nothing fits: more GPUs",
+        ),
+        (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8: experts cannot be pr"),
+        (["--run", "toy", "--", "--tensor-model-parallel-size", "3"], "4 GPUs do not divide"),
+        (["--run", "masks-documents"], "documents cannot be predicted here"),
+    ],
+)
+def test_what_cannot_be_ranked_is_said(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main([*words[:1], *words[1:]])
+    assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_a_gpu_must_find_a_place() -> None:
+    with pytest.raises(ValueError, match="needs as many ranks of a node, of 4"):
+        workload(cluster(), 8, algorithm="ring", head_parallel_size=8)
+    with pytest.raises(ValueError, match="nodes of 4 GPUs are not filled evenly"):
+        workload_of({**FLAGS, "context-parallel-size": 6}, cluster(), 6)
+
+
+# Beside what was measured.
+
+FAST = ("e2e/14b/32", "scaling", "ablation", "masks", "kernel/128k", "kernel/node")
+BEYOND = {
+    "e2e/14b/32/loongtrain_double",
+    "e2e/14b/32/loongtrain_double_none",
+    "e2e/13b/32/loongtrain_double",
+    "kernel/1M/double",
+    "kernel/node/32k",
+    "kernel/node/64k",
+}
+TABLES = pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+
+
+@cache
+def rows(fast: bool) -> list[validation.Row]:
+    return [row for row in validation.rows_of(CONFIGS) if not fast or row.group in FAST]
+
+
+@cache
+def speeds(fast: bool) -> list[validation.Compared]:
+    return validation.compare_speed(CONFIGS, rows(fast))
+
+
+def test_there_are_at_most_six_constants_each_fitted_on_one_row() -> None:
+    fitted = CONFIGS.published["fitted"]
+    known = {row.id for row in rows(True)}
+    assert len(fitted) <= 6 and {each["row"] for each in fitted.values()} <= known
+    found = [each for each in speeds(True) if each.fitted]
+    assert len(found) == 5
+    assert all(abs(each.error) < 0.005 for each in found)
+
+
+@TABLES
+def test_speeds_are_predicted_and_what_misses_is_known(fast: bool) -> None:
+    assert validation.median_error(speeds(fast)) < 0.05
+    beyond = {each.id for each in speeds(fast) if abs(each.error) > 0.15}
+    assert beyond == {name for name in BEYOND if name in {row.id for row in rows(fast)}}
+
+
+@TABLES
+@pytest.mark.parametrize("across_codes", [False, True])
+def test_the_order_is_right_but_for_a_baseline_of_half_its_expected_speed(
+    fast: bool, across_codes: bool
+) -> None:
+    count, found = validation.order(speeds(fast), across_codes=across_codes)
+    assert count >= (15 if fast else 40)
+    assert len(found) == 1 and "e2e/14b/32/loongtrain_double" in found[0]
+
+
+@TABLES
+def test_memory_is_predicted_within_15_percent(fast: bool) -> None:
+    found = validation.compare_memory(CONFIGS, rows(fast))
+    assert len(found) == (13 if fast else 19)
+    assert all(abs(each.error) < 0.15 for each in found)
+
+
+def test_exposed_shares_on_two_nodes_are_within_10_points() -> None:
+    found = validation.compare_two_nodes(CONFIGS)
+    assert len(found) == 28
+    assert all(abs(each.predicted - each.measured) < 0.10 for each in found)
+
+
+@TABLES
+def test_the_page_says_what_is_predicted_now(fast: bool) -> None:
+    lines = PAGE.read_text().splitlines()
+    for each in speeds(fast):
+        name = f"{each.id} ({each.code})" if each.code else each.id
+        expected = f"| {name} | {each.measured:g} | {each.predicted:.1f} |"
+        assert any(line.startswith(expected) for line in lines), f"{expected}: {page.BEGIN}"
