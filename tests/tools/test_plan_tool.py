@@ -206,6 +206,19 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
     assert "--nnodes 2" in found[0].command() and "--seq-length 131072" in found[0].command()
 
 
+def test_what_does_not_fit_comes_last_however_fast() -> None:
+    machine, factor = CONFIGS.cluster("a800"), CONFIGS.constant("working_set")
+    small = {**FLAGS, "seq-length": 65536, "context-parallel-size": 2}
+    fast, *_ = (each for each in rank(small, machine, 2, [0], factor))
+    tight = replace(machine, memory=0.99 * fast.memory.total / 0.92)
+    found = rank(small, tight, 2, [0, 0.5, 1], factor)
+    assert {each.fits for each in found} == {True, False}
+    assert found[0].fits and not found[-1].fits
+    assert found[0].time.seconds > min(each.time.seconds for each in found if not each.fits)
+    # Between 0 and 1 the best ways alone are tried.
+    assert "0.5" in {each.fraction for each in found}
+
+
 def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
     assert command.main([*words, "--fractions", "0", "--top", "3", "--card-gb-s", "20"]) == 0

@@ -21,6 +21,8 @@ CHOSEN = (
     _FRACTION,
 )
 
+_FINALISTS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -45,6 +47,10 @@ class Candidate:
         """ρ, for a table."""
         return f"{self.flags.get(_FRACTION, '-')}"
 
+    def place(self) -> tuple[bool, float]:
+        """Return what candidates are ordered by."""
+        return not self.fits, self.time.seconds
+
     def command(self) -> str:
         """Return the command line of every node."""
         a_node = min(self.load.cluster.gpus_per_node, self.load.gpus)
@@ -68,6 +74,9 @@ def rank(
 ) -> list[Candidate]:
     """Predict every way; those that fit come first, and of them the fastest.
 
+    A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
+    ways that are best without it.
+
     Args:
         given: Megatron's flags and ours; what `CHOSEN` names is replaced.
         cluster: the machines.
@@ -78,15 +87,21 @@ def rank(
     flags = {name: value for name, value in given.items() if name not in CHOSEN}
     if flags.get("recompute-granularity") != "full":
         fractions = ()
-    found = []
-    for way in _ways(workload_of(flags, cluster, gpus)):
-        for extra in _recompute(fractions):
-            candidate = {**flags, **way, **extra}
-            load = workload_of(candidate, cluster, gpus)
-            found.append(
-                Candidate(candidate, load, timing.predict(load), memory.predict(load, working_set))
-            )
-    return sorted(found, key=lambda each: (not each.fits, each.time.seconds))
+
+    def predicted(way: Flags, fraction: float | None) -> Candidate:
+        wanted = {**flags, **way, **_recompute(fraction)}
+        load = workload_of(wanted, cluster, gpus)
+        return Candidate(wanted, load, timing.predict(load), memory.predict(load, working_set))
+
+    simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
+    ways = list(_ways(workload_of(flags, cluster, gpus)))
+    found = [predicted(way, fraction) for way in ways for fraction in simple]
+    found.sort(key=Candidate.place)
+    best = found[: _FINALISTS * len(simple)]
+    chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
+    rest = [fraction for fraction in fractions if fraction not in simple]
+    found += [predicted(way, fraction) for way in chosen for fraction in rest]
+    return sorted(found, key=Candidate.place)
 
 
 def _ways(load: Workload) -> Iterator[dict[str, Any]]:
@@ -123,13 +138,12 @@ def _heads_divide(load: Workload, size: int) -> bool:
     return load.heads_of_a_rank % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def _recompute(fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """The flags of every ρ, with the layout that spreads it evenly."""
-    if not fractions:
-        yield {}
-    for fraction in fractions:
-        even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
-        yield {_FRACTION: fraction, **even}
+def _recompute(fraction: float | None) -> dict[str, Any]:
+    """The flags of ρ, with the layout that spreads it evenly."""
+    if fraction is None:
+        return {}
+    even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
+    return {_FRACTION: fraction, **even}
 
 
 def with_rates(cluster: Cluster, rates: dict[str, float]) -> Cluster:
