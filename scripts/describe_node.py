@@ -51,10 +51,11 @@ def versions() -> dict[str, str]:
 
 
 def commit(directory: Path) -> str:
-    """The commit of the repository, with "+" where tracked files were changed; "" without git."""
+    """The commit of the repository, with "+" where tracked code was changed; "" without git."""
     git = ("git", "-C", str(directory))
     name = output(*git, "rev-parse", "--short=12", "HEAD").strip()
-    changed = output(*git, "status", "--porcelain", "--untracked-files=no").strip()
+    code = [":/", *(f":(exclude,top){what}" for what in ("docs", "*.md", "*.csv"))]
+    changed = output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code).strip()
     return f"{name}+" if name and changed else name
 
 

@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_burst.tools.picture import save
 from megatron_burst.tools.runlog import Series
 
 _FEW = 4  # runs whose names fit into the panels
@@ -36,7 +37,7 @@ def draw_losses(losses: dict[str, Series], entropy: float | None, path: Path) ->
     else:
         shown = curves.get_legend_handles_labels()
         figure.legend(*shown, loc="outside lower center", ncols=3, handlelength=4)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_curves(axes: Axes, losses: dict[str, Series], entropy: float | None) -> None:

@@ -27,6 +27,7 @@ from megatron_burst.mask import Mask, Relation
 from megatron_burst.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.rings import Ring
 from megatron_burst.tiles import Tiling
+from megatron_burst.tools.picture import save
 from megatron_burst.topology import Grid
 
 MOST_RANKS = 8
@@ -44,7 +45,6 @@ _DASHES: Any = (0, (3.2, 1.8))  # of gradients
 _BETWEEN: dict[Channel, float] = {Channel.READ_BETWEEN: 2.8, Channel.GRADIENT_BETWEEN: 2.8}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "megatron_burst",  # equal plans make equal files
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9.5,
@@ -128,7 +128,7 @@ def draw(
     figure = _figure(ring, layout, mask)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(_STYLE):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)
 
 
 def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:

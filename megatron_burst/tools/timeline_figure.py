@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 
 from megatron_burst.chrome_trace import RECEIVE
 from megatron_burst.tools.exposure import CallTrace
+from megatron_burst.tools.picture import save
 from megatron_burst.trace import Activity
 
 MOST_RANKS = 8
@@ -48,7 +49,7 @@ def draw_timeline(calls: Sequence[CallTrace], training_step: int, path: Path) ->
         axes.set_title(f"one {name} of one layer", loc="left")
     panels[-1].set_xlabel("time (ms)")
     _legend(figure, calls, ring)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _ring(calls: Sequence[CallTrace]) -> list[int]:

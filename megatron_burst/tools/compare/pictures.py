@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_burst.tools.compare.results import Result
+from megatron_burst.tools.picture import save
 
 _COLORS = {
     "CP=1": "#555555",
@@ -28,7 +29,7 @@ def draw_speed(results: Sequence[Result], path: Path) -> None:
     time.set_title("time of a step (ms, median)")
     _bars(memory, results, [_scaled(r.peak_memory_bytes, 2**-30) for r in results], "{:.2f}")
     memory.set_title("peak memory of the fullest rank (GiB)")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_messages(results: Sequence[Result], path: Path) -> None:
@@ -56,7 +57,7 @@ def draw_messages(results: Sequence[Result], path: Path) -> None:
         Patch(color=_PLANNED, label="by the plan"),
     ]
     figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _figure(rows: int, *, legend: bool = False) -> tuple[Figure, Sequence[Axes]]:

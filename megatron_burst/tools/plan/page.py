@@ -8,6 +8,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from megatron_burst.tools.config import Configs
+from megatron_burst.tools.picture import save
 from megatron_burst.tools.plan import validation
 from megatron_burst.tools.plan.validation import Compared
 
@@ -76,7 +77,7 @@ def draw(found: Iterable[Compared], path: Path) -> None:
     axes.set_xlabel("measured (A800; band: 15 %)")
     axes.set_ylabel("predicted")
     axes.legend(loc="upper left", frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def _marks(axes: Axes, found: list[Compared], unit: str, mark: str) -> None:
