@@ -1,4 +1,4 @@
-"""The two seams at which a training script of Megatron meets the plug-in."""
+"""The two functions of Megatron through which a training script meets the plug-in."""
 
 import argparse
 import functools

@@ -32,7 +32,7 @@ def draw_timeline(calls: Sequence[CallTrace], training_step: int, path: Path) ->
         path: where to.
     """
     calls = [c for c in calls if c.call.arguments["training_step"] == training_step]
-    ring = [r for r in _ring(calls)][:MOST_RANKS]
+    ring = _ring(calls)[:MOST_RANKS]
     calls = [call for call in calls if call.rank in ring]
     close = [name for name in ("forward", "backward") if any(c.name == name for c in calls)]
     height = 1.3 + (1 + len(close)) * (0.9 + 0.42 * len(ring))

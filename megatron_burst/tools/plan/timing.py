@@ -283,7 +283,8 @@ def _exchange_seconds(load: Workload) -> float:
     to_one = load.exchange_bytes / (size - 1)
     of_node = size if load.config.algorithm is not Algorithm.ULYSSES else load.ranks_per_node
     within, across = to_one * (of_node - 1), to_one * (size - of_node)
-    return max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
+    on_links = max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
+    return on_links + load.exchange_bytes / machine.copy_rate
 
 
 def _tensor_parallel_seconds(load: Workload) -> float:

@@ -1,12 +1,22 @@
 """Predictions beside what was measured elsewhere and here, and the fit of the constants."""
 
+import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import isinf
+from pathlib import Path
 from statistics import median
 
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype, GradientReturn, LayoutName
-from megatron_burst.tools.config import Configs, Table
+from megatron_burst.config import (
+    Algorithm,
+    BurstConfig,
+    GradDtype,
+    GradientReturn,
+    LayoutName,
+    Topology,
+)
+from megatron_burst.tools.config import FOLDER, Configs, Table
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.workload import (
     Cluster,
@@ -19,6 +29,8 @@ from megatron_burst.tools.plan.workload import (
 GAP = 1.1  # a measured gap that the prediction has to order
 _UNITS = {"k": 2**10, "M": 2**20}
 _BISECTIONS, _ROUNDS = 12, 10
+_COUNTS = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
+_KERNELS_ALONE = "no communication"  # what the two nodes' table calls it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,21 +126,23 @@ def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
 def compare_two_nodes(configs: Configs) -> list[Compared]:
     """Return the share of a step that is not kernels, measured on this machine and predicted.
 
-    The share of a launch is that of its medians, and of the launches their median counts.
+    Measured by the ratios of steps to one algorithm's in the same launch, which the machine's own
+    changes from launch to launch disturb least.
     """
     machine = configs.published["two_nodes"]
     found = []
-    for group in machine["group"]:
-        alone = group["no_communication"]
-        for row in group["rows"]:
-            load = _two_nodes(configs, machine, group, row["setting"])
+    for place, algorithms in _two_nodes_rows(FOLDER.parent / machine["results"]).items():
+        alone = algorithms.pop(_KERNELS_ALONE)
+        seconds = {phase: float(row["median_s"]) for phase, row in alone.items()}
+        for algorithm, phases in algorithms.items():
+            setting = configs.published["settings"][machine["settings"][algorithm]]
+            load = _two_nodes(machine, place, seconds, burst_config_of(setting))
             forward, _, backward = timing.attention_passes(load)
-            kernels = (alone["forward"] + alone["backward"]) / 1e3
+            kernels = seconds["forward"] + seconds["backward"]
             share = 1 - kernels / (forward.seconds + backward.seconds)
-            launches = zip(alone["step"], row["step"], strict=True)
-            measured = median(1 - tiles / step for tiles, step in launches)
-            name = f"{group['id']}/{row['id']}"
-            found.append(Compared(name, group["id"], "exposed share", measured, share, False))
+            exposed = 1 - float(alone["step"]["ratio"]) / float(phases["step"]["ratio"])
+            name = f"{place}: {algorithm}"
+            found.append(Compared(name, str(place), "exposed share", exposed, share, False))
     return found
 
 
@@ -247,29 +261,60 @@ def _setting(configs: Configs, table: Table) -> BurstConfig:
     )
 
 
-def _two_nodes(configs: Configs, machine: Table, group: Table, setting: str) -> Workload:
-    """A setting on this machine's two nodes, with the rates of its kernels there."""
-    alone = group["no_communication"]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A link rate and tensors that the two nodes were measured with."""
+
+    mbit: float  # asked for; 0 is plain loopback on one node
+    measured_mbit: float
+    ranks: int
+    ranks_per_node: int
+    tokens: int  # of a rank
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        rate = f"{self.mbit:g} Mbit/s" if self.mbit else "loopback"
+        rate = "no limit" if isinf(self.mbit) else rate
+        return f"{rate}, {self.tokens} tokens, {self.kv_heads} KV heads"
+
+
+def _two_nodes_rows(path: Path) -> dict[_Place, dict[str, dict[str, Mapping[str, str]]]]:
+    """The rows of the benchmark by place, algorithm and phase."""
+    found: dict[_Place, dict[str, dict[str, Mapping[str, str]]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            mbit, measured = float(row["mbit"]), float(row["measured_mbit"])
+            place = _Place(mbit, measured, *(int(row[name]) for name in _COUNTS))
+            found.setdefault(place, {}).setdefault(row["algorithm"], {})[row["phase"]] = row
+    return found
+
+
+def _two_nodes(
+    machine: Table, place: _Place, alone: Mapping[str, float], config: BurstConfig
+) -> Workload:
+    """An algorithm on this machine's two nodes, with the rates of its kernels there."""
     model = Model(
         layers=1,
-        hidden=512,
+        hidden=place.heads * place.head_dim,
         ffn=0,
         gated=False,
-        heads=8,
-        kv_heads=group["kv_heads"],
-        head_dim=64,
+        heads=place.heads,
+        kv_heads=place.kv_heads,
+        head_dim=place.head_dim,
         vocabulary=0,
     )
     cluster = Cluster(
         name="two nodes",
-        gpus_per_node=4 // group["nodes"],
+        gpus_per_node=place.ranks_per_node,
         memory=0,
         forward_rate=1.0,
         backward_rate=1.0,
         linear_rate=1.0,
         memory_rate=1e9 * machine["memory_gb_s"],
         within_rate=1e9 * machine["within_gb_s"],
-        card_rate=1e6 / 8 * group["card_mbit_s"],
+        card_rate=1e6 / 8 * place.measured_mbit,
         gpus_per_card=1,
         contention=0.0,
         copy_rate=1e9 * machine["copy_gb_s"],
@@ -278,22 +323,22 @@ def _two_nodes(configs: Configs, machine: Table, group: Table, setting: str) -> 
     load = Workload(
         model=model,
         cluster=cluster,
-        gpus=4,
+        gpus=place.ranks,
         tensor=1,
-        context=4,
-        tokens=group["tokens"],
-        config=burst_config_of(configs.published["settings"]["flat"]),
+        context=place.ranks,
+        tokens=place.ranks * place.tokens,
+        config=config,
         recompute=False,
         element_bytes=4,
     )
-    forward, _, backward = timing.attention_passes(load)
+    flat = replace(load, config=BurstConfig(algorithm=Algorithm.RING, topology=Topology.FLAT))
+    forward, _, backward = timing.attention_passes(flat)
     cluster = replace(
         cluster,
-        forward_rate=forward.kernels / (alone["forward"] / 1e3),
-        backward_rate=backward.kernels / (alone["backward"] / 1e3),
+        forward_rate=forward.kernels / alone["forward"],
+        backward_rate=backward.kernels / alone["backward"],
     )
-    given = configs.published["settings"][setting]
-    return replace(load, cluster=cluster, config=burst_config_of(given))
+    return replace(load, cluster=cluster)
 
 
 def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
