@@ -143,9 +143,10 @@ class BurstConfig:
     )
     """Which share of the sequence, 0 to 1, attention computes again in layers that Megatron
     recomputes; the results of the rest are kept (default: all of it again, as Megatron does). 0
-    repeats neither attention nor its messages, 0.5 a quarter of a causal sequence's work and half
-    of the messages. It is rounded to whole chunks; with --burst-layout segmented-zigzag the
-    sequence is cut there, so that every rank repeats as much."""
+    repeats neither attention nor its ring's messages (an all-to-all over heads is repeated), 0.5 a
+    quarter of a causal sequence's work and half of the messages. It is rounded to whole chunks;
+    with --burst-layout segmented-zigzag the sequence is cut there, so that every rank repeats as
+    much."""
 
     recompute_offload: bool = field(
         default=False, metadata={"flag": "--recompute-attention-offload"}

@@ -49,6 +49,8 @@ load_env
 read -ra ssh <<<"${BURST_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
 read -ra srun_options <<<"${BURST_SRUN_OPTIONS:-}"
 declare -A slurm_state=()
+if [[ $by_slurm == no ]]; then nodes=${nodes:-${BURST_NODES:-}}; fi
+nodes=${nodes//$'\n'/ }
 if [[ $by_slurm == yes ]]; then
     sinfo=(sinfo -h -N -o "%N %T" ${SBATCH_PARTITION:+--partition "$SBATCH_PARTITION"}
         ${nodes:+--nodes "${nodes// /,}"})
@@ -57,7 +59,7 @@ if [[ $by_slurm == yes ]]; then
     while read -r node state; do slurm_state[$node]=$state; done <<<"$listed"
     mapfile -t nodes < <(printf '%s\n' "${!slurm_state[@]}" | sort -V)
 else
-    read -ra nodes <<<"${nodes:-${BURST_NODES:-}}"
+    read -ra nodes <<<"${nodes:-}"
     ((${#nodes[@]})) || die 'say which nodes: --nodes "HOST ...", BURST_NODES or --slurm'
 fi
 
@@ -65,7 +67,10 @@ fi
 ask_command() {
     if [[ $by_slurm == yes ]]; then
         ask=(srun --quiet --nodes=1 --ntasks=1 --nodelist="$1" --immediate="$timeout" --mpi=none
-            ${SBATCH_PARTITION:+--partition "$SBATCH_PARTITION"} "${srun_options[@]}" sh -s)
+            ${SBATCH_PARTITION:+--partition "$SBATCH_PARTITION"}
+            ${SBATCH_ACCOUNT:+--account "$SBATCH_ACCOUNT"} ${SBATCH_QOS:+--qos "$SBATCH_QOS"}
+            ${SBATCH_GPUS_PER_NODE:+--gpus-per-node "$SBATCH_GPUS_PER_NODE"}
+            "${srun_options[@]}" sh -s)
     else
         ask=("${ssh[@]}" "$1" sh -s)
     fi
@@ -120,7 +125,7 @@ done | awk -F= -v memory_limit="$memory_mib" -v skew_limit="$skew_ms" -v listing
     $1 == "node" { count++; name[count] = $2; next }
     {
         value = substr($0, length($1) + 2)
-        v[count, $1] = value
+        v[count, $1] = value ~ /^-?[0-9.]+$/ ? value + 0 : value # text is not compared as numbers
         if (value + 0 > most[$1]) most[$1] = value + 0
     }
     END {

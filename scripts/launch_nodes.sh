@@ -31,7 +31,8 @@ while (($#)); do
     esac
 done
 load_env
-read -ra nodes <<<"${nodes:-${BURST_NODES:-}}"
+nodes=${nodes:-${BURST_NODES:-}}
+read -ra nodes <<<"${nodes//$'\n'/ }"
 ((${#nodes[@]})) || die 'say which nodes: --nodes "HOST HOST ..." or BURST_NODES'
 read -ra ssh <<<"${BURST_SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4}"
 prepare_output "${command[@]}"
@@ -39,7 +40,7 @@ port=${BURST_PORT:-$((10000 + RANDOM % 20000))}
 
 # Leaves in `remote` the command that node number $1 runs.
 remote_command() {
-    local name variables=() container=() place
+    local name variables=() container=() inside=() place
     mapfile -t names < <(variables_for_nodes)
     for name in "${names[@]}"; do variables+=("$name=${!name}"); done
     if [[ -n ${BURST_IMAGE:-} ]]; then
@@ -49,10 +50,11 @@ remote_command() {
         while read -r place; do settings+=(--volume "$place"); done < <(mounts)
         container=(docker run --rm --init --interactive --network host "${docker_options[@]}"
             "${settings[@]}" --workdir "$PWD" "$BURST_IMAGE")
+        inside=(--in-container)
     fi
     remote=(env "${variables[@]}" "${container[@]}" "$burst_on_node" --nodes "${#nodes[@]}"
         --node-rank "$1" --master "${BURST_MASTER:-${nodes[0]#*@}}" --port "$port" --output "$output"
-        --end-with-input "${node_options[@]}" -- "${flags[@]}")
+        --end-with-input "${inside[@]}" "${node_options[@]}" -- "${flags[@]}")
 }
 
 # Leaves in `connection` the command that starts node number $1 from here.
@@ -72,7 +74,7 @@ fi
 run_node() {
     local status=0
     connect_command "$1"
-    "${connection[@]}" <"$scratch/life" || status=$?
+    "${connection[@]}" <&"$ear" || status=$?
     printf '%d\n' "$status" >"$scratch/status-$1.new"
     mv -- "$scratch/status-$1.new" "$scratch/status-$1"
 }
@@ -80,9 +82,11 @@ run_node() {
 # Every connection reads a fifo that only this process writes to. When it lets go of it, however it
 # ends, the input of every node ends, and with it the ranks there.
 run_nodes() {
-    local rank status life failed=0 running=1
+    local rank status life ear failed=0 running=1
     mkfifo "$scratch/life"
+    # Opened to be read here, once: a connection that opened it after the other end is gone would hang.
     exec {life}<>"$scratch/life"
+    exec {ear}<"$scratch/life"
     trap 'exec {life}>&-' TERM INT HUP
     for rank in "${!nodes[@]}"; do run_node "$rank" {life}>&- & done
     while ((running)); do

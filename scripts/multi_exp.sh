@@ -70,11 +70,13 @@ read -ra launcher <<<"$launcher"
 
 # The named runs that the words of $1 mean.
 expand_sizes() {
-    local word
+    local word found
     set -f
     for word in $1; do
         if [[ $word == *[*?[]* ]]; then
-            "$(python_of_training)" -m megatron_burst.tools.config --list "$word"
+            found=$("$(python_of_training)" -m megatron_burst.tools.config --list "$word") || return
+            [[ -n $found ]] || die "no run of configs/ matches $word"
+            printf '%s\n' "$found"
         else
             printf '%s\n' "$word"
         fi
@@ -83,20 +85,21 @@ expand_sizes() {
 }
 
 export PYTHONPATH=$burst_root${PYTHONPATH:+:$PYTHONPATH}
-sizes=$(expand_sizes "$sizes")
+sizes=$(expand_sizes "$sizes") || die "--sizes cannot be read"
 for name in $methods $ablations; do
     [[ -n ${defined[$name]+x} ]] || die "no method or ablation $name; there are ${!defined[*]}"
 done
 
 status_of() { # finished, failed with a status, in Slurm's queue, or still to do
-    local job=""
-    if [[ -s $1/status ]]; then
-        if (($(<"$1/status"))); then printf 'failed with status %d' "$(<"$1/status")"
-        else printf 'finished'; fi
-        return
-    fi
-    if [[ -s $1/job ]] && job=$(squeue -h -j "$(<"$1/job")" -o %T 2>/dev/null) && [[ -n $job ]]; then
+    local job="" status=""
+    if [[ -s $1/status ]]; then status=$(<"$1/status"); fi
+    if [[ $status == 0 ]]; then
+        printf 'finished'
+    elif [[ -s $1/job ]] && job=$(squeue -h -j "$(<"$1/job")" -o %T 2>/dev/null) && [[ -n $job ]] ||
+        grep -qxF -- "$1" < <(squeue -h --me -o %k 2>/dev/null); then
         printf 'in the queue'
+    elif [[ -n $status ]]; then
+        printf 'failed with status %d' "$status"
     else
         printf 'to do'
     fi

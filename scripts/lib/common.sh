@@ -25,11 +25,12 @@ load_env() {
     set +a
 }
 
+in_container=no
 # The Python of the training: the environment of scripts/setup.sh; in a container the image's own.
 python_of_training() {
     if [[ -n ${BURST_PYTHON:-} ]]; then
         printf '%s' "$BURST_PYTHON"
-    elif [[ -z ${BURST_IMAGE:-} && -x $burst_root/.venv/bin/python ]]; then
+    elif [[ $in_container == no && -x $burst_root/.venv/bin/python ]]; then
         printf '%s' "$burst_root/.venv/bin/python"
     else
         printf 'python3'
@@ -122,8 +123,10 @@ variables_for_nodes() {
     compgen -e | grep -E '^(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_' || true
 }
 
-# The directories that a container needs, each once; the site's own in BURST_MOUNTS come as they are.
+# What a container needs of this machine, each once; the site's own in BURST_MOUNTS come as they are.
 mounts() {
-    printf '%s\n' "$burst_root" "$PWD" "$output" | sort -u | sed 's/.*/&:&/'
+    local needed=("$burst_root" "$PWD" "$output")
+    if [[ -f ${BURST_ENV:-} ]]; then needed+=("$(absolute "$BURST_ENV")"); fi
+    printf '%s\n' "${needed[@]}" | sort -u | sed 's/.*/&:&/'
     if [[ -n ${BURST_MOUNTS:-} ]]; then tr ',' '\n' <<<"$BURST_MOUNTS"; fi
 }

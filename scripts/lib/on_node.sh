@@ -14,6 +14,7 @@ running where the launcher or the connection to it is gone.
   --master HOST         the first node
   --port P              the port to meet at
   --ranks-per-node N    (default: one a GPU)
+  --in-container        the Python is the image's
   --run NAME, --script PATH, --measure-links, --output DIR, --dry-run, --end-with-input
 END
 }
@@ -39,6 +40,7 @@ while (($#)); do
         --output) output=$2; shift ;;
         --measure-links) measure=yes ;;
         --end-with-input) with_input=yes ;;
+        --in-container) in_container=yes ;;
         --dry-run) dry_run=yes ;;
         --) shift; flags=("$@"); break ;;
         *) die "unknown option $1" ;;
@@ -52,7 +54,7 @@ python=$(python_of_training)
 has_gpus() { [[ ${MEGATRON_BURST_CPU:-} != 1 ]] && nvidia-smi -L >/dev/null 2>&1; }
 
 ranks=${ranks:-${BURST_RANKS_PER_NODE:-gpu}}
-if [[ $ranks == gpu ]] && ! has_gpus; then
+if [[ $ranks == gpu && $dry_run == no ]] && ! has_gpus; then
     die "no GPU is used here: say how many ranks with --ranks-per-node N or BURST_RANKS_PER_NODE"
 fi
 
@@ -98,11 +100,12 @@ mark=BURST_MARK=$(uname -n).$$.$RANDOM$RANDOM
 
 end_leftovers() {
     local file pid
+    trap '' PIPE # nobody may be left to read what is said
     for file in /proc/[0-9]*/environ; do
         pid=${file#/proc/} pid=${pid%/environ}
         if grep -qFzx -- "$mark" "$file" 2>/dev/null; then
-            say "ends process $pid, which outlived its launcher"
             kill -KILL "$pid" 2>/dev/null || true
+            say "ended process $pid, which outlived its launcher" || true
         fi
     done
 }
@@ -120,5 +123,5 @@ status=0
 supervise setsid env "$mark" "${command[@]}" </dev/null || status=$?
 end_leftovers
 if [[ -n ${watcher:-} ]]; then kill "$watcher" 2>/dev/null || true; fi
-if ((status)); then say "the ranks of this node ended with status $status"; fi
+if ((status)); then say "the ranks of this node ended with status $status" || true; fi
 exit "$status"

@@ -138,14 +138,16 @@ def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], mess
 
 
 def test_without_gpus_the_number_of_ranks_must_be_said(machine: Machine) -> None:
-    done = machine.run("launch_local.sh", "--dry-run", BURST_RANKS_PER_NODE="", expect=2)
-    assert "--ranks-per-node N or BURST_RANKS_PER_NODE" in done.stderr
+    done = machine.run("launch_local.sh", BURST_RANKS_PER_NODE="", expect=2)
+    assert "--ranks-per-node N or BURST_RANKS_PER_NODE" in done.stdout + done.stderr
+    shown = machine.run("launch_local.sh", "--dry-run", BURST_RANKS_PER_NODE="")
+    assert "--nproc-per-node gpu" in shown.stdout  # shown where the GPUs are not
 
 
 def test_processes_that_outlive_their_launcher_are_ended(machine: Machine) -> None:
     done = machine.run("launch_local.sh", "--output", "out", LEAVE_BEHIND="1")
     left = int(machine.text("left"))
-    assert f"ends process {left}, which outlived its launcher" in done.stdout
+    assert f"ended process {left}, which outlived its launcher" in done.stdout
     assert gone(left)
 
 
@@ -252,6 +254,13 @@ def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None
     assert "dead ended with status 255" in done.stdout
 
 
+def test_nodes_may_stand_on_lines_of_their_own(machine: Machine) -> None:
+    done = machine.run(
+        "launch_nodes.sh", "--dry-run", "--nodes", "n1\nn2\n", "--ranks-per-node", "1"
+    )
+    assert len(done.stdout.splitlines()) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_runs_on_when_the_launcher_is_killed(machine: Machine, number: int) -> None:
     job = machine.start("launch_nodes.sh", *TWO, HANG="1")
@@ -263,13 +272,16 @@ def test_nothing_runs_on_when_the_launcher_is_killed(machine: Machine, number: i
 
 
 def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> None:
-    variables = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data", "NCCL_DEBUG": "INFO"}
+    site = machine.folder / "site.sh"
+    site.write_text(': "${BURST_IMAGE:=image:1}"\n')
+    variables = {"BURST_ENV": str(site), "BURST_MOUNTS": "/data:/data", "NCCL_DEBUG": "INFO"}
     machine.run("launch_nodes.sh", *TWO, *AWKWARD, **variables)
     assert machine.arguments("n2")[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.variables("n2")["NCCL_DEBUG"] == "INFO"
     line = machine.text("docker.log").splitlines()[0]
     for part in ("--gpus all", f"--volume {ROOT}:{ROOT}", "--volume /data:/data", "--network host"):
         assert part in line
+    assert f"--volume {site}:{site}" in line
     assert line.index("--interactive") < line.index("image:1") < line.index("on_node.sh")
 
 
@@ -286,7 +298,7 @@ JOB = {
 def test_outside_of_a_job_it_submits_itself(machine: Machine) -> None:
     machine.run("launch.slurm", "--nodes", "2", "--run", "toy", "--output", "out", "--wait", "--x")
     log = machine.text("slurm.log")
-    assert log.startswith("sbatch --nodes 2 --wait --output ")
+    assert log.startswith(f"sbatch --nodes 2 --wait --comment {machine.folder}/out --output ")
     assert f"{SCRIPTS}/launch.slurm --output {machine.folder}/out --run toy -- --x" in log
     assert f"BURST_ROOT={ROOT}" in log
 
@@ -338,6 +350,18 @@ def test_a_job_that_made_a_step_goes_into_the_queue_again(
     assert message in done.stderr
     assert ("scontrol requeue 42" in machine.text("slurm.log")) == again
     assert (machine.folder / "out/status").exists() != again
+
+
+def test_a_long_log_has_its_steps_too(machine: Machine) -> None:
+    python = machine.folder / "bin/python-of-training"
+    python.write_text("#!/bin/sh\necho ' iteration        3/       9 |'\nseq 300000\nexit 7\n")
+    done = machine.run("launch.slurm", "--output", "out", **JOB)
+    assert "puts job 42 into the queue again" in done.stderr
+
+
+def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> None:
+    done = machine.run("launch.slurm", "--nodes", "4", "--output", "out", expect=2, **JOB)
+    assert "--nodes 4, but this job has 2" in done.stderr
 
 
 def test_steps_of_an_earlier_start_do_not_count(machine: Machine) -> None:

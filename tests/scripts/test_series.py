@@ -139,6 +139,17 @@ def test_a_run_in_slurms_queue_is_left_there(counted: Machine) -> None:
     (directory / "job").write_text("42\n")
     listed = counted.run(*SERIES, "--list", QUEUE_STATE="PENDING").stdout
     assert listed.splitlines()[0] == "burst: in the queue"
+    (directory / "status").write_text("143\n")  # of a start before Slurm put it back
+    assert counted.run(*SERIES, "--list", QUEUE_STATE="PENDING").stdout == listed
+    # One that has not begun is known by its comment.
+    for file in directory.iterdir():
+        file.unlink()
+    assert counted.run(*SERIES, "--list", QUEUE_STATE=str(directory)).stdout == listed
+
+
+def test_a_pattern_that_names_no_run_is_an_error(counted: Machine) -> None:
+    done = counted.run(*SERIES, "--sizes", "toy nosuch-*", "--list", expect=2, BURST_PYTHON=sys.executable)
+    assert "nosuch-*" in done.stderr
     assert "burst: to do" in counted.run(*SERIES, "--list", QUEUE_STATE="").stdout
 
 
@@ -174,9 +185,9 @@ def gpus(machine: Machine, **hosts: str) -> None:
 def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None:
     gpus(
         machine,
-        good=FREE,
-        used="4, 0, 0\n70000, 0, 0\n" + LINKS,
-        computing="4, 0, 0\n4, 93, 0\n" + LINKS,
+        good=FREE.replace("4,", "9,"),  # as texts 9 is above 500, 40000 and 100 are below
+        used="4, 0, 0\n40000, 0, 0\n" + LINKS,
+        computing="4, 0, 0\n4, 100, 0\n" + LINKS,
         broken="4, 0, 0\n4, 0, 2\n" + LINKS,
         smaller="4, 0, 0\n" + LINKS,
         unlinked="4, 0, 0\n4, 0, 0\n Link 0: 25 GB/s\n",
@@ -185,8 +196,8 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
     found = check(machine, "--nodes", hosts, "--skew-ms", "20000", expect=1)
     reasons = {
         "good": "free",
-        "used": "busy 70000 MiB in use",
-        "computing": "busy a GPU is at work, 93 %",
+        "used": "busy 40000 MiB in use",
+        "computing": "busy a GPU is at work, 100 %",
         "broken": "unhealthy 2 uncorrected ECC errors",
         "smaller": "unhealthy 1 GPUs, another node has 2",
         "unlinked": "unhealthy 1 NVLinks, another node has 2",
@@ -196,7 +207,7 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
     for host, reason in reasons.items():
         state, _, why = reason.partition(" ")
         assert found[host].startswith(state) and why in found[host], found[host]
-    assert found["good"].split()[:4] == ["free", "2", "4", "MiB"]
+    assert found["good"].split()[:4] == ["free", "2", "9", "MiB"]
     assert found["dead"].split()[1:5] == ["-", "-", "-", "-"]
 
 

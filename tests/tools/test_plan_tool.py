@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from megatron_burst.plan import Kind
 from megatron_burst.planning import Way
 from megatron_burst.rings import Ring
 from megatron_burst.tiles import Tiling
-from megatron_burst.tools.config import Configs
+from megatron_burst.tools.config import Configs, parsed
 from megatron_burst.tools.plan import __main__ as command
 from megatron_burst.tools.plan import memory, page, timing, validation
 from megatron_burst.tools.plan.ranking import rank
@@ -176,6 +177,7 @@ FLAGS: Flags = {
     **CONFIGS.model("7b"),
     "seq-length": 131072,
     "bf16": True,
+    "use-distributed-optimizer": True,
     "recompute-granularity": "full",
     "lm-head-loss": "chunked",
     "context-parallel-size": 16,
@@ -238,7 +240,21 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
             "nothing fits: more GPUs",
         ),
         (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8: experts cannot be pr"),
-        (["--run", "toy", "--", "--tensor-model-parallel-size", "3"], "4 GPUs do not divide"),
+        (
+            ["--run", "toy", "--", "--tensor-model-parallel-size", "3", "--sequence-parallel"],
+            "4 GPUs do not divide",
+        ),
+        (["--run", "toy", "--", "--tensor-model-parallel-size", "2"], "without --sequence-parall"),
+        (["--run", "toy", "--", "--micro-batch-size", "2"], "--micro-batch-size 2 cannot be pr"),
+        (["--run", "toy", "--", "--fp16"], "float16 cannot be predicted"),
+        (
+            ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "2"],
+            "--recompute-method uniform --recompute-num-layers 2 cannot be predicted",
+        ),
+        (
+            "--run toy -- --context-parallel-size 2 --global-batch-size 3".split(),
+            "--global-batch-size 3 does not divide over 2 data-parallel",
+        ),
         (["--run", "masks-documents"], "documents cannot be predicted here"),
     ],
 )
@@ -248,6 +264,50 @@ def test_what_cannot_be_ranked_is_said(
     with pytest.raises(SystemExit) as ended:
         command.main([*words[:1], *words[1:]])
     assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
+def asked(text: str) -> dict[str, Any]:
+    words = text.split()
+    cut = words.index("--") if "--" in words else len(words)
+    args = command._parser().parse_args(words[:cut])
+    return command._asked(CONFIGS, args, parsed(words[cut + 1 :]))[0]
+
+
+def test_another_model_leaves_nothing_of_the_runs_own() -> None:
+    flags = asked("--run llama3_8b_256k_8gpu_h100 --model 14b")
+    for name in ("group-query-attention", "num-query-groups", "rotary-base"):
+        assert name in asked("--run llama3_8b_256k_8gpu_h100") and name not in flags
+    assert flags["num-attention-heads"] == CONFIGS.model("14b")["num-attention-heads"]
+    assert flags["max-position-embeddings"] == flags["seq-length"] == 262144
+
+
+def test_every_data_parallel_rank_has_a_sequence_and_the_positions_suffice() -> None:
+    flags = asked(
+        "--model llama3_8b --cluster h100 --gpus 64 -- --context-parallel-size 8 --seq-length 65536"
+    )
+    assert (flags["global-batch-size"], flags["max-position-embeddings"]) == (8, 65536)
+    assert workload_of(flags, CONFIGS.cluster("h100"), 64).data == 8
+    half = {**flags, "context-parallel-size": 4, "global-batch-size": 2}
+    assert workload_of(half, CONFIGS.cluster("h100"), 8).data == 2  # in one node
+
+
+def test_an_all_to_all_runs_again_even_where_all_results_are_kept() -> None:
+    kept = {**FLAGS, "recompute-attention-fraction": 0}
+    for algorithm, again in (("ulysses", True), ("ring", False)):
+        flags = {**kept, "context-parallel-algo": algorithm}
+        load = workload_of(flags, CONFIGS.cluster("a800"), 16)
+        second = timing.attention_passes(load)[1]
+        assert (second is not None) == again
+        if second:
+            assert (second.sent, second.kernels) == (load.exchange_bytes, 0.0)
+
+
+def test_flags_from_a_command_line_have_their_types() -> None:
+    flags = asked("--run toy -- --burst-ranks-per-node 4 --burst-segments 4")
+    found = rank(flags, CONFIGS.cluster("h100"), 4, [], 1.0)
+    assert found[0].load.config.ranks_per_node == 4
+    assert "burst-segments" not in found[0].flags
+    assert found[0].command().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")
 
 
 def test_a_gpu_must_find_a_place() -> None:

@@ -251,7 +251,7 @@ def _compare(args: argparse.Namespace, setup: _Setup, console: Console) -> list[
     ran = [result.name for result in results if result.status == RAN]
     reference = next((name for name in (*REFERENCES, *ran) if name in ran), None)
     far = apart(results, reference, args.judged_steps) if reference else {}
-    tolerance = args.tolerance or setup.tolerance
+    tolerance = setup.tolerance if args.tolerance is None else args.tolerance
     comparison = Comparison(
         title=f"Context parallelism compared: {len(ran)} of {len(setup.rows)} variants",
         command=shlex.join(["python", "-m", "megatron_burst.tools.compare", *sys.argv[1:]]),

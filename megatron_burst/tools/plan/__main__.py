@@ -104,19 +104,23 @@ def _asked(
     if args.run:
         run = configs.run(args.run)
         flags, name, gpus = dict(run.flags), name or run.cluster, gpus or run.gpus
-    if args.model:
-        flags |= configs.model(args.model)
-    if not args.run:
-        flags = {**configs.flags_of(_USUAL), **flags}
+    if args.model:  # in the place of the run's model, of which nothing may stay
+        flags = configs.flags_of(args.run or _USUAL) | configs.model(args.model)
+    elif not args.run:
+        flags = configs.flags_of(_USUAL)
     flags |= given
     if args.seq_length:
         flags["seq-length"] = args.seq_length
-        flags["max-position-embeddings"] = args.seq_length
+    positions = int(flags.get("max-position-embeddings", 0))
+    flags["max-position-embeddings"] = max(positions, int(flags.get("seq-length", 0)))
     if not (name and gpus):
         raise ValueError("say --cluster and --gpus, or --run")
     tensor = int(flags.get("tensor-model-parallel-size", 1))
     if "context-parallel-size" not in given and (args.gpus or not args.run):
         flags["context-parallel-size"] = gpus // tensor
+    if "global-batch-size" not in given:  # a sequence for each data-parallel rank
+        data = max(1, gpus // (tensor * int(flags.get("context-parallel-size", 1))))
+        flags["global-batch-size"] = data * -(-int(flags.get("global-batch-size", 1)) // data)
     measured = {
         field: getattr(args, flag.replace("-", "_")) * unit
         for flag, (field, unit, _) in _RATES.items()

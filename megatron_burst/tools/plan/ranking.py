@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_burst.config import Algorithm, LayoutName
+from megatron_burst.config import Algorithm, GradDtype, LayoutName
 from megatron_burst.tools.config import arguments
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
@@ -18,6 +18,7 @@ CHOSEN = (
     "burst-topology",
     "burst-head-parallel-size",
     "burst-layout",
+    "burst-segments",
     _FRACTION,
 )
 
@@ -62,7 +63,9 @@ class Candidate:
         )
         flags = shlex.join(arguments(self.flags))
         module = "-m megatron_burst.pretrain_gpt"
-        return f"torchrun {where} --nproc-per-node {a_node} {module} {flags}"
+        # Megatron asks for it before it runs tensor or context parallelism before Blackwell.
+        setting = "CUDA_DEVICE_MAX_CONNECTIONS=1"
+        return f"{setting} torchrun {where} --nproc-per-node {a_node} {module} {flags}"
 
 
 def rank(
@@ -119,8 +122,11 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
                 yield {**burst, "burst-backward": backward, **ring}
             yield {"context-parallel-algo": Algorithm.RING.value, **ring}
     yield {"context-parallel-algo": Algorithm.ALLGATHER.value}
-    if _heads_divide(load, load.context) and load.config.grad_dtype == "float32":
-        yield {"context-parallel-algo": Algorithm.ULYSSES.value}
+    if _heads_divide(load, load.context):
+        ulysses = {"context-parallel-algo": Algorithm.ULYSSES.value}
+        # No gradient travels in a ring there, and another dtype than the default is refused.
+        narrow = load.config.grad_dtype is not GradDtype.FLOAT32
+        yield ulysses | ({"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {})
 
 
 def _head_parallel_sizes(load: Workload) -> list[int]:

@@ -89,7 +89,10 @@ def _published(row: Row) -> str:
     if row.mfu is not None:
         text += f", MFU {row.mfu:.1%}"
     if row.mfu_published is not None:
-        text += f" (published as {row.mfu_published:g} %, 1.024 times too much)"
+        right = row.mfu_published / 1.024
+        text += (
+            f" (published as {row.mfu_published:g} %; {right:.1f} % without 1.024 times too much)"
+        )
     if row.gib is not None:
         text += f", {row.gib:g} GiB"
     whose = f"; by {row.code}" if row.code else ""

@@ -106,6 +106,9 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
     again: Pass | None = None
     if load.recompute and fraction is None:
         again = forward
+    elif load.recompute and fraction == 0 and load.head_parallel > 1:
+        # The results are kept, but heads and tokens change places again.
+        again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes)
     elif load.recompute and fraction:
         stop = boundary(load.layout, fraction)
         again = _one_pass(alone, replace(load.mask, query_stop=stop), backward=False)

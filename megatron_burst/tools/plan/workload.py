@@ -22,6 +22,7 @@ _NOT_MODELLED = {
     "use-megatron-fsdp": "Megatron-FSDP",
     "dataloader-inter-document-masking": "documents",
     "burst-block-mask": "block masks",
+    "fp16": "float16",
 }
 
 
@@ -105,7 +106,8 @@ class Workload:
                 f"--context-parallel-size {self.context}"
             )
         node = min(self.cluster.gpus_per_node, self.gpus)
-        if node % self.tensor or (self.context * self.tensor) % node and self.context > 1:
+        ranks = self.context * self.tensor
+        if node % self.tensor or (ranks % node and node % ranks):
             raise ValueError(
                 f"nodes of {node} GPUs are not filled evenly by --tensor-model-parallel-size "
                 f"{self.tensor} x --context-parallel-size {self.context}"
@@ -243,8 +245,10 @@ def model_of(given: Flags) -> Model:
 
 def burst_config_of(given: Flags) -> BurstConfig:
     """Read our configuration from the flags; burst where they do not say."""
-    names = {flag.field: flag.name.removeprefix("--") for flag in flags()}
-    values = {key: given[name] for key, name in names.items() if name in given}
+    names = {flag: flag.name.removeprefix("--") for flag in flags()}
+    values: dict[str, Any] = {
+        flag.field: flag.type(given[name]) for flag, name in names.items() if name in given
+    }
     return BurstConfig(**values)
 
 
@@ -262,13 +266,12 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     if "seq-length" not in given:
         raise ValueError("--seq-length is missing")
     granularity = given.get("recompute-granularity", "none")
-    if granularity == "selective":
-        raise ValueError("--recompute-granularity selective cannot be predicted here: full or none")
+    _refuse_other_ways(given, granularity)
     window = given.get("window-size")
     left = -1 if window is None else int(str(window).split(",")[0])
     in_bf16 = bool(given.get("bf16", False))
     fp32_sums = not (in_bf16 and given.get("grad-reduce-in-bf16", False))
-    return Workload(
+    load = Workload(
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
@@ -285,3 +288,33 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         offload=bool(given.get("optimizer-cpu-offload", False)),
         element_bytes=2 if in_bf16 else 4,
     )
+    if load.sequences % load.data:
+        raise ValueError(
+            f"--global-batch-size {load.sequences} does not divide over {load.data} data-parallel "
+            "ranks of one sequence each"
+        )
+    if load.context * load.data > 1 and in_bf16 and not given.get("use-distributed-optimizer"):
+        raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
+    return load
+
+
+def _refuse_other_ways(given: Flags, granularity: str) -> None:
+    """Raise ValueError for flags that change memory or time in a way that is not modelled."""
+    if granularity == "selective":
+        raise ValueError("--recompute-granularity selective cannot be predicted here: full or none")
+    method = given.get("recompute-method", "uniform"), given.get("recompute-num-layers", 1)
+    if granularity == "full" and (method[0] != "uniform" or int(method[1]) != 1):
+        raise ValueError(
+            f"--recompute-method {method[0]} --recompute-num-layers {method[1]} cannot be "
+            "predicted here: uniform and 1"
+        )
+    if int(given.get("micro-batch-size", 1)) != 1:
+        raise ValueError(
+            f"--micro-batch-size {given['micro-batch-size']} cannot be predicted here: give 1, and "
+            "more sequences a step by --global-batch-size"
+        )
+    tensor = int(given.get("tensor-model-parallel-size", 1))
+    if tensor > 1 and not given.get("sequence-parallel"):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor} cannot be predicted without --sequence-parallel"
+        )
