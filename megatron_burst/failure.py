@@ -21,12 +21,13 @@ def reported() -> Iterator[None]:
     """Run a launcher's body; if it fails, report that once a job and exit with a status above 0.
 
     `sys.exit()` without a status, which is how Megatron gives up after printing an error, counts as
-    a failure, too.
+    a failure, too; but so ends a conversion by --ckpt-convert-format that succeeded.
     """
     try:
         yield
     except SystemExit as leaving:
-        if isinstance(leaving.code, int):
+        converts = any(word.split("=")[0] == "--ckpt-convert-format" for word in sys.argv)
+        if isinstance(leaving.code, int) or (leaving.code is None and converts):
             raise
         _report(str(leaving.code or "Megatron ended the run; its error stands above"), "")
         raise SystemExit(1) from None

@@ -86,6 +86,14 @@ def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
 
 
+def test_a_conversion_of_a_checkpoint_that_succeeds_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt", "--ckpt-convert-format", "torch_dist"])
+    assert fail(SystemExit(), capsys) == (None, "")
+    assert fail(SystemExit("wrong"), capsys)[0] == 1
+
+
 def test_a_message_for_the_user_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     text = fail(SystemExit("megatron_burst: wrong flag"), capsys)[1]
     assert text == "megatron_burst: rank 1 failed: wrong flag\n"

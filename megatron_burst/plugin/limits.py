@@ -52,6 +52,16 @@ LIMITS: tuple[Limit, ...] = (
         (None,),
         "HybridModel is not supported: drop --hybrid-layer-pattern",
     ),
+    Limit(
+        "hybrid_override_pattern",
+        (None,),
+        "HybridModel is not supported: drop --hybrid-override-pattern",
+    ),
+    Limit(
+        "modelopt_enabled",
+        (False,),
+        "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)",
+    ),
     Limit("qk_clip", (False,), "it needs the largest score of a row: drop --qk-clip"),
     Limit(
         "log_max_attention_logit",
@@ -103,6 +113,11 @@ LM_HEAD_LIMITS: tuple[Limit, ...] = (
         "hybrid_layer_pattern",
         (None,),
         "HybridModel has no hook for its output: drop --hybrid-layer-pattern",
+    ),
+    Limit(
+        "hybrid_override_pattern",
+        (None,),
+        "HybridModel has no hook for its output: drop --hybrid-override-pattern",
     ),
     Limit("logits_save_dir", (None,), "it saves logits, which never exist: drop --logits-save-dir"),
     Limit(

@@ -208,15 +208,22 @@ def _with_unmarking(args: argparse.Namespace, save: Callable[..., None]) -> Call
         except (Exception, CheckpointException) as error:
             if not args.save:
                 raise
-            disk = shutil.disk_usage(args.save)
             raise SaveError(
-                f"the checkpoint of iteration {iteration} could not be saved to {args.save}, where "
-                f"{disk.free >> 20} of {disk.total >> 20} MiB are free; those saved before it "
-                f"can be loaded. Its error, {type(error).__name__}, stands above"
+                f"the checkpoint of iteration {iteration} could not be saved to {args.save}"
+                f"{_room(args.save)}; those saved before it can be loaded. Its error, "
+                f"{type(error).__name__}, stands above"
             ) from error
 
     unmark_and_save.original = save  # type: ignore[attr-defined]
     return unmark_and_save
+
+
+def _room(directory: str) -> str:
+    """How full the disk is; nothing of an object store or of a directory that could not be made."""
+    if not Path(directory).is_dir():
+        return ""
+    disk = shutil.disk_usage(directory)
+    return f", where {disk.free >> 20} of {disk.total >> 20} MiB are free"
 
 
 def unmark(folder: Path) -> None:

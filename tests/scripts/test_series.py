@@ -148,7 +148,9 @@ def test_a_run_in_slurms_queue_is_left_there(counted: Machine) -> None:
 
 
 def test_a_pattern_that_names_no_run_is_an_error(counted: Machine) -> None:
-    done = counted.run(*SERIES, "--sizes", "toy nosuch-*", "--list", expect=2, BURST_PYTHON=sys.executable)
+    done = counted.run(
+        *SERIES, "--sizes", "toy nosuch-*", "--list", expect=2, BURST_PYTHON=sys.executable
+    )
     assert "nosuch-*" in done.stderr
     assert "burst: to do" in counted.run(*SERIES, "--list", QUEUE_STATE="").stdout
 

@@ -45,13 +45,17 @@ def _divisions(args: Namespace, ranks: int) -> Iterator[_Division]:
             yield "--hidden-size", args.hidden_size, "--num-attention-heads", heads
     if args.num_layers and _is_even(args):
         yield "--num-layers", args.num_layers, "--pipeline-model-parallel-size", pipeline
-    if args.micro_batch_size and args.global_batch_size and ranks % model == 0:
+    given = args.micro_batch_size and args.global_batch_size
+    if given and ranks % model == 0 and not args.decrease_batch_size_if_needed:
         replicas = args.micro_batch_size * (ranks // model)
         name = "--micro-batch-size x data-parallel ranks"
         yield "--global-batch-size", args.global_batch_size, name, replicas
     if args.num_experts:
         size = args.expert_model_parallel_size
         yield "--num-experts", args.num_experts, "--expert-model-parallel-size", size
+        experts = (args.expert_tensor_parallel_size or tensor) * size * pipeline
+        parallel = "expert TP x EP x PP (--expert-tensor-parallel-size is TP where it is not given)"
+        yield "the ranks of the job", ranks, parallel, experts
     if args.seq_length and args.fp8 and ranks % model == 0:
         tokens = (args.micro_batch_size or 1) * args.seq_length // context
         tokens //= tensor if args.sequence_parallel else 1

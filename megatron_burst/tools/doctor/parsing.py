@@ -51,7 +51,7 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
 
         warnings.simplefilter("always")
         given = _given(line)
-        stopped = _validate(line, said)
+        stopped = _validate(line, target, said)
     findings = [Finding("validation", Level.ERROR, stopped)] if stopped else []
     findings += [
         Finding("megatron-warns", Level.NOTE, text)
@@ -94,16 +94,21 @@ def _given(line: LaunchLine) -> Namespace | None:
         return None
 
 
-def _validate(line: LaunchLine, said: io.StringIO) -> str:
+def _validate(line: LaunchLine, target: Target, said: io.StringIO) -> str:
     """Return why the program would stop before it trains; "" where it would not."""
     from megatron.training import arguments
 
-    from megatron_burst.plugin.attach import attach
+    from megatron_burst.plugin import attach
 
     if line.is_attached:
-        attach()
+        attach.attach()
+    # The data of a cluster need not be here; a check of its own says so.
+    elsewhere = (
+        patch.object(attach, "check_data_files") if target.is_cluster else contextlib.nullcontext()
+    )
     try:
-        args = arguments.parse_args()
+        with elsewhere:
+            args = arguments.parse_args()
         arguments.validate_args(args, {})
         _build_configs(line, args)
     except SystemExit as leaving:

@@ -42,7 +42,8 @@ def _no_length(s: Situation) -> Answer:
 
 
 def _lost_data(s: Situation) -> Answer:
-    prefixes = [word for word in s.args.data_path or () if not _is_weight(word)]
+    words = s.args.data_path or ()
+    prefixes = [word for word in words if not _is_weight(word) and "://" not in word]
     missing = [p for p in prefixes for end in (".bin", ".idx") if not Path(p + end).is_file()]
     if not missing:
         return None

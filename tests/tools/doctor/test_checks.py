@@ -127,7 +127,12 @@ def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
         ("--tensor-model-parallel-size 32", ["the ranks of the job", "--num-attention-heads, 16,"]),
         ("--group-query-attention --num-query-groups 5", ["--num-attention-heads, 16,"]),
         ("--num-experts 6 --expert-model-parallel-size 4", ["--num-experts, 6,"]),
+        (
+            "--num-experts 16 --expert-model-parallel-size 16 --expert-tensor-parallel-size 2",
+            ["the ranks of the job, 16,"],
+        ),
         ("--global-batch-size 7", ["--global-batch-size, 7,"]),
+        ("--global-batch-size 7 --decrease-batch-size-if-needed", []),
         ("--num-layers 7 --pipeline-model-parallel-size 2", ["--num-layers, 7,"]),
         ("--seq-length 80 --fp8-format hybrid", ["a rank's tokens of a micro-batch"]),
     ],

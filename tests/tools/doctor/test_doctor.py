@@ -56,6 +56,16 @@ def test_a_command_line_that_runs_on_a_cluster(
     assert taken == "cudnn"
 
 
+def test_the_data_of_a_cluster_need_not_be_here(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun = "torchrun --nnodes 2 --nproc-per-node 8 -m megatron_burst.pretrain_gpt".split()
+    burst = [flag for flag in BURST if flag != "--mock-data"]
+    data = ["--data-path", "/not/here/corpus"]
+    status, report = judged(capsys, *torchrun, *MODEL, *burst, *CP16, *data)
+    assert status == 0 and "lost-data" in of_level(report, "note"), report["findings"]
+
+
 @pytest.mark.parametrize(
     ("flags", "check", "text"),
     [
