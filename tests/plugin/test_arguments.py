@@ -427,6 +427,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "mtp_num_layers": "--mtp-num-layers 1",
     "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
+    "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
@@ -549,6 +550,7 @@ def test_what_the_flags_of_the_lm_head_cannot_be_is_refused(
 LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "mtp_num_layers": "--mtp-num-layers 1",
     "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
+    "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "logits_save_dir": "--logits-save-dir here",
     "logits_load_dir": "--logits-load-dir there",
     "logit_dtype": {"logit_dtype": "fp32"},
