@@ -307,3 +307,15 @@ def test_the_toy_trains_every_variant_that_can_run(tmp_path: Path) -> None:
             exposed = row["exposed"]
             sent = exposed["bytes"] / (exposed["training_steps"] * exposed["ranks"])
             assert sent == pytest.approx(row["bytes_sent_per_rank_per_step"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "expected"),
+    [("", "", 1e-4), ("", "--bf16", 1e-2), ("--tolerance 0", "--bf16", 0.0)],
+)
+def test_a_tolerance_that_is_given_counts_and_0_asks_for_equal_losses(
+    options: str, flags: str, expected: float, tmp_path: Path
+) -> None:
+    words = f"--ranks 2 --output {tmp_path} {options} -- --num-attention-heads 4 {flags}"
+    args = compare._parser().parse_args(words.split())
+    assert compare._setup(args).tolerance == expected

@@ -388,3 +388,10 @@ def test_the_page_says_what_is_predicted_now(fast: bool) -> None:
         name = f"{each.id} ({each.code})" if each.code else each.id
         expected = f"| {name} | {each.measured:g} | {each.predicted:.1f} |"
         assert any(line.startswith(expected) for line in lines), f"{expected}: {page.BEGIN}"
+
+
+def test_the_page_has_the_two_nodes_that_the_benchmark_left() -> None:
+    lines = PAGE.read_text().splitlines()
+    for each in validation.compare_two_nodes(CONFIGS):
+        expected = f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} |"
+        assert any(line.startswith(expected) for line in lines), f"{expected}: {page.BEGIN}"

@@ -212,10 +212,7 @@ class _Setup:
     rows: Sequence[Variant]
     series: Series
     entropy: float | None
-
-    @property
-    def tolerance(self) -> float:
-        return 1e-2 if {"--bf16", "--fp16"} & set(self.flags) else 1e-4
+    tolerance: float
 
 
 def _setup(args: argparse.Namespace) -> _Setup:
@@ -236,7 +233,12 @@ def _setup(args: argparse.Namespace) -> _Setup:
         traced=not args.no_trace,
     )
     rows = choose(variants(job), patterns)
-    return _Setup(output=output, flags=flags, rows=rows, series=series, entropy=entropy)
+    tolerance = args.tolerance
+    if tolerance is None:
+        tolerance = 1e-2 if {"--bf16", "--fp16"} & set(flags) else 1e-4
+    return _Setup(
+        output=output, flags=flags, rows=rows, series=series, entropy=entropy, tolerance=tolerance
+    )
 
 
 def _show(setup: _Setup, console: Console) -> None:
@@ -251,7 +253,6 @@ def _compare(args: argparse.Namespace, setup: _Setup, console: Console) -> list[
     ran = [result.name for result in results if result.status == RAN]
     reference = next((name for name in (*REFERENCES, *ran) if name in ran), None)
     far = apart(results, reference, args.judged_steps) if reference else {}
-    tolerance = setup.tolerance if args.tolerance is None else args.tolerance
     comparison = Comparison(
         title=f"Context parallelism compared: {len(ran)} of {len(setup.rows)} variants",
         command=shlex.join(["python", "-m", "megatron_burst.tools.compare", *sys.argv[1:]]),
@@ -261,8 +262,8 @@ def _compare(args: argparse.Namespace, setup: _Setup, console: Console) -> list[
         reference=reference,
         apart=far,
         judged_steps=args.judged_steps,
-        tolerance=tolerance,
-        faults=_faults(results, far, tolerance),
+        tolerance=setup.tolerance,
+        faults=_faults(results, far, setup.tolerance),
         entropy=setup.entropy,
         timelines=_timelines(setup.series, setup.rows, results),
     )
