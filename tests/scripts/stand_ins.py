@@ -50,7 +50,12 @@ printf '%s\\n' "$@" >"$STAND_INS/arguments-$host"
 env >"$STAND_INS/environment-$host"
 echo " iteration        1/       9 | from $host"
 for number in 2 3; do echo " iteration        $number/       9 | from $host"; done
-if [[ -n ${FAIL_ON:-} && $host == $FAIL_ON ]]; then echo "$host fails"; exit 7; fi
+if [[ -n ${FAIL_ON:-} && $host == $FAIL_ON ]]; then
+    # Where another host shall hang it does so first: what has not begun cannot be told to end.
+    until [[ -z ${HANG:-} ]] || compgen -G "$STAND_INS/hanging-*" >/dev/null; do sleep 0.1; done
+    echo "$host fails"
+    exit 7
+fi
 case $* in *--fail-early*) exit 9 ;; esac
 if [[ -n ${LEAVE_BEHIND:-} ]]; then setsid sleep 987 & echo $! >"$STAND_INS/left"; fi
 if [[ -n ${HANG:-} ]]; then
@@ -174,6 +179,14 @@ class Machine:
     def text(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that waits for init to take its status has, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def place(folder: Path) -> Machine:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, place
+from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*.sh")})
 STARTED = [path for path in SHELL if os.access(path, os.X_OK)]
@@ -31,13 +31,6 @@ def wait_for(condition: Callable[[], object], seconds: float = 100) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come so far"
         time.sleep(0.05)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 # ---- the scripts as such

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts.stand_ins import gone
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 sys.path.append(str(BENCH))
 
@@ -158,7 +160,7 @@ def test_sigterm_ends_the_ranks_and_removes_the_namespaces() -> None:
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert not made_by(process.pid)
-    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+    assert all(map(gone, inside))
 
 
 def processes_in(namespaces: list[str]) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools.runlog import read_scalars
-from tests.scripts.stand_ins import ROOT, Machine, place
+from tests.scripts.stand_ins import ROOT, Machine, gone, place
 from tests.slurm.cluster import NODES, SlurmCluster, SlurmError, links, slurm_cluster
 from tests.training.conftest import make_corpus
 from tests.training.launcher import BURST, MODEL, train
@@ -199,8 +199,8 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
 
 
 def not_running(machine: Machine) -> bool:
-    pids = [file.read_text().strip() for file in machine.folder.glob("hanging-*")]
-    return bool(pids) and not any(Path("/proc", pid).exists() for pid in pids)
+    pids = [int(file.read_text()) for file in machine.folder.glob("hanging-*")]
+    return bool(pids) and all(map(gone, pids))
 
 
 # ---- the cluster itself
