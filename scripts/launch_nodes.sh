@@ -35,6 +35,7 @@ nodes=${nodes:-${BURST_NODES:-}}
 read -ra nodes <<<"${nodes//$'\n'/ }"
 ((${#nodes[@]})) || die 'say which nodes: --nodes "HOST HOST ..." or BURST_NODES'
 read -ra ssh <<<"${BURST_SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4}"
+check_named_run
 prepare_output "${command[@]}"
 port=${BURST_PORT:-$((10000 + RANDOM % 20000))}
 

@@ -53,7 +53,7 @@ scripts/env.sh, or from the file that BURST_ENV names; scripts/env.example.sh ex
 END
 }
 
-output="" dry_run=no
+output="" dry_run=no named_run=""
 node_options=() # what goes on to lib/on_node.sh
 flags=()        # what goes to Megatron
 
@@ -61,7 +61,8 @@ flags=()        # what goes to Megatron
 common_option() {
     taken=1
     case $1 in
-        --run | --ranks-per-node) need_value "$@"; node_options+=("$1" "$2") taken=2 ;;
+        --run) need_value "$@"; named_run=$2; node_options+=("$1" "$2") taken=2 ;;
+        --ranks-per-node) need_value "$@"; node_options+=("$1" "$2") taken=2 ;;
         --script) need_value "$@"; node_options+=("$1" "$(absolute "$2")") taken=2 ;;
         --output) need_value "$@"; output=$2 taken=2 ;;
         --measure-links) node_options+=("$1") ;;
@@ -72,6 +73,17 @@ common_option() {
 }
 
 need_value() { (($# > 1)) || die "$1 needs a value; --help says which"; }
+
+# Refuses a --run that configs/ lacks before a node is asked for.
+check_named_run() {
+    local names
+    if [[ -z $named_run ]]; then return; fi
+    # A login node may have no Python for it; then the nodes find out.
+    names=$(PYTHONPATH=$burst_root "$(python_of_training)" -m megatron_burst.tools.config --list \
+        2>/dev/null) || return 0
+    grep -qxF -- "$named_run" <<<"$names" ||
+        die "configs/ has no run $named_run; it has: ${names//$'\n'/, }"
+}
 
 # Makes the directory of the run and writes the command that was given into it. Arguments: it.
 prepare_output() {

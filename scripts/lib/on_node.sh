@@ -49,6 +49,8 @@ while (($#)); do
 done
 load_env
 burst_me="node $node_rank ($(uname -n))"
+# As soon as a node fails srun ends the others and may drop what it has not read yet, the reason itself.
+trap 'status=$?; if ((status)) && [[ -n ${SLURM_STEP_ID:-} ]]; then sleep 1; fi' EXIT
 python=$(python_of_training)
 
 has_gpus() { [[ ${MEGATRON_BURST_CPU:-} != 1 ]] && nvidia-smi -L >/dev/null 2>&1; }

@@ -44,6 +44,7 @@ case $* in
     *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *tools.config*) echo "config: no such run" >&2; exit 1 ;;
     *collect.py*) exec "$REAL_PYTHON" "$@" ;;
+    *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac
 host=$(uname -n)
 printf '%s\\n' "$@" >"$STAND_INS/arguments-$host"
@@ -56,7 +57,6 @@ if [[ -n ${FAIL_ON:-} && $host == $FAIL_ON ]]; then
     echo "$host fails"
     exit 7
 fi
-case $* in *--fail-early*) exit 9 ;; esac
 if [[ -n ${LEAVE_BEHIND:-} ]]; then setsid sleep 987 & echo $! >"$STAND_INS/left"; fi
 if [[ -n ${HANG:-} ]]; then
     trap 'echo "$host was told to end"; kill $!; exit 143' TERM

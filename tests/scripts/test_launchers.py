@@ -130,6 +130,17 @@ def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], mess
     assert message in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "launcher", [("launch.slurm", "--nodes", "2"), ("launch_nodes.sh", "--nodes", "n1 n2")]
+)
+def test_no_node_is_asked_for_a_run_that_there_is_not(
+    machine: Machine, launcher: tuple[str, ...]
+) -> None:
+    done = machine.run(*launcher, "--run", "huge", "--output", "out", expect=2)
+    assert "configs/ has no run huge; it has: toy, toy_long" in done.stderr
+    assert not machine.text("slurm.log") and not (machine.folder / "out").exists()
+
+
 def test_without_gpus_the_number_of_ranks_must_be_said(machine: Machine) -> None:
     done = machine.run("launch_local.sh", BURST_RANKS_PER_NODE="", expect=2)
     assert "--ranks-per-node N or BURST_RANKS_PER_NODE" in done.stdout + done.stderr
@@ -294,6 +305,11 @@ def test_outside_of_a_job_it_submits_itself(machine: Machine) -> None:
     assert log.startswith(f"sbatch --nodes 2 --wait --comment {machine.folder}/out --output ")
     assert f"{SCRIPTS}/launch.slurm --output {machine.folder}/out --run toy -- --x" in log
     assert f"BURST_ROOT={ROOT}" in log
+
+
+def test_a_login_node_needs_no_python_for_a_named_run(machine: Machine) -> None:
+    machine.run("launch.slurm", "--nodes", "2", "--run", "toy", BURST_PYTHON="/bin/false")
+    assert "--run toy" in machine.text("slurm.log")
 
 
 def test_submitting_needs_the_number_of_nodes(machine: Machine) -> None:

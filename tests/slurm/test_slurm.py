@@ -178,11 +178,12 @@ def test_a_failed_node_ends_the_other_and_goes_into_the_queue_as_often_as_said(
 def test_a_job_that_never_made_a_step_fails_at_once(
     cluster: SlurmCluster, machine: Machine
 ) -> None:
-    job = Job(cluster, machine.folder / "out", "--run", "unknown", **stand_in(machine))
+    job = Job(cluster, machine.folder / "out", "--fail-early", **stand_in(machine))
     assert job.end() == "FAILED"
     assert job.restarts == 0
-    assert "no flags for --run unknown" in job.log
-    assert "it failed before its first step" in job.log
+    assert "it fails before its first step\n" in job.log  # nothing of what it said is lost
+    assert "of this node ended with status 9" in job.log
+    assert "launch.slurm: it failed before its first step" in job.log
 
 
 @pytest.mark.slow
