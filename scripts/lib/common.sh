@@ -98,20 +98,44 @@ absolute() { if [[ $1 == /* ]]; then printf '%s' "$1"; else printf '%s/%s' "$PWD
 
 # ---- running --------------------------------------------------------------------------------------
 
-ending=no # yes once a signal has ended what `supervise` ran
+ending=no # yes once a signal shall end what was started
+child=""  # the process that a signal ends, and whether it was told so
+told=no
 
-# Runs a command to its end and returns its status; SIGTERM, SIGINT and SIGHUP end it first.
-supervise() {
-    local child="" status=0
-    trap 'ending=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
+# Starts a command; from now on SIGTERM, SIGINT and SIGHUP end it. Bash loses a signal that comes while
+# it sets a trap: what will surely send one is begun after this.
+start_child() {
+    child="" told=no
+    trap 'ending=yes; end_child' TERM INT HUP
     "$@" &
     child=$!
-    if [[ $ending == yes ]]; then kill -TERM "$child" 2>/dev/null || true; fi
+    end_child # a signal may have come before it
+}
+
+# Once: a second SIGTERM would interrupt torchrun while it ends its ranks.
+end_child() {
+    if [[ $ending == no || $told == yes || -z $child ]]; then return; fi
+    told=yes
+    kill -TERM "$child" 2>/dev/null || true
+}
+
+# Returns the child's status once it has ended. Signals do nothing any more then, until `trap -`.
+wait_for_child() {
+    local status=0
     wait "$child" || status=$?
     while kill -0 "$child" 2>/dev/null; do # a signal ended the waiting, not the child
         status=0
         wait "$child" || status=$?
     done
+    child=""
+    return "$status"
+}
+
+# Runs a command to its end and returns its status; the signals end it first.
+supervise() {
+    local status=0
+    start_child "$@"
+    wait_for_child || status=$?
     trap - TERM INT HUP
     return "$status"
 }

@@ -114,15 +114,17 @@ end_leftovers() {
 
 "$python" "$burst_root/scripts/describe_node.py" --output "$output/node-$node_rank.json" \
     --run "$run" -- "${command[@]}" || say "no description of this node was written"
+# In a session of its own torchrun gets SIGTERM once, from here, and not from Slurm and terminals, which
+# send it to all processes of a group.
+start_child setsid env "$mark" "${command[@]}" </dev/null
 if [[ $with_input == yes ]]; then
     exec {input}<&0
-    { while read -r -u "$input" _; do :; done; kill -TERM $$; } >/dev/null 2>&1 &
+    # Again and again: a signal that comes just before bash waits is seen with the next one only.
+    { while read -r -u "$input" _; do :; done; while kill -TERM $$; do sleep 1; done; } >/dev/null 2>&1 &
     watcher=$!
 fi
 status=0
-# In a session of its own torchrun gets SIGTERM once, from here: a second one, as Slurm and terminals
-# send it to all processes of a group, would interrupt it while it ends its ranks.
-supervise setsid env "$mark" "${command[@]}" </dev/null || status=$?
+wait_for_child || status=$?
 end_leftovers
 if [[ -n ${watcher:-} ]]; then kill "$watcher" 2>/dev/null || true; fi
 if ((status)); then say "the ranks of this node ended with status $status" || true; fi

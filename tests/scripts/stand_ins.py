@@ -58,10 +58,10 @@ if [[ -n ${FAIL_ON:-} && $host == $FAIL_ON ]]; then
     exit 7
 fi
 if [[ -n ${LEAVE_BEHIND:-} ]]; then setsid sleep 987 & echo $! >"$STAND_INS/left"; fi
-if [[ -n ${HANG:-} ]]; then
-    trap 'echo "$host was told to end"; kill $!; exit 143' TERM
-    sleep 600 & echo $! >"$STAND_INS/hanging-$host"
-    wait
+if [[ -n ${HANG:-} ]]; then # without a trap: bash loses a signal that comes while it sets one
+    echo $$ >"$STAND_INS/new-$host"
+    mv -- "$STAND_INS/new-$host" "$STAND_INS/hanging-$host"
+    exec sleep 600
 fi
 """
 SCONTROL = """

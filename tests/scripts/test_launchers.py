@@ -161,7 +161,7 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     job.terminate()
     out, _ = job.communicate(timeout=100)
     assert job.returncode == 143
-    assert "here was told to end" in out
+    assert "(here): the ranks of this node ended with status 143" in out
     assert gone(int(machine.text("hanging-here")))
 
 
@@ -246,7 +246,7 @@ def test_a_dry_run_prints_a_line_for_each_node(machine: Machine) -> None:
 def test_a_node_that_fails_ends_the_others_with_its_name(machine: Machine) -> None:
     done = machine.run("launch_nodes.sh", *TWO, HANG="1", FAIL_ON="n2", expect=7)
     assert "user@n2 ended with status 7, so all nodes are ended" in done.stdout
-    assert "n1 was told to end" in done.stdout
+    assert "(n1): the ranks of this node ended with status 143" in done.stdout
     assert gone(int(machine.text("hanging-n1")))
 
 

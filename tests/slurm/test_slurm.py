@@ -170,7 +170,7 @@ def test_a_failed_node_ends_the_other_and_goes_into_the_queue_as_often_as_said(
     job = Job(cluster, machine.folder / "out", **more)
     assert job.end() == "FAILED"
     assert job.restarts == 1
-    assert f"{NODES[0]} was told to end" in job.log
+    assert f"({NODES[0]}): the ranks of this node ended with status 143" in job.log
     assert "puts job" in job.log and "1 time(s) already" in job.log
     assert not_running(machine)
 
