@@ -30,7 +30,7 @@ loss | 3 | {results}/cpu_loss.md docs/loss-memory.svg | scripts/bench/loss.py ; 
 recompute | 3 | {results}/cpu_recompute.md docs/recompute.svg | scripts/bench/recompute.py ; scripts/bench/plot.py {results}/cpu_recompute.csv --output docs/recompute.svg
 tiles | 22 | {results}/cpu_tiles.md | scripts/bench/tiles.py
 attention | 6 | {results}/cpu_attention.md docs/attention.svg | scripts/bench/attention.py ; scripts/bench/plot.py {results}/cpu_attention.csv --output docs/attention.svg
-two_nodes | 20 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
+two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
 planner | 1 | docs/planner.md docs/planner.svg | -m megatron_burst.tools.plan --write docs/planner.md
 end_to_end | 18 | {results}/cpu_end_to_end.md docs/end-to-end.svg | scripts/bench/end_to_end.py ; scripts/bench/plot.py {results}/cpu_end_to_end.csv --output docs/end-to-end.svg
 compare | 5 | docs/compare-loss.svg | -m megatron_burst.tools.compare --toy --output {runs}/compare ; cp {runs}/compare/loss.svg docs/compare-loss.svg ; rm -r {runs}/compare

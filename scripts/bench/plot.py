@@ -36,7 +36,6 @@ LINES: Mapping[str, tuple[str, str]] = {  # color and style of an algorithm
     "burst auto": (COLORS["burst"], "-"),
     "allgather": (COLORS["allgather"], "-"),
     "ulysses": (COLORS["ulysses"], "-"),
-    "no communication": ("0.75", "-."),
 }
 
 type Rows = Sequence[Mapping[str, str]]
@@ -124,6 +123,11 @@ def two_nodes(rows: Rows, figure: Figure) -> None:
             width = 2.6 if name == "burst auto" else 1.5
             heights = [line[rate] for rate in rates]
             axes.plot(heights, style, color=color, label=name, marker="o", ms=3.5, lw=width)
+        alone = {
+            r["mbit"]: float(r["kernels_share"]) for r in some if r["algorithm"] == "ring flat"
+        }
+        heights, label = [alone[rate] for rate in rates], "kernels of ring flat"
+        axes.plot(heights, "-.", color="0.75", label=label, marker="o", ms=3.5, lw=1.5)
         names = ["no limit" if math.isinf(float(rate)) else rate for rate in rates]
         axes.set_xticks(range(len(rates)), names)
         axes.set_xlabel("Mbit/s of a rank's card to the other node")

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,14 +43,19 @@ from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, sh
 from torch import Tensor
 from turns import busy_share, check_load, in_turns, progress, spread
 
-from megatron_burst import BurstContext, Mask, ring_attention
+from megatron_burst import BurstContext, Mask
+from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.plan import Tile
 
-TILES = "no communication"
 MESSAGE_BYTES = 8 * 10**6
 
 type Seconds = tuple[float, float, float]  # of each of PHASES
-type Times = Mapping[str, Sequence[Sequence[Seconds]]]  # by algorithm, launch and repetition
+type Times = Mapping[str, Sequence[Sequence[Seconds]]]  # by what ran, launch and repetition
+
+
+def kernels_of(name: str) -> str:
+    """What an algorithm's kernel calls alone are called among the times."""
+    return f"kernels of {name}"
 
 
 class Ratio(NamedTuple):
@@ -92,7 +97,7 @@ class Situation:
         """Return what can run, and is not the same as another."""
         heads = self.sizes.heads, self.sizes.kv_heads
         names = [name for name in SETTINGS if is_itself(name, place)]
-        return [*(name for name in names if heads_fit(name, *heads, place)), TILES]
+        return [name for name in names if heads_fit(name, *heads, place)]
 
 
 def rate_name(mbit: float) -> str:
@@ -108,6 +113,7 @@ MHA = (
     Ratio("step", "burst auto", limit=0.52),
 )
 GQA = (Ratio("step", "burst auto", (BASELINE, "ring double"), limit=1.05),)
+MASK = Mask.causal()
 RATES = (200, 400, 800, 2000, math.inf)
 SHORT, GROUPED, LONG = (
     Sizes(*numbers) for numbers in ((512, 8, 8, 64), (512, 8, 2, 64), (1024, 8, 8, 64))
@@ -116,7 +122,7 @@ SUITE = (
     *(Situation(mbit, SHORT, MHA if mbit == 400 else ()) for mbit in RATES),
     *(Situation(mbit, GROUPED, GQA if mbit == 400 else (), "kv") for mbit in RATES),
     Situation(2000, LONG, (Ratio("step", "burst auto", limit=1.05),)),
-    Situation(0, LONG, (Ratio("step", "burst auto", (TILES,), limit=1.20),)),
+    Situation(0, LONG, (Ratio("step", "burst auto", (kernels_of("burst auto"),), limit=1.20),)),
 )
 
 
@@ -135,21 +141,25 @@ class Job:
 class Share:
     """What one rank found in a launch."""
 
-    times: Mapping[str, Sequence[tuple[float, float]]]  # seconds of forward and backward
+    times: Mapping[
+        str, Sequence[tuple[float, float]]
+    ]  # seconds of forward and backward, by what ran
     traffic: Mapping[str, tuple[int, int, int]]  # bytes: counted payload, by card, by all devices
     rate: float  # Mbit/s of one large message from the first rank to the last, alone
     auto: str  # what `burst auto` chose
 
 
-class TilesAlone(Attention):
-    """The kernel calls of a setting and nothing else, on local tensors in place of messages."""
+class KernelsAlone(Attention):
+    """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
 
-    def __init__(self, context: BurstContext, sizes: Sizes, mask: Mask) -> None:
-        super().__init__(context, sizes, mask)
-        out, lse = ring_attention(*self.qkv, self.context, mask=mask, return_lse=True)
-        q, k, v = self.qkv
-        self.qkv, self.finished = (q.detach(), k.detach(), v.detach()), (out.detach(), lse)
-        self.call = self.context.prepare(*self.qkv, mask, q.shape[-1] ** -0.5)
+    def __init__(self, context: BurstContext, sizes: Sizes) -> None:
+        super().__init__(context, share_of_heads(sizes, context.heads.size), MASK)
+        q, k, v = (x.detach() for x in self.qkv)
+        self.qkv = q, k, v
+        self.call = context.prepare(q, k, v, MASK, q.shape[-1] ** -0.5)
+        batch, tokens, heads, _ = q.shape
+        lse = torch.full((batch, heads, tokens), math.log(tokens))  # about what it would be
+        self.finished = torch.zeros_like(q), lse
 
     def forward(self) -> Any:
         for tile in self.call.forward_plan.tiles:
@@ -168,15 +178,23 @@ class TilesAlone(Attention):
         return q[:, tile.query_rows.rows], k[:, keys], v[:, keys]
 
 
+def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:
+    """Return what a rank holds after an all-to-all over the heads with so many ranks."""
+    copies = kv_head_copies(sizes.heads, sizes.kv_heads, ranks)
+    heads, kv_heads = sizes.heads // ranks, sizes.kv_heads * copies // ranks
+    return Sizes(sizes.tokens * ranks, heads, kv_heads, sizes.head_dim)
+
+
 def measure(job: Job) -> Share:
     """Be one rank of a launch."""
     runs: dict[str, Attention] = {}
     for name in job.algorithms:
-        context = make_context(BASELINE if name == TILES else name, job.place)
-        kind = TilesAlone if name == TILES else Attention
-        runs[name] = kind(context, job.situation.sizes, Mask.causal())
-        runs[name].once()  # makes plans, connections and memory ready
-    traffic = {name: count_bytes(run) for name, run in runs.items()}
+        context, sizes = make_context(name, job.place), job.situation.sizes
+        runs[name] = Attention(context, sizes, MASK)
+        runs[kernels_of(name)] = KernelsAlone(context, sizes)
+    for run in runs.values():
+        run.once()  # makes plans, connections and memory ready
+    traffic = {name: count_bytes(runs[name]) for name in job.algorithms}
     rate = median(message_rate() for _ in range(3))
     says = f"  launch {job.number + 1}" if dist.get_rank() == 0 else ""
     ways = {name: run.once for name, run in runs.items()}
@@ -212,7 +230,7 @@ def times_of(launches: Sequence[Sequence[Share]]) -> Times:
     """Join the ranks' times: a repetition takes as long as its slowest rank."""
     return {
         name: [slowest([share.times[name] for share in shares]) for shares in launches]
-        for name in launches[0][0].traffic
+        for name in launches[0][0].times
     }
 
 
@@ -260,47 +278,68 @@ def rows(situation: Situation, place: Place, launches: Sequence[Sequence[Share]]
             "launches": len(launches),
             "repetitions": len(times[name][0]),
             "ratio": median(Ratio(phase, name).of_launches(times)) if BASELINE in times else "",
+            "kernels_s": median(medians(times[kernels_of(name)], phase)),
+            "kernels_share": kernels_share(times, name, phase),
             "payload_bytes_of_a_step": max(share.traffic[name][0] for share in shares),
             "card_bytes_of_a_step": max(share.traffic[name][1] for share in shares),
         }
-        for name in times
+        for name in shares[0].traffic
         for phase in PHASES
     ]
 
 
+def kernels_share(times: Times, name: str, phase: str) -> float:
+    """Return how much of an algorithm's time its kernel calls take where they run alone."""
+    return median(Ratio(phase, kernels_of(name), (name,)).of_launches(times))
+
+
 def rates_table(found: Sequence[Row]) -> str:
-    """Return the ratios of steps by algorithm and link rate, for tensors measured at several."""
-    tables: dict[Sizes, dict[str, dict[float, str]]] = defaultdict(lambda: defaultdict(dict))
+    """Return what steps take by algorithm and link rate, for tensors measured at several."""
+    by_sizes: dict[Sizes, list[Row]] = defaultdict(list)
     for row in found:
         if row["phase"] == "step" and row["mbit"] and row["ratio"]:
-            sizes = Sizes(*(row[name] for name in Sizes._fields))
-            tables[sizes][row["algorithm"]][row["mbit"]] = f"{row['ratio']:.3f}"
+            by_sizes[Sizes(*(row[name] for name in Sizes._fields))].append(row)
     parts = []
-    for sizes, lines in tables.items():
-        rates = list(lines[BASELINE])
+    for sizes, some in by_sizes.items():
+        rates = list(dict.fromkeys(row["mbit"] for row in some))
         if len(rates) > 1:
-            head = [f"step / {BASELINE}", *map(rate_name, rates)]
-            cells = ([name, *(line[rate] for rate in rates)] for name, line in lines.items())
-            parts += [f"## By link rate: {sizes}", table(head, cells, numbers=1)]
+            ratios = {(row["algorithm"], row["mbit"]): f"{row['ratio']:.3f}" for row in some}
+            exposed = {
+                (row["algorithm"], row["mbit"]): f"{1 - row['kernels_share']:.0%}" for row in some
+            }
+            parts += [f"## By link rate: {sizes}"]
+            for title, cells in (f"step / {BASELINE}", ratios), ("not kernels", exposed):
+                names = dict.fromkeys(name for name, _ in cells)
+                lines = ([name, *(cells[name, rate] for rate in rates)] for name in names)
+                parts.append(table([title, *map(rate_name, rates)], lines, numbers=1))
     return "\n\n".join(parts)
 
 
-def times_table(times: Times) -> str:
+def times_table(times: Times, algorithms: Iterable[str]) -> str:
     def cell(launches: Sequence[Sequence[Seconds]], phase: str) -> str:
         each = [1e3 * m for m in medians(launches, phase)]
         every = [1e3 * s for repetitions in launches for s in column(repetitions, phase)]
         listed = " ".join(f"{m:.1f}" for m in each)
         return f"{median(each):.1f} ({listed}; {min(every):.0f}-{max(every):.0f})"
 
-    rows = [[name, *(cell(times[name], phase) for phase in PHASES)] for name in times]
-    return table(["ms", *PHASES], rows, numbers=1)
+    rows = [
+        [
+            name,
+            *(cell(times[name], phase) for phase in PHASES),
+            cell(times[kernels_of(name)], "step"),
+            f"{1 - kernels_share(times, name, 'step'):.0%}",
+        ]
+        for name in algorithms
+    ]
+    return table(["ms", *PHASES, "its kernels alone", "not kernels"], rows, numbers=1)
 
 
-def ratios_table(situation: Situation, times: Times, auto: str) -> str:
+def ratios_table(situation: Situation, times: Times, algorithms: Iterable[str], auto: str) -> str:
     """Return the ratios that have targets and then every other step's ratio to the baseline."""
     ratios = list(situation.targets)
     known = [ratio[:3] for ratio in ratios]
-    ratios += [r for r in (Ratio("step", n) for n in times if n != BASELINE) if r[:3] not in known]
+    others = (Ratio("step", name) for name in algorithms if name != BASELINE)
+    ratios += [ratio for ratio in others if ratio[:3] not in known]
     rows = []
     for ratio in (r for r in ratios if {r.over, *r.under} <= set(times)):
         values = ratio.of_launches(times)
@@ -319,7 +358,7 @@ def verdict(value: float, limit: float | None) -> tuple[str, str]:
 def traffic_table(shares: Sequence[Share]) -> str:
     """Return what each rank sends in a step, as the library and as the devices count it."""
     rows, worst = [], 0.0
-    for name in (n for n in shares[0].traffic if n != TILES):
+    for name in shares[0].traffic:
         payloads, cards, devices = zip(*(share.traffic[name] for share in shares), strict=True)
         off = [sent / payload for sent, payload in zip(devices, payloads, strict=True)]
         worst = max(worst, *(abs(1 - ratio) for ratio in off))
@@ -339,8 +378,8 @@ def section(situation: Situation, launches: Sequence[Sequence[Share]], busy: flo
         f"A message of {MESSAGE_BYTES / 1e6:g} MB from the first rank to the last, alone: "
         f"{rate:.0f} Mbit/s. Cores in use before a launch: at most {100 * busy:.0f} %. "
         f"Burst auto: {shares[0].auto or 'not run'}.",
-        times_table(times),
-        ratios_table(situation, times, shares[0].auto),
+        times_table(times, shares[0].traffic),
+        ratios_table(situation, times, shares[0].traffic, shares[0].auto),
     ]
     return "\n\n".join(parts + ([traffic_table(shares)] if situation.mbit else []))
 
@@ -355,8 +394,9 @@ Times: median over the launches (median of each launch; fastest to slowest repet
 {launches} launches has fresh processes and {repetitions} repetitions, the algorithms in a new order
 each time, with a barrier before each forward and each backward. A repetition takes as long as its
 slowest rank; step is forward + backward. Ratios: median over the launches of the ratio of medians.
-"{tiles}" is the kernel calls of {baseline} and nothing else. The hybrids share the heads out over
-pairs of ranks.
+"Kernels alone" are an algorithm's own kernel calls and nothing else, on all ranks at once and in
+the same turns; "not kernels" is the share of a step beyond them: waiting, copies, sums, Python. The
+hybrids share the heads out over pairs of ranks.
 """
 
 
@@ -364,7 +404,7 @@ def page(
     args: argparse.Namespace, sections: Sequence[str], found: Sequence[Row], load: str
 ) -> Page:
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    about = ABOUT.format(**vars(args), congestion=congestion, tiles=TILES, baseline=BASELINE)
+    about = ABOUT.format(**vars(args), congestion=congestion)
     body = "\n\n".join(filter(None, (rates_table(found), *sections)))
     title = "Two nodes on one machine: every algorithm on shaped links"
     return Page(title, about, body, found, origin("cpu", load))
@@ -384,8 +424,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5, help="in each launch")
-    parser.add_argument("--launches", type=int, default=3, help="each with fresh processes")
-    parser.add_argument("--algorithms", nargs="+", choices=[*SETTINGS, TILES], metavar="NAME")
+    parser.add_argument("--launches", type=int, default=5, help="each with fresh processes")
+    parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, metavar="NAME")
     parser.add_argument("--force", action="store_true", help="measure under load too")
     add_output(parser, "two_nodes")
     args = parser.parse_args()

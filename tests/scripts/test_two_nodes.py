@@ -218,7 +218,8 @@ def test_ratios_are_of_the_medians_of_each_launch() -> None:
 def test_the_table_says_which_targets_were_reached() -> None:
     targets = (Ratio("step", "burst auto", limit=0.5), Ratio("forward", "ring double", limit=0.7))
     situation = Situation(400, SHORT, targets=targets, auto_backward="kv")
-    rows = two_nodes.ratios_table(situation, TIMES, "query backward, flat ring").splitlines()[2:]
+    table = two_nodes.ratios_table(situation, TIMES, list(TIMES), "query backward, flat ring")
+    rows = table.splitlines()[2:]
     assert rows == [
         "| step: burst auto / ring flat | 0.500 | 0.500 0.500 | <= 0.50 | yes |",
         "| forward: ring double / ring flat | 0.750 | 0.750 0.750 | <= 0.70 | NO |",
@@ -228,10 +229,16 @@ def test_the_table_says_which_targets_were_reached() -> None:
     ]
 
 
+def test_kernels_alone_have_the_heads_that_the_all_to_all_leaves_them() -> None:
+    assert two_nodes.share_of_heads(GROUPED, 1) == GROUPED
+    assert two_nodes.share_of_heads(SHORT, 2) == Sizes(1024, 4, 4, 64)
+    assert two_nodes.share_of_heads(GROUPED, 4) == Sizes(2048, 2, 1, 64)  # a KV head for each rank
+
+
 def test_only_what_can_run_is_run() -> None:
     two, one = Place(4, 2), Place(4, 4)
     double = ["ring double", "burst query double", "burst kv double"]
-    everything = [*two_nodes.SETTINGS, two_nodes.TILES]
+    everything = list(two_nodes.SETTINGS)
     found = Situation(400, SHORT).algorithms(two)
     assert found == [name for name in everything if name != "burst kv flat"]  # it is the baseline
     assert Situation(400, GROUPED).algorithms(two) == found  # ulysses copies KV heads
@@ -260,6 +267,7 @@ def test_ratios_by_link_rate(tmp_path: Path) -> None:
             "algorithm": name,
             "phase": "step",
             "ratio": 1.0 if name == "ring flat" else ratio + sizes.kv_heads / 100,
+            "kernels_share": 0.5 if name == "ring flat" else 1 - ratio / 4,
         }
         for sizes in (SHORT, GROUPED)
         for rate, ratio in rates.items()
@@ -273,6 +281,7 @@ def test_ratios_by_link_rate(tmp_path: Path) -> None:
         "| ring flat | 1.000 | 1.000 |",
     ]
     assert "\n| burst auto | 0.680 | 1.080 |" in two_nodes.rates_table(rows)
+    assert "\n| ring flat | 50% | 50% |\n| burst auto | 15% | 25% |" in two_nodes.rates_table(rows)
     assert two_nodes.rates_table(rows[:2]) == ""  # one rate
     plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
     origin = {name: name for name in ("date", "device", "torch", "python", "command")}
@@ -284,7 +293,7 @@ def test_ratios_by_link_rate(tmp_path: Path) -> None:
 
 
 def test_loopback_makes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page, names = tmp_path / "page.md", ["ring flat", "burst auto", two_nodes.TILES]
+    page, names = tmp_path / "page.md", ["ring flat", "burst hybrid", "burst auto", "ulysses"]
     counts = "--mbit 0 --tokens 16 --repetitions 1 --launches 1 --force".split()
     arguments = ["two_nodes.py", *counts, "--output", str(page), "--algorithms", *names]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -299,6 +308,7 @@ def test_loopback_makes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ]
     for row in rows:  # forward, backward and step have one order of size, and add up
         assert 0 < float(row["least_s"]) <= float(row["median_s"])
+        assert float(row["kernels_s"]) > 0 and float(row["kernels_share"]) > 0
     assert rows[0]["ratio"] == "1" and rows[0]["payload_bytes_of_a_step"] != "0"
 
 
