@@ -99,8 +99,9 @@ absolute() { if [[ $1 == /* ]]; then printf '%s' "$1"; else printf '%s/%s' "$PWD
 # ---- running --------------------------------------------------------------------------------------
 
 ending=no # yes once a signal shall end what was started
-child=""  # the process that a signal ends, and whether it was told so
-told=no
+child=""  # the process that a signal ends
+told=no   # whether it was told so
+once=no   # whether it must not be told again
 
 # Starts a command; from now on SIGTERM, SIGINT and SIGHUP end it. Bash loses a signal that comes while
 # it sets a trap: what will surely send one is begun after this.
@@ -112,9 +113,9 @@ start_child() {
     end_child # a signal may have come before it
 }
 
-# Once: a second SIGTERM would interrupt torchrun while it ends its ranks.
 end_child() {
-    if [[ $ending == no || $told == yes || -z $child ]]; then return; fi
+    # A bare `return` in a trap would return the status of what it interrupted, and end the script.
+    if [[ $ending == no || -z $child || $told$once == yesyes ]]; then return 0; fi
     told=yes
     kill -TERM "$child" 2>/dev/null || true
 }

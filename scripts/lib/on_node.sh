@@ -25,6 +25,8 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 source "$here/common.sh"
 # shellcheck source=scripts/lib/network.sh
 source "$here/network.sh"
+# As soon as a node fails srun ends the others and may drop what it has not read yet, the reason itself.
+trap 'if (($?)) && [[ -n ${SLURM_STEP_ID:-} ]]; then sleep 1 || true; fi' EXIT
 
 nodes=1 node_rank=${SLURM_NODEID:-0} master="" port="" ranks="" run="" script="" measure=no with_input=no
 while (($#)); do
@@ -49,8 +51,6 @@ while (($#)); do
 done
 load_env
 burst_me="node $node_rank ($(uname -n))"
-# As soon as a node fails srun ends the others and may drop what it has not read yet, the reason itself.
-trap 'status=$?; if ((status)) && [[ -n ${SLURM_STEP_ID:-} ]]; then sleep 1; fi' EXIT
 python=$(python_of_training)
 
 has_gpus() { [[ ${MEGATRON_BURST_CPU:-} != 1 ]] && nvidia-smi -L >/dev/null 2>&1; }
@@ -114,8 +114,9 @@ end_leftovers() {
 
 "$python" "$burst_root/scripts/describe_node.py" --output "$output/node-$node_rank.json" \
     --run "$run" -- "${command[@]}" || say "no description of this node was written"
-# In a session of its own torchrun gets SIGTERM once, from here, and not from Slurm and terminals, which
-# send it to all processes of a group.
+# In a session of its own torchrun gets SIGTERM once, from here: a second one, as Slurm and terminals
+# send it to all processes of a group, would interrupt it while it ends its ranks.
+once=yes
 start_child setsid env "$mark" "${command[@]}" </dev/null
 if [[ $with_input == yes ]]; then
     exec {input}<&0

@@ -165,6 +165,29 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     assert gone(int(machine.text("hanging-here")))
 
 
+def test_nothing_keeps_a_node_from_ending_what_its_ranks_leave_behind(machine: Machine) -> None:
+    """The end of the input is told again and again, also while the processes are looked through."""
+    slow = machine.folder / "bin" / "grep"
+    slow.write_text(f'#!/usr/bin/env bash\nsleep 0.05\nexec {shutil.which("grep")} "$@"\n')
+    slow.chmod(0o755)
+    (machine.folder / "out").mkdir()
+    node = subprocess.Popen(
+        machine.command("lib/on_node.sh", "--output", "out", "--end-with-input"),
+        cwd=machine.folder,
+        env=machine.environment | {"HANG": "1", "LEAVE_BEHIND": "1"},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: machine.text("hanging-here"))
+    _, said = node.communicate(timeout=200)  # closes its input
+    left = int(machine.text("left"))
+    assert node.returncode == 143, said
+    assert f"ended process {left}, which outlived its launcher" in said
+    assert "the ranks of this node ended with status 143" in said
+    assert gone(left)
+
+
 # ---- settings of the site
 
 
