@@ -140,7 +140,16 @@ def test_an_all_to_all_is_waited_for() -> None:
     forward, _, _ = timing.attention_passes(load)
     sent = 4 * TOKENS * HEADS * DIM * 2 * 3 // 4  # of q, k, v and the output, three quarters
     assert forward.sent == sent
-    assert forward.exposed == pytest.approx(sent / 1e9)
+    repacked = 4 * (sent * 4 // 3)  # all of it is read and written, before and after
+    assert forward.exposed == pytest.approx(sent / 1e9 + repacked / 1e12)
+
+
+@pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
+def test_visiting_queries_cost_a_stand_in_for_their_outputs(backward: str, visitors: int) -> None:
+    load = workload(cluster(), 4, algorithm="burst", backward=backward)
+    for plan in timing.backward_plans(load):
+        moved = timing._stand_in_bytes(plan.tiles, load.shape, plan.rank)
+        assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
 
 
 def test_a_part_of_the_forward_runs_again() -> None:
@@ -164,6 +173,8 @@ def test_memory_is_counted_part_by_part() -> None:
     assert found.inputs == TOKENS * 32 * 2 and found.kept == 0
     sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2), 1.0)
     assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
+    whole = memory.predict(replace(load, sharded=False, element_bytes=4), 1.0)
+    assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
     assert memory.predict(kept, 1.0).kept == TOKENS * HEADS * (DIM * 2 + 4)
     logits = memory.predict(replace(load, chunked_loss=False), 1.0)
@@ -182,6 +193,17 @@ FLAGS: Flags = {
     "lm-head-loss": "chunked",
     "context-parallel-size": 16,
 }
+
+
+def test_only_the_distributed_optimizer_is_sharded() -> None:
+    single = {name: value for name, value in FLAGS.items() if name != "bf16"}
+    machine = CONFIGS.cluster("a800")
+    sharded = workload_of(single, machine, 16)
+    whole = workload_of({**single, "use-distributed-optimizer": False}, machine, 16)
+    assert (sharded.sharded, whole.sharded) == (True, False)
+    optimizers = [memory.predict(load, 1.0).optimizer for load in (sharded, whole)]
+    assert optimizers[1] == pytest.approx(16 * optimizers[0])
+    assert timing.predict(whole).weights > timing.predict(sharded).weights
 
 
 def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:

@@ -8,7 +8,7 @@ from megatron_burst.tools.plan.workload import Cluster, Workload
 
 GIB = 2**30
 _USABLE = 0.92  # of the device: the rest is for CUDA, NCCL and what the allocator cannot use
-_OPTIMIZER_BYTES = 12  # of a parameter: float32 weight and two moments
+_MOMENT_BYTES = 8  # of a parameter: two in float32; beside weights of 16 bits also a float32 copy
 _LOGIT_BYTES = 6  # of all logits at once: bfloat16 and float32, forward or backward
 
 
@@ -54,12 +54,13 @@ def predict(load: Workload, working_set: float) -> Memory:
     tokens = load.local_tokens
     stored = tokens * model.hidden * e // tensor if load.recompute else _saved(load)
     fraction = load.config.recompute_fraction
+    optimizer = own * (_MOMENT_BYTES + (4 if e == 2 else 0))
     kept = 0.0 if fraction is None or not load.recompute else 1 - fraction
     result = tokens * load.heads_of_a_rank * (model.head_dim * e + 4)
     return Memory(
         weights=own * e // shards,
         gradients=0 if load.offload and load.zero3 else own * load.gradient_bytes // shards,
-        optimizer=0 if load.offload else own * _OPTIMIZER_BYTES // ranks,
+        optimizer=0 if load.offload else optimizer // (ranks if load.sharded else 1),
         gathered=_gathered(load) if load.zero3 and ranks > 1 else 0,
         inputs=model.layers * stored,
         kept=int(model.layers * result * kept),

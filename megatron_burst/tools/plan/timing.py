@@ -130,6 +130,7 @@ def _attention_alone(load: Workload) -> Workload:
         chunked_loss=True,
         loss_bytes=0,
         zero3=False,
+        sharded=True,
         gradient_bytes=0,
         offload=False,
     )
@@ -149,13 +150,14 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     def kernels(tiles: Sequence[Tile]) -> float:
         return sum(tile_flops(tile, shape, backward) for tile in tiles) / rate
 
-    def sums(tiles: Sequence[Tile]) -> float:
-        return sum(_sum_bytes(tile, shape, backward) for tile in tiles) / machine.memory_rate
+    def sums(tiles: Sequence[Tile], rank: int) -> float:
+        moved = sum(_sum_bytes(tile, shape, backward) for tile in tiles)
+        return (moved + _stand_in_bytes(tiles, shape, rank)) / machine.memory_rate
 
     network = _Network(load, plans)
     ranks = {
         plan.rank: [
-            network.step(plan.rank, step, kernels(step.tiles) + sums(step.tiles))
+            network.step(plan.rank, step, kernels(step.tiles) + sums(step.tiles, plan.rank))
             for step in plan.steps
         ]
         for plan in plans
@@ -166,7 +168,7 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     return Pass(
         seconds=seconds + _exchange_seconds(load),
         kernels=kernels(busiest.tiles),
-        sums=sums(busiest.tiles),
+        sums=sums(busiest.tiles, busiest.rank),
         sent=sent + load.exchange_bytes,
     )
 
@@ -234,6 +236,13 @@ def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
     return (queries * shape.head_dim + keys) * each
 
 
+def _stand_in_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
+    """What is read and written to make the outputs that travel with no query: one a block."""
+    blocks = {tile.query_owner for tile in tiles} - {rank}
+    elements = shape.tokens * shape.query_heads * shape.value_head_dim
+    return 2 * len(blocks) * elements * shape.element_bytes
+
+
 class _Network:
     """The links of one ring, with those of the rings beside it on the same cards."""
 
@@ -279,7 +288,10 @@ class _Network:
 
 
 def _exchange_seconds(load: Workload) -> float:
-    """The all-to-alls over heads of one pass: one step, in which nothing is computed."""
+    """The all-to-alls over heads of one pass: one step, in which nothing is computed.
+
+    All of a tensor is read and written to be packed, and again to be unpacked.
+    """
     size, machine = load.head_parallel, load.cluster
     if size == 1:
         return 0.0
@@ -287,7 +299,8 @@ def _exchange_seconds(load: Workload) -> float:
     of_node = size if load.config.algorithm is not Algorithm.ULYSSES else load.ranks_per_node
     within, across = to_one * (of_node - 1), to_one * (size - of_node)
     on_links = max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
-    return on_links + load.exchange_bytes / machine.copy_rate
+    repacked = 4 * to_one * size
+    return on_links + load.exchange_bytes / machine.copy_rate + repacked / machine.memory_rate
 
 
 def _tensor_parallel_seconds(load: Workload) -> float:
@@ -307,8 +320,11 @@ def _weights_seconds(load: Workload, hidden_behind: float) -> float:
         return 0.0
     own = load.model.parameters / load.tensor
     gathers = (3 if load.recompute else 2) if load.zero3 else 1
-    moved = own * (load.gradient_bytes + gathers * load.element_bytes) * (ranks - 1) / ranks
+    # Gradients are scattered and weights gathered; otherwise gradients are scattered and gathered.
+    returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
+    moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
     within = load.gpus <= machine.gpus_per_node
     rate = machine.within_rate if within else machine.card_rate / machine.gpus_per_card
-    optimizer = 0.0 if load.offload else 2 * 16 * own / ranks / machine.memory_rate
+    updated = own / ranks if load.sharded else own
+    optimizer = 0.0 if load.offload else 2 * 16 * updated / machine.memory_rate
     return max(0.0, moved / rate - hidden_behind) + optimizer

@@ -14,7 +14,6 @@ from megatron_burst.config import (
     GradDtype,
     GradientReturn,
     LayoutName,
-    Topology,
 )
 from megatron_burst.tools.config import FOLDER, Configs, Table
 from megatron_burst.tools.plan import memory, timing
@@ -30,7 +29,6 @@ GAP = 1.1  # a measured gap that the prediction has to order
 _UNITS = {"k": 2**10, "M": 2**20}
 _BISECTIONS, _ROUNDS = 12, 10
 _COUNTS = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
-_KERNELS_ALONE = "no communication"  # what the two nodes' table calls it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,21 +124,19 @@ def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
 def compare_two_nodes(configs: Configs) -> list[Compared]:
     """Return the share of a step that is not kernels, measured on this machine and predicted.
 
-    Measured by the ratios of steps to one algorithm's in the same launch, which the machine's own
-    changes from launch to launch disturb least.
+    Measured within launches, which the machine's own changes from one to the next disturb least.
     """
     machine = configs.published["two_nodes"]
     found = []
     for place, algorithms in _two_nodes_rows(FOLDER.parent / machine["results"]).items():
-        alone = algorithms.pop(_KERNELS_ALONE)
-        seconds = {phase: float(row["median_s"]) for phase, row in alone.items()}
         for algorithm, phases in algorithms.items():
+            seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
             setting = configs.published["settings"][machine["settings"][algorithm]]
             load = _two_nodes(machine, place, seconds, burst_config_of(setting))
             forward, _, backward = timing.attention_passes(load)
             kernels = seconds["forward"] + seconds["backward"]
             share = 1 - kernels / (forward.seconds + backward.seconds)
-            exposed = 1 - float(alone["step"]["ratio"]) / float(phases["step"]["ratio"])
+            exposed = 1 - float(phases["step"]["kernels_share"])
             name = f"{place}: {algorithm}"
             found.append(Compared(name, str(place), "exposed share", exposed, share, False))
     return found
@@ -331,8 +327,7 @@ def _two_nodes(
         recompute=False,
         element_bytes=4,
     )
-    flat = replace(load, config=BurstConfig(algorithm=Algorithm.RING, topology=Topology.FLAT))
-    forward, _, backward = timing.attention_passes(flat)
+    forward, _, backward = timing.attention_passes(load)
     cluster = replace(
         cluster,
         forward_rate=forward.kernels / alone["forward"],

@@ -94,6 +94,7 @@ class Workload:
     chunked_loss: bool = True
     loss_bytes: int = 512 * 2**20  # what the chunked loss may take
     zero3: bool = False  # parameters and gradients are sharded over all ranks
+    sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
     offload: bool = False  # the optimizer's states are in the host's memory
     element_bytes: int = 2
@@ -284,6 +285,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         recompute=granularity == "full",
         chunked_loss=given.get("lm-head-loss") == "chunked",
         loss_bytes=int(given.get("lm-head-memory-mb", 512)) * 2**20,
+        sharded=bool(given.get("use-distributed-optimizer", False)),
         gradient_bytes=4 if fp32_sums else 2,
         offload=bool(given.get("optimizer-cpu-offload", False)),
         element_bytes=2 if in_bf16 else 4,
