@@ -121,12 +121,17 @@ def configure(args: argparse.Namespace) -> None:
             "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: "
             "add --loss-scale N, or take --bf16"
         )
+    refuse_limits(args, config)
+    args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+
+
+def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
+    """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
     if reasons := refusals(args):
         raise ValueError(
-            f"--context-parallel-algo {config.algorithm} cannot run this:\n  "
+            f"--context-parallel-algo {config.algorithm} cannot run {origin}:\n  "
             + "\n  ".join(reasons)
         )
-    args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

@@ -19,6 +19,7 @@ from megatron_burst.plugin.arguments import (
     burst_config_from_args,
     configure,
     lm_head_config_from_args,
+    refuse_limits,
 )
 from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.data_files import check_data_files
@@ -84,8 +85,11 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             # Megatron would go on with its default spec.
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
         config = burst_config_from_args(args)
-        if config is not None and args.rank == 0:
-            logger.info("%s", config)
+        if config is not None:
+            # Again: they may have changed since they were parsed.
+            refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
+            if args.rank == 0:
+                logger.info("%s", config)
         pool = None if config is None else ContextPool(config)
         model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
         if pool is not None and (

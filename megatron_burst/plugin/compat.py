@@ -302,4 +302,9 @@ def _first_on_path(subpackage: str) -> Path | None:
     megatron = importlib.util.find_spec("megatron")
     places = megatron.submodule_search_locations if megatron else None
     found = (Path(place) / subpackage for place in places or [])
-    return next((folder for folder in found if (folder / "__init__.py").is_file()), None)
+    folder = next((folder for folder in found if (folder / "__init__.py").is_file()), None)
+    if folder is None and megatron is not None:
+        # An editable install: the place is not a folder, and a finder of its own knows the parts.
+        spec = importlib.util.find_spec(f"megatron.{subpackage}")
+        folder = Path(spec.origin).parent if spec and spec.origin else None
+    return folder

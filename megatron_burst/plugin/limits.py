@@ -57,6 +57,11 @@ LIMITS: tuple[Limit, ...] = (
         (None,),
         "HybridModel is not supported: drop --hybrid-override-pattern",
     ),
+    Limit(
+        "modelopt_enabled",
+        (False,),
+        "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)",
+    ),
     Limit("qk_clip", (False,), "it needs the largest score of a row: drop --qk-clip"),
     Limit(
         "log_max_attention_logit",

@@ -31,13 +31,14 @@ def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
             what our attention cannot do, or cannot do without a launcher.
     """
     compat.check_megatron_version()
-    provider = LayerSpecProvider(None, ContextPool(_config(get_args())))
+    provider = LayerSpecProvider(None, ContextPool(config_from_args(get_args())))
     # Megatron asks once for each virtual stage: all of them share the process groups.
     model_config.transformer_layer_spec = provider
     return provider(model_config, vp_stage)
 
 
-def _config(args: argparse.Namespace) -> BurstConfig:
+def config_from_args(args: argparse.Namespace) -> BurstConfig:
+    """Return the settings that --cp-comm-type asks for; ValueError as `gpt` raises it."""
     named = algorithms(args.cp_comm_type)
     if not named:
         raise ValueError(

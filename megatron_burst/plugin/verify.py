@@ -71,6 +71,12 @@ class Verification:
             self.is_over = True
             self._report(context)
 
+    def settle(self, context: BurstContext) -> None:
+        """Report, when a layer comes again, if there is something and no backward to wait for."""
+        if not self.is_over and not self._begun and self._findings:
+            self.is_over = True
+            self._report(context)
+
     def add(self, layer: int, findings: Sequence[Finding], seconds: float) -> None:
         """Take what was found in a layer on this rank."""
         self._findings.setdefault(layer, []).extend(findings)
@@ -153,17 +159,18 @@ class LayerCheck:
         ) -> Tensor:
             asked, self._asked = self._asked, None
             if asked is None:
+                if self._seen:
+                    self._verification.settle(context)
                 return attend(q, k, v, context, sink=sink, **more)
             self._seen.add(torch.is_grad_enabled())
             call = _Call(self._dense(q, k, v, sink, context, *asked), context, self._take)
-            self._verification.begin(self._layer)
             inputs = (q, k, v) if sink is None else (q, k, v, sink)
             q, k, v, *sinks = _Inputs.apply(call, *inputs)
             sink = sinks[0] if sinks else None
             out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **more)
+            if out.requires_grad or not torch.is_grad_enabled():  # else no backward will come
+                self._verification.begin(self._layer)
             call.check({"out": out, "lse": lse.transpose(1, 2)[..., None]})
-            if torch.is_grad_enabled() and not out.requires_grad:  # no backward will come
-                self._verification.end(self._layer, context)
             return _Output.apply(call, out)
 
         return checked

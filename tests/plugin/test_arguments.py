@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -31,6 +32,9 @@ from megatron_burst.plugin.limits import (
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_burst.plugin import attach  # noqa: E402
+from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
 
@@ -428,6 +432,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "mtp_num_layers": "--mtp-num-layers 1",
     "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
     "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
+    "modelopt_enabled": {"modelopt_enabled": True},
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
@@ -450,12 +455,28 @@ def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
 ) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     args = parse(parser, BURST)
-    assert hasattr(args, limit.name) or limit.name in fields
+    # Megatron-LM's own script sets the last after parsing.
+    assert hasattr(args, limit.name) or limit.name in {*fields, "modelopt_enabled"}
     for value in limit.working:
         setattr(args, limit.name, value)
         assert refusals(args) == []
         args.cp_comm_type = None
         configure(args)
+
+
+def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
+    parser: argparse.ArgumentParser,
+) -> None:
+    args = parse(parser, BURST)
+    configure(args)
+    model_config = SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
+    build = attach._with_burst_spec(lambda args: model_config)
+    args.rank, args.modelopt_enabled = 1, True
+    with pytest.raises(ValueError, match="modelopt_enabled = True: ModelOpt builds") as refused:
+        build(args)
+    assert "cannot run what --use-checkpoint-args or the script has set" in str(refused.value)
+    args.modelopt_enabled = False
+    assert isinstance(build(args).transformer_layer_spec, LayerSpecProvider)
 
 
 @EACH_LIMIT

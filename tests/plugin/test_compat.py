@@ -1,6 +1,8 @@
 import argparse
 import copy
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,6 +240,33 @@ def test_supported_versions(tmp_path, monkeypatch, minor: int) -> None:
     use_megatron(monkeypatch, fake_megatron(tmp_path, minor))
     assert compat.check_megatron_version() == f"0.{minor}.3"
     assert compat.megatron_folder() == tmp_path / "megatron"
+
+
+def test_an_editable_install_is_found(tmp_path) -> None:
+    """As setuptools makes it: `megatron` has no folder, a finder knows those of its parts."""
+    place = fake_megatron(tmp_path, 20)
+    code = f"""
+import importlib.machinery as machinery, importlib.util, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "megatron":
+            spec = machinery.ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = ["__editable__.megatron_core"]
+            return spec
+        if name in ("megatron.core", "megatron.training"):
+            file = {place!r} + name.removeprefix("megatron").replace(".", "/") + "/__init__.py"
+            return importlib.util.spec_from_file_location(name, file)
+sys.meta_path.insert(0, Finder)
+from megatron_burst.plugin import compat
+print(compat.check_megatron_version(), compat.megatron_folder())
+assert "megatron.core" not in sys.modules
+"""
+    root = Path(compat.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == f"0.20.3 {place}\n", done.stderr
 
 
 @pytest.mark.parametrize("minor", [18, 21])

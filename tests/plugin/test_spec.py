@@ -32,7 +32,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
 
 
 def test_the_first_algorithm_named_is_the_configurations_and_the_time_limit_is_megatrons() -> None:
-    config = spec._config(arguments(cp_comm_type=["ulysses", "burst"]))
+    config = spec.config_from_args(arguments(cp_comm_type=["ulysses", "burst"]))
     assert config.algorithm == "ulysses" and config.timeout_seconds == 180
 
 
@@ -68,7 +68,7 @@ def test_virtual_stages_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_it_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spec._config(arguments(**changes))
+        spec.config_from_args(arguments(**changes))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()

@@ -54,6 +54,7 @@ class Layers:
         self.pool.tokens_follow_layout = True
         self.dtype, self.rank = dtype, 0 if team is None else team.rank
         self.layers = [self._layer(number, group) for number in (1, 2)]
+        self.frozen: list[Any] = []
 
     def _layer(self, number: int, group: Any) -> Any:
         return BurstCoreAttention(
@@ -75,6 +76,12 @@ class Layers:
             pg_collection=SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1)),
         )
 
+    def freeze(self, count: int) -> None:
+        """Let the first layers have no gradient."""
+        self.frozen = self.layers[:count]
+        for layer in self.frozen:
+            layer.requires_grad_(False)
+
     def step(self, recompute: bool = False, bounds: tuple[int, ...] | None = None) -> list[Tensor]:
         """One forward and backward; return the gradients."""
         generator = torch.Generator().manual_seed(self.rank)
@@ -92,6 +99,8 @@ class Layers:
         for layer in self.layers:
 
             def run(x: Tensor, k: Tensor, v: Tensor, layer: Any = layer) -> Tensor:
+                if layer in self.frozen:
+                    x, k, v = x.detach(), k.detach(), v.detach()
                 return layer(x, k, v, None, packed_seq_params=documents)
 
             out = checkpoint(run, x, *kv, use_reentrant=True) if recompute else run(x, *kv)
@@ -182,6 +191,20 @@ def test_the_table_of_one_rank(tmp_path: Path, recompute: bool) -> None:
     assert names.split() == ["layer", "out", "lse", "dq", "dk", "dv", "dsink"]
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all(row.count("<") == 6 for row in rows)
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_layers_without_a_gradient_hide_no_other_layer(frozen: int) -> None:
+    layers = Layers(None, torch.float32)
+    layers.freeze(frozen)
+    with log_of_verify() as lines:
+        for _ in range(3):  # without any backward it reports when the second micro-batch comes
+            layers.step()
+    (text,) = lines
+    rows = [line.split()[0] for line in text.splitlines()[2:]]
+    assert rows == ["1", "2"]
+    gradients = [row.count("<") == 6 for row in text.splitlines()[2:]]
+    assert gradients == [False, frozen == 1]
 
 
 def test_off_it_is_not_there() -> None:

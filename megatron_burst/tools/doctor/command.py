@@ -18,7 +18,7 @@ from megatron_burst.tools.doctor import divisibility, nodes, settings, silent
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.parsing import parse
-from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.situation import Situation, names_our_spec
 from megatron_burst.tools.doctor.target import Target
 
 
@@ -53,6 +53,9 @@ def contradictions(line: LaunchLine, target: Target) -> list[Finding]:
     if not target.is_cluster and target.device == "cuda" and target.ranks_per_node > here:
         text = f"{target.ranks_per_node} ranks a node, but this machine has {here} GPUs"
         return [Finding("ranks", Level.ERROR, text, "--nproc-per-node, or --gpus for a cluster")]
+    if line.nodes is not None and line.ranks_per_node is None and not target.is_cluster:
+        text = "torchrun's --nproc-per-node gpu, but this machine has no GPU"
+        return [Finding("ranks", Level.ERROR, text, "--nproc-per-node, or --gpus for a cluster")]
     asked = (
         ("--nodes", target.nodes, "--nnodes", line.nodes),
         ("--gpus", target.ranks_per_node, "--nproc-per-node", line.ranks_per_node),
@@ -66,6 +69,10 @@ def contradictions(line: LaunchLine, target: Target) -> list[Finding]:
 
 def _config(args: Namespace) -> BurstConfig | None:
     try:
+        if names_our_spec(args):
+            from megatron_burst.plugin import spec  # imports Megatron: after the platform
+
+            return spec.config_from_args(args)
         return burst_config_from_args(args)
     except ValueError:  # among the findings of the parser already
         return None

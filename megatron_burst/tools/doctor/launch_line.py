@@ -87,12 +87,13 @@ def _of_torchrun(words: Sequence[str], environment: dict[str, str], gpus_here: i
     )
 
 
-def _ranks_per_node(text: str, gpus_here: int) -> int:
+def _ranks_per_node(text: str, gpus_here: int) -> int | None:
+    """As torchrun counts; None where that are the GPUs of another machine."""
     if text.isdigit():
         return int(text)
-    if text == "cpu" or not gpus_here:
-        return os.cpu_count() or 1
-    return gpus_here
+    if text == "gpu":
+        return gpus_here or None
+    return (text == "auto" and gpus_here) or os.cpu_count() or 1
 
 
 def _program(name: str, flags: Sequence[str], environment: dict[str, str]) -> LaunchLine:

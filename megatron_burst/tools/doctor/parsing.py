@@ -14,12 +14,14 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest.mock import patch
 
 from megatron_burst.plugin import compat, cpu_platform
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.kernels import on_the_target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.situation import names_our_spec
 from megatron_burst.tools.doctor.target import Target
 
 
@@ -51,8 +53,10 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
 
         warnings.simplefilter("always")
         given = _given(line)
-        stopped = _validate(line, target, said)
+        missing = [] if given is None else _missing_checkpoint(given, target)
+        stopped = _validate(line, target, said, None if missing else given)
     findings = [Finding("validation", Level.ERROR, stopped)] if stopped else []
+    findings += missing
     findings += [
         Finding("megatron-warns", Level.NOTE, text)
         for text in dict.fromkeys(
@@ -94,8 +98,36 @@ def _given(line: LaunchLine) -> Namespace | None:
         return None
 
 
-def _validate(line: LaunchLine, target: Target, said: io.StringIO) -> str:
-    """Return why the program would stop before it trains; "" where it would not."""
+def _missing_checkpoint(given: Namespace, target: Target) -> list[Finding]:
+    """What is to be said of a model that a checkpoint on the cluster alone describes."""
+    folders = [folder for folder in (given.load, given.pretrained_checkpoint) if folder]
+    here = any(Path(folder, "latest_checkpointed_iteration.txt").is_file() for folder in folders)
+    described = given.num_layers and given.hidden_size and given.num_attention_heads
+    if not (given.use_checkpoint_args and target.is_cluster and folders) or here or described:
+        return []
+    text = (
+        f"--use-checkpoint-args: there is no checkpoint in {' or '.join(folders)} here, so what "
+        "depends on the model was not checked"
+    )
+    return [Finding("checkpoint-args", Level.NOTE, text, "also pass the model's flags")]
+
+
+def _add_from_checkpoint(args: Namespace) -> None:
+    """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    if args.use_checkpoint_args:
+        if args.load is None and args.pretrained_checkpoint is None:
+            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+
+
+def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespace | None) -> str:
+    """Return why the program would stop before it trains; "" where it would not.
+
+    What a checkpoint says of the model is added to `given`. Without it the parser alone runs.
+    """
     from megatron.training import arguments
 
     from megatron_burst.plugin import attach
@@ -109,6 +141,10 @@ def _validate(line: LaunchLine, target: Target, said: io.StringIO) -> str:
     try:
         with elsewhere:
             args = arguments.parse_args()
+        if given is None:
+            return ""
+        for each in (args, given):
+            _add_from_checkpoint(each)
         arguments.validate_args(args, {})
         _build_configs(line, args)
     except SystemExit as leaving:
@@ -122,12 +158,14 @@ def _build_configs(line: LaunchLine, args: Namespace) -> None:
     """Make the model's configuration, which checks what the parser does not."""
     from megatron.training import argument_utils
 
-    from megatron_burst.plugin import gpt_training
+    from megatron_burst.plugin import gpt_training, spec
     from megatron_burst.plugin.arguments import MEGATRON
     from megatron_burst.plugin.limits import refusals
 
     if line.program == OUR_ENTRY and (missing := gpt_training.unsupported(args)):
         raise ValueError(missing)
+    if not line.is_attached and names_our_spec(args):
+        spec.config_from_args(args)
     model_config = argument_utils.gpt_config_from_args(copy.copy(args))
     algorithm = getattr(args, "context_parallel_algo", MEGATRON)
     if algorithm != MEGATRON and (reasons := refusals(model_config.transformer)):

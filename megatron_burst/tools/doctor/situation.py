@@ -10,6 +10,11 @@ from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.target import Target
 
 
+def names_our_spec(args: Namespace) -> bool:
+    """Whether Megatron's --spec names our layers."""
+    return bool(args.spec) and args.spec[0] == "megatron_burst.plugin.spec"
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """A command line whose flags were read, where it is to run, and in which environment."""
@@ -20,9 +25,14 @@ class Situation:
     environment: Mapping[str, str]
 
     @property
+    def has_our_spec(self) -> bool:
+        """Whether --spec names our layers, which needs no launcher of ours."""
+        return names_our_spec(self.args)
+
+    @property
     def is_ours(self) -> bool:
         """Whether our attention runs."""
-        return str(self.args.context_parallel_algo) != MEGATRON
+        return self.has_our_spec or str(self.args.context_parallel_algo) != MEGATRON
 
     @property
     def on_megatrons_ring(self) -> bool:

@@ -3,13 +3,16 @@
 import importlib.util
 from pathlib import Path
 
+from megatron_burst.plugin.arguments import MEGATRON
 from megatron_burst.tools.doctor.check import Answer, Check
 from megatron_burst.tools.doctor.finding import Level
 from megatron_burst.tools.doctor.situation import Situation
 
 
 def _not_attached(s: Situation) -> Answer:
-    if s.line.is_attached or not (s.is_ours or "burst" in s.comm_types):
+    by_flag = str(s.args.context_parallel_algo) != MEGATRON
+    by_name = "burst" in s.comm_types and not s.has_our_spec
+    if s.line.is_attached or not (by_flag or by_name):
         return None
     text = f"{s.line.program} does not start megatron_burst, so its flags are unknown there"
     return Level.ERROR, text, f"-m megatron_burst.run {s.line.program}"

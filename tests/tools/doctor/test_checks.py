@@ -94,6 +94,9 @@ def test_each_is_found(
 def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.ArgumentParser) -> None:
     assert look(parser, OURS, attached=False)["not-attached"] == E
     assert look(parser, "--cp-comm-type burst", attached=False)["not-attached"] == E
+    spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst"
+    assert look(parser, spec, attached=False) == {}, "it needs no launcher, and is not Megatron's"
+    assert look(parser, f"{spec} {OURS}", attached=False) == {"not-attached": E}
     for spec in ("no_such_module spec", "no_such_module.inside spec"):
         assert look(parser, f"--spec {spec}", attached=False)["lost-spec"] == X
     assert "lost-spec" not in look(parser, "--spec json loads", attached=False)

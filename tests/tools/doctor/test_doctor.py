@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,46 @@ def test_the_data_of_a_cluster_need_not_be_here(
     data = ["--data-path", "/not/here/corpus"]
     status, report = judged(capsys, *torchrun, *MODEL, *burst, *CP16, *data)
     assert status == 0 and "lost-data" in of_level(report, "note"), report["findings"]
+
+
+def test_our_spec_needs_no_launcher_and_its_limits_are_known(
+    megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pretrain_gpt.py").touch()
+    torchrun = f"torchrun --nnodes 2 --nproc-per-node gpu {tmp_path}/pretrain_gpt.py".split()
+    spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst --bf16 --mock-data".split()
+    local = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split()
+    words = [*torchrun, *MODEL, *spec, *local, *CP16]
+    status, report = judged(capsys, *words, "--no-create-attention-mask-in-dataloader")
+    assert status == 0, report["findings"]
+    (grid,) = (f["text"] for f in report["findings"] if f["check"] == "grid")
+    assert "double ring" in grid and report["shape"]
+    status, report = judged(capsys, *words)
+    (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
+    assert status == 1 and "pass --no-create-attention-mask-in-dataloader" in error
+
+
+def test_a_model_that_a_checkpoint_describes(
+    megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = "--num-layers --hidden-size --num-attention-heads".split()
+    flags = [*MODEL, *BURST, *CP16]
+    others = [f for i, f in enumerate(flags) if not {f, *flags[max(i - 1, 0) : i]} & {*model}]
+    words = [*others, "--use-checkpoint-args", "--load", str(tmp_path)]
+    status, report = judged(capsys, *words)
+    assert status == 0 and "checkpoint-args" in of_level(report, "note"), report["findings"]
+    status, report = judged(capsys, *words, "--no-such-flag", "3")  # it is parsed all the same
+    assert status == 1 and "validation" in of_level(report, "error")
+    status, report = judged(capsys, *flags, *words[-3:], "--no-such-flag", "3")
+    assert status == 1 and "checkpoint-args" not in of_level(report, "note")
+    said = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    state = {"args": Namespace(**said), "iteration": 3, "checkpoint_version": 3.0}
+    torch.save(state, tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt")
+    status, report = judged(capsys, *words)
+    assert status == 0 and "checkpoint-args" not in of_level(report, "note"), report["findings"]
+    assert report["shape"] == "torch.bfloat16 on cuda, 4 query and 4 kv heads of 16 a rank"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_burst.tools.doctor.command import contradictions
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, split
+from megatron_burst.tools.doctor.target import Target
 
 FLAGS = ("--num-layers", "4", "--seq-length", "64")
 
@@ -37,6 +39,17 @@ def test_forms(
 ) -> None:
     line = split([*start.split(), *FLAGS], gpus_here=3)
     assert line == LaunchLine(program, FLAGS, True, nodes, ranks, environment)
+
+
+@pytest.mark.parametrize(
+    ("said", "here", "ranks"), [("gpu", 8, 8), ("gpu", 0, None), ("auto", 8, 8)]
+)
+def test_gpus_of_another_machine_are_not_counted(said: str, here: int, ranks: int | None) -> None:
+    line = split(["torchrun", "--nproc-per-node", said, "-m", OUR_ENTRY], gpus_here=here)
+    assert line.ranks_per_node == ranks
+    found = [finding.remedy for finding in contradictions(line, Target(1, ranks or 1, None, "cpu"))]
+    assert found == ([] if ranks else ["--nproc-per-node, or --gpus for a cluster"])
+    assert not contradictions(line, Target(1, 8, (9, 0), "cuda"))  # the same of a cluster
 
 
 def test_a_script_is_attached_if_it_starts_us(tmp_path: Path) -> None:
