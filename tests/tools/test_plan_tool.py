@@ -204,6 +204,10 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
     optimizers = [memory.predict(load, 1.0).optimizer for load in (sharded, whole)]
     assert optimizers[1] == pytest.approx(16 * optimizers[0])
     assert timing.predict(whole).weights > timing.predict(sharded).weights
+    # Float32 gradients go twice, or once and 16-bit weights once.
+    mixed = replace(whole, element_bytes=2, gradient_bytes=4, offload=True)
+    twice, once = (timing._weights_seconds(replace(mixed, sharded=s), 0.0) for s in (False, True))
+    assert twice / once == pytest.approx(8 / 6)
 
 
 def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
