@@ -106,11 +106,17 @@ once=no   # whether it must not be told again
 # Starts a command; from now on SIGTERM, SIGINT and SIGHUP end it. Bash loses a signal that comes while
 # it sets a trap: what will surely send one is begun after this.
 start_child() {
+    local ready started
     child="" told=no
     trap 'ending=yes; end_child' TERM INT HUP
-    "$@" &
-    child=$!
-    end_child # a signal may have come before it
+    # As long as the new process still has this trap, it too would lose a signal: it says when not.
+    exec {ready}<> <(:)
+    (printf . >&"$ready"; exec {ready}>&-; exec "$@") &
+    started=$!
+    until read -rt 1 -n 1 -u "$ready" _ || ! kill -0 "$started" 2>/dev/null; do :; done
+    exec {ready}>&-
+    child=$started
+    end_child # a signal may have come before
 }
 
 end_child() {
