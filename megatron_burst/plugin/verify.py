@@ -67,12 +67,10 @@ class Verification:
             VerificationError: on every rank of the context-parallel group, if anything is wrong.
         """
         self._begun.discard(layer)
-        if not self._begun:
-            self.is_over = True
-            self._report(context)
+        self.settle(context)
 
     def settle(self, context: BurstContext) -> None:
-        """Report, when a layer comes again, if there is something and no backward to wait for."""
+        """Report what was found, unless a backward is to be waited for; as `end`."""
         if not self.is_over and not self._begun and self._findings:
             self.is_over = True
             self._report(context)
