@@ -6,10 +6,12 @@ import resource
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
@@ -168,6 +170,27 @@ def set_generator_state(state: torch.Tensor, device: object = None, **options: b
     torch.set_rng_state(state)
 
 
+def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
+    """`ProcessGroupGloo.__init__` that starts one thread for the group's collectives, not two."""
+    group: Any = torch.distributed.ProcessGroupGloo
+
+    @functools.wraps(make_group)
+    def made_with_one(
+        self: Any, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout
+    ) -> None:
+        options = group._Options()
+        options._timeout, options._threads = timeout, 1
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        options._devices = (
+            [group.create_device(interface=name) for name in interfaces.split(",")]
+            if interfaces
+            else [group.create_default_device()]
+        )
+        make_group(self, store, rank, size, options)
+
+    return made_with_one
+
+
 def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
 
@@ -267,6 +290,13 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
         "torch.Tensor.type",
         reported_as_cuda,
         "The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.",
+    ),
+    *_same(
+        "torch.distributed.ProcessGroupGloo.__init__",
+        with_one_worker,
+        "The two threads that gloo gives a group both write the name of the collective that ended "
+        "last, without a lock; overlapped reduce-scatters and coalesced collectives, whose names "
+        "are on the heap, free it twice. One thread runs them in the order in which they began.",
     ),
 )
 

@@ -117,6 +117,15 @@ with torch.cuda.stream(torch.cuda.Stream()):
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     torch.cuda.Event(enable_timing=True).record()
 
+from datetime import timedelta
+import torch.distributed as dist
+limit = timedelta(seconds=77)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
+    options = group._get_backend(torch.device("cpu")).options
+    assert (options._threads, options._timeout) == (1, limit), options._threads
+    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2), group=group)
+
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 tracker = CudaRNGStatesTracker()
 tracker.add("one", 7)
