@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -56,20 +57,40 @@ def _report(message: str, details: str) -> None:
 def _first_to_fail(rank: str) -> str:
     """Return `rank` if it is the first of the job to ask this, else what to say of the one that is.
 
-    Without a store to ask in, every rank is.
+    The ranks ask the store at which they met. Before that is there they ask the folder that
+    torchrun keeps for a node's errors, so each node has a first; with neither, each rank is.
     """
-    from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not (from_torchrun or dist.is_initialized()):
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return rank
-    key = f"megatron_burst/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=_STORE_SECONDS),
-        )
-        first = store.compare_set(key, "", rank).decode()
-    except RuntimeError:
-        return "the rank that others met at is gone"
+    from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if from_torchrun or dist.is_initialized():
+        try:
+            first = _first_in_store(rank)
+        except RuntimeError:
+            return "the rank that others met at is gone"
+    else:
+        first = _first_on_node(rank)
     return rank if first == rank else f"rank {first} failed"
+
+
+def _first_in_store(rank: str) -> str:
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=_STORE_SECONDS),
+    )
+    key = f"megatron_burst/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return store.compare_set(key, "", rank).decode()
+
+
+def _first_on_node(rank: str) -> str:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/LOCAL_RANK/error.json
+    if not error_file:
+        return rank
+    link = Path(error_file).parents[1] / "megatron_burst_failed"
+    try:
+        link.symlink_to(rank)  # appears at once and whole, for one rank alone
+    except FileExistsError:
+        return os.readlink(link)
+    return rank

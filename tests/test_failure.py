@@ -1,5 +1,7 @@
 """Who reports a failure, in which words and with which status. (fast tier)"""
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
@@ -19,7 +21,8 @@ def job(monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore) -> None:
     settings |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.unraisablehook", None)
     monkeypatch.setattr(failure, "_STORE_SECONDS", 1)
 
@@ -70,6 +73,22 @@ def test_without_the_store_a_rank_says_so(
     assert "rank 1 ends, the rank that others met at is gone: ValueError: cause" in text
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # and no process group
     assert "rank 1 failed: ValueError: cause" in fail(ValueError("cause"), capsys)[1]
+
+
+def test_before_there_is_a_store_one_rank_of_a_node_reports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    texts = {}
+    for attempt, rank in ((0, 1), (0, 0), (1, 0)):
+        folder = tmp_path / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        monkeypatch.setenv("RANK", str(rank))
+        texts[attempt, rank] = fail(ValueError("cause"), capsys)[1]
+    assert texts[0, 1].endswith("megatron_burst: rank 1 failed: ValueError: cause\n")
+    assert texts[0, 0] == "megatron_burst: rank 0 ends, rank 1 failed: ValueError: cause\n"
+    assert texts[1, 0].endswith("megatron_burst: rank 0 failed: ValueError: cause\n")
 
 
 def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:

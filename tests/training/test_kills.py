@@ -170,5 +170,5 @@ def test_a_stopped_rank_ends_the_job_with_its_name(tmp_path: Path, data: tuple[s
 def test_a_missing_data_set_is_said_once(tmp_path: Path) -> None:
     with TorchrunJob(tmp_path, *TWO, "--data-path", str(tmp_path / "nothing")) as job:
         assert job.end() != 0
-    assert len(re.findall(r"rank \d failed: the data set cannot be read", job.text)) == 1
+    assert len(re.findall(r"burst: rank \d failed: the data set cannot be read", job.text)) == 1
     assert job.text.count("Traceback") == 1  # torchrun's own
