@@ -80,6 +80,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_weight = ctx.weight_sum(weight) if wants_weight else None
         vocabulary, where = ctx.head.vocabulary, ctx.head.locate(targets)
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(~where.counted, 0.0)
+        grad = vocabulary.check_gradient(grad, targets, where)
         unscaled, ctx.unscaled = ctx.unscaled, None  # scaled in place: good for one backward
         if unscaled is not None:
             found = unscaled.scaled(grad)

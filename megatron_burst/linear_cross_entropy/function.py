@@ -70,7 +70,8 @@ def linear_cross_entropy(
 
     Returns:
         Losses of targets' shape in float32 (float64 for float64), the same on all ranks of the
-        group. A target outside the vocabulary makes NaN; on the CPU it is an error.
+        group. A target outside the vocabulary has the loss 1e30, which a mask of 0 makes 0. If its
+        loss counts after all, the gradients are NaN; on the CPU backward raises a ValueError.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit, both chunk_size and memory_mb, or a

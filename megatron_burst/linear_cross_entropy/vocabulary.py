@@ -8,6 +8,9 @@ from torch import Tensor
 
 from megatron_burst.linear_cross_entropy.objective import Objective
 
+LOSS_OUTSIDE = 1e30
+"""Of a target outside the vocabulary: a loss mask of 0 makes it 0, and nobody overlooks it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -47,21 +50,26 @@ class Vocabulary:
         return self.shard * self.ranks
 
     def locate(self, targets: Tensor, ignore_index: int) -> Targets:
-        """Find the targets [tokens] in this rank's shard.
-
-        Raises:
-            ValueError: on the CPU, where looking costs nothing: a target is outside the vocabulary.
-        """
+        """Find the targets [tokens] in this rank's shard."""
         counted = targets != ignore_index
         known = ~counted | ((targets >= 0) & (targets < self.size))
-        if targets.device.type == "cpu" and not known.all():
-            raise ValueError(
-                f"target {int(targets[~known][0])} is outside the vocabulary of {self.size} rows "
-                f"and not ignore_index = {ignore_index}"
-            )
         column = targets - (0 if self.group is None else self.group.rank() * self.shard)
         mine = counted & (column >= 0) & (column < self.shard)
         return Targets(column.mul_(mine), mine, counted, known)
+
+    def check_gradient(self, grad: Tensor, targets: Tensor, where: Targets) -> Tensor:
+        """Return the gradient of the losses [tokens], NaN where a target outside of it counts.
+
+        Raises:
+            ValueError: instead of NaN on the CPU, where looking costs nothing.
+        """
+        lost = ~where.known & (grad != 0)
+        if lost.device.type == "cpu" and lost.any():
+            raise ValueError(
+                f"target {int(targets.reshape(-1)[lost][0])} is outside the vocabulary of "
+                f"{self.size} rows, and its loss counts: mask it, or give it ignore_index"
+            )
+        return grad.masked_fill(lost, torch.nan)
 
     def combine(self, statistics: Tensor) -> Tensor:
         """Return the statistics [statistics, tokens] of all shards together: one collective."""
@@ -102,7 +110,7 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """Return losses and log-sum-exps, [tokens] each, from the statistics of the whole vocabulary.
 
-    A target outside the vocabulary has the loss NaN.
+    A target outside the vocabulary has the loss `LOSS_OUTSIDE`.
     """
     lse = statistics[0] + statistics[1].log()
     loss = lse - statistics[2]
@@ -110,5 +118,5 @@ def losses(
         loss += smoothing * (statistics[2] - statistics[3] / vocabulary)
     if objective.z_loss:
         loss += objective.z_loss * lse.square()
-    loss.masked_fill_(~targets.counted, 0.0).masked_fill_(~targets.known, torch.nan)
+    loss.masked_fill_(~targets.counted, 0.0).masked_fill_(~targets.known, LOSS_OUTSIDE)
     return loss, lse

@@ -107,15 +107,14 @@ class ChunkedOutput:
         scale_logits: Any,
         **_: Any,
     ) -> Tensor:
-        """Return what Megatron's `compute_language_model_loss` returns: no mask, no mean."""
+        """Return what Megatron's `compute_language_model_loss` returns: no mask, no mean.
+
+        Labels may be anything where the caller masks their losses, as in Megatron.
+        """
         wait_for_weights(output_layer, hidden_states)
         weight = output_layer.weight if output_weight is None else output_weight
         targets = labels.t()
         mask = None if loss_mask is None else loss_mask.view(labels.shape).t()
-        if mask is not None:  # Megatron computes nothing useful for labels that do not exist
-            rows = output_layer.output_size
-            outside = (targets < 0) | (targets >= rows)
-            targets = targets.masked_fill(outside & (mask == 0), IGNORED)
         call = Call(
             objective=Objective(
                 ignore_index=IGNORED,

@@ -32,8 +32,6 @@ TARGETS = torch.zeros(2, 3, dtype=torch.long)
         ({"targets": TARGETS.float()}, "targets are torch.float32, not integers"),
         ({"targets": TARGETS.t()}, r"targets \(3, 2\) do not fit hidden \(2, 3, 4\)"),
         ({"loss_mask": torch.zeros(6)}, r"loss_mask \(6,\) has not the shape of targets \(2, 3\)"),
-        ({"targets": TARGETS + 10}, "target 10 is outside the vocabulary of 10 rows"),
-        ({"targets": TARGETS - 1}, "target -1 is outside the vocabulary of 10 rows and not ignore"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
@@ -48,17 +46,35 @@ def test_integers_that_are_not_are_refused() -> None:
         linear_cross_entropy(*whole)
 
 
-def test_a_target_outside_the_vocabulary_makes_nan_where_looking_would_cost(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("target", [10, -1])
+def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(
+    target: int, gradients: str
 ) -> None:
-    """On a GPU the host does not look; the tensors of this test only say that they are on one."""
-    from megatron_burst.linear_cross_entropy.objective import Objective
-    from megatron_burst.linear_cross_entropy.vocabulary import Targets, losses
+    hidden = torch.randn(2, 3, 4, requires_grad=True)
+    targets = TARGETS.clone()
+    targets[1, 0] = target
+    loss = linear_cross_entropy(hidden, WEIGHT, targets, gradients=gradients)
+    assert loss[1, 0] > 1e29 and (loss < 1e29).sum() == 5
+    with pytest.raises(ValueError, match=f"target {target} is outside the vocabulary of 10 rows"):
+        loss.sum().backward()
 
-    counted = torch.tensor([True, True, False])
-    where = Targets(torch.zeros(3), counted, counted, torch.tensor([True, False, True]))
-    loss, _ = losses(torch.ones(3, 3), where, 10, Objective())
-    assert loss.isnan().tolist() == [False, True, False] and loss[2] == 0
+
+class OnAGpu(torch.Tensor):
+    """A tensor that only says that it is on one."""
+
+    device = torch.device("cuda")
+
+
+def test_it_makes_nan_where_looking_would_cost() -> None:
+    """On a GPU the host does not look."""
+    from megatron_burst.linear_cross_entropy.vocabulary import Vocabulary
+
+    vocabulary, targets = Vocabulary(10, None, False), torch.tensor([3, 10, -1, -100])
+    grad = torch.tensor([1.0, 0.0, 1.0, 1.0]).as_subclass(OnAGpu)
+    found = vocabulary.check_gradient(grad, targets, vocabulary.locate(targets, -100))
+    assert found.isnan().tolist() == [False, False, True, False]
+    assert found.nan_to_num(0).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])

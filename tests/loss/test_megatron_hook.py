@@ -104,20 +104,33 @@ def test_width_scaled_logits() -> None:
     torch.testing.assert_close(found, expected(hidden, layer.weight, labels, 0.25))
 
 
+@pytest.mark.parametrize("model_has_the_mask", [True, False])
 @pytest.mark.parametrize("wrong", [-1, -100, ROWS])
-def test_masked_labels_may_be_anything(wrong: int) -> None:
-    """As in Megatron, whose loss of such a label is meaningless and masked."""
-    labels = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+def test_masked_labels_may_be_anything(wrong: int, model_has_the_mask: bool) -> None:
+    """As in Megatron, whose loss of such a label is meaningless, finite and masked."""
     mask = torch.ones(BATCH, TOKENS)
-    labels[1, 2], mask[1, 2] = wrong, 0
-    found = run(ChunkedOutput(CONFIG, transformer()), labels=labels, loss_mask=mask)
-    assert found.isfinite().all() and found[1, 2] == 0
+    mask[1, 2] = 0
+    found = []
+    for label in (0, wrong):
+        labels = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        labels[1, 2] = label
+        hidden, layer = torch.linspace(-1, 1, TOKENS * BATCH * SIZE), OutputLayer()
+        hidden = hidden.view(TOKENS, BATCH, SIZE).requires_grad_()
+        torch.nn.init.constant_(layer.weight, 0.5)
+        given = {"labels": labels, "loss_mask": mask if model_has_the_mask else None}
+        losses = run(ChunkedOutput(CONFIG, transformer()), layer, hidden_states=hidden, **given)
+        (losses * mask).sum().backward()
+        found.append(((losses * mask).detach(), hidden.grad, layer.weight.grad))
+    for right, with_wrong in zip(*found, strict=True):
+        assert torch.equal(right, with_wrong)
 
 
 def test_a_wrong_label_that_counts_is_an_error() -> None:
     labels = torch.full((BATCH, TOKENS), ROWS)
+    losses = run(ChunkedOutput(CONFIG, transformer()), labels=labels)
+    assert (losses > 1e29).all()
     with pytest.raises(ValueError, match=f"target {ROWS} is outside"):
-        run(ChunkedOutput(CONFIG, transformer()), labels=labels)
+        losses.sum().backward()
 
 
 @pytest.mark.parametrize("per_token_loss", [True, False])
