@@ -177,3 +177,45 @@ print(json.dumps({"changed": changed, "missing": missing}))
 def test_importing_any_module_replaces_nothing_in_torch() -> None:
     found = run(f"MODULES = {list(MODULES)!r}\n{CHANGED_BY_ANY_MODULE}")
     assert found["changed"] == []
+
+
+WITHOUT_MEGATRONS_LOOP = """
+import json, sys
+sys.modules["megatron.training"] = None
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_burst import BurstConfig
+from megatron_burst.config import LmHeadConfig
+from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.layer_spec import burst_layer_spec
+from megatron_burst.plugin.lm_head import ChunkedHead
+from megatron_burst.plugin.recompute import RecomputeHooks
+from megatron_burst.plugin.sequence_hooks import SequenceHooks
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+pool = ContextPool(BurstConfig(recompute_fraction=0.5))
+config = TransformerConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0, hidden_dropout=0.0,
+    use_cpu_initialization=True)
+model = GPTModel(
+    config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), pool),
+    vocab_size=32, max_sequence_length=8)
+for hook in (SequenceHooks(pool), RecomputeHooks(pool.checkpoints),
+             ChunkedHead(LmHeadConfig(loss="chunked"))):
+    hook([model])
+ids = torch.arange(8)[None]
+model(ids, ids, None, labels=ids).sum().backward()
+layer = model.decoder.layers[0].self_attention
+assert layer.linear_qkv.weight.grad.any()
+print(json.dumps({"attention": [type(layer.core_attention).__name__]}))
+"""
+
+
+def test_the_layer_spec_and_the_hooks_need_nothing_of_megatrons_training_loop() -> None:
+    """Frameworks on megatron.core have a loop of their own."""
+    pytest.importorskip("megatron")
+    assert run(WITHOUT_MEGATRONS_LOOP)["attention"] == ["BurstCoreAttention"]

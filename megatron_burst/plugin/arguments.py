@@ -112,7 +112,7 @@ def configure(args: argparse.Namespace) -> None:
     _check_hierarchy(args, config)
     names = args.cp_comm_type or [config.algorithm.value]
     args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
-    check_layers(args, config)
+    check_layers(args, config, own_spec=args.spec is not None)
     for algorithm in algorithms(args.cp_comm_type):
         _check_head_parallelism(args, config_of(config, algorithm))
     _check_recompute(args, config)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -25,9 +24,9 @@ from megatron_burst.plugin.limits import refusals
 from megatron_burst.plugin.nan_check import with_nan_check
 from megatron_burst.plugin.recompute import Checkpoints
 from megatron_burst.plugin.sink import add_softmax_offset, sharded_softmax_offset
-from megatron_burst.plugin.trace import make_recorder
 from megatron_burst.plugin.verify import LayerCheck, Verification
 from megatron_burst.ring_attention import ring_attention
+from megatron_burst.trace import make_recorder
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 _MASKS_KEPT = 64
@@ -125,25 +124,6 @@ class ContextPool:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent for attention so far."""
         return sum(context.bytes_sent for context in self._contexts.values())
-
-
-class CoreAttentionByCommType:
-    """What stands in the spec: builds our core attention or the one that stood there before.
-
-    `cp_comm_type` decides, layer by layer: the name of one of our algorithms is ours, and so is
-    None (Megatron passes none at a CP size of 1), for the algorithm of the configuration; any other
-    value is Megatron's own class's to handle.
-    A class, because Megatron's `build_module` takes nothing else.
-    """
-
-    def __new__(
-        cls, *, pool: ContextPool, fallback: Any, cp_comm_type: str | None = None, **kwargs: Any
-    ) -> Any:
-        """Return the module that handles `cp_comm_type`."""
-        if cp_comm_type is None or cp_comm_type in list(Algorithm):
-            algorithm = Algorithm(cp_comm_type or pool.config.algorithm)
-            return BurstCoreAttention(pool=pool, algorithm=algorithm, **kwargs)
-        return build_module(fallback, cp_comm_type=cp_comm_type, **kwargs)
 
 
 class BurstCoreAttention(MegatronModule):

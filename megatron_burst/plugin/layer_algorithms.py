@@ -35,8 +35,14 @@ def config_of(config: BurstConfig, algorithm: Algorithm) -> BurstConfig:
     return dataclasses.replace(config, algorithm=algorithm, **changes)
 
 
-def check_layers(args: argparse.Namespace, config: BurstConfig) -> None:
+def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: bool) -> None:
     """Check the --cp-comm-type that goes with --context-parallel-algo.
+
+    Args:
+        args: Megatron's parsed arguments.
+        config: the settings of our attention.
+        own_spec: the layers come from a spec of the user's, whose core attention may run over
+            context-parallel ranks in a way of its own.
 
     Raises:
         ValueError: it names another algorithm for all layers, not one for each layer or an unknown
@@ -56,18 +62,18 @@ def check_layers(args: argparse.Namespace, config: BurstConfig) -> None:
     known = (*Algorithm, *MEGATRONS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
-    if reasons := _beside_megatrons(args, config):
+    if reasons := _beside_megatrons(args, config, own_spec):
         raise ValueError(f"{given} cannot run this:\n  " + "\n  ".join(reasons))
 
 
-def _beside_megatrons(args: argparse.Namespace, config: BurstConfig) -> list[str]:
+def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: bool) -> list[str]:
     """Say why Megatron's own attention cannot run some layers of this model, if it is to."""
     theirs = [name for name in args.cp_comm_type if name in MEGATRONS]
     if not theirs or args.context_parallel_size == 1:  # where Megatron hands out no names
         return []
     layers = f"layers with {theirs[0]}"
     reasons = []
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not own_spec and importlib.util.find_spec("transformer_engine") is None:
         reasons.append(
             f"{layers} need TransformerEngine, which is not installed: name one of "
             f"{', '.join(Algorithm)}"

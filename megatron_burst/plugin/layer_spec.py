@@ -1,26 +1,30 @@
 """Turns a Megatron layer spec into one with our core attention."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.core_attention import ContextPool, CoreAttentionByCommType
+from megatron_burst.plugin.attention_choice import CoreAttentionByCommType
+from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.spec_walk import rewrite_spec
+
+if TYPE_CHECKING:
+    from megatron.training.models.gpt import GPTModelConfig
 
 
 def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
-    """Copy a layer or block spec, our core attention in the place of every core attention.
+    """Copy a layer or block spec, our core attention in the place of Megatron's own.
 
-    What stood there serves the layers whose `cp_comm_type` is one of Megatron's own. For frameworks
-    that bypass Megatron's parser; the parser's path calls it, too. All ranks of the job must build
-    their first layer with it at the same time: it makes process groups.
+    What stood there serves the layers whose `cp_comm_type` is one of Megatron's own, and has to be
+    DotProductAttention or TEDotProductAttention in all others. For frameworks that bypass
+    Megatron's parser, which need not have megatron.training; the parser's path calls it, too. All
+    ranks of the job must build their first layer with it at the same time: it makes process groups.
 
     Args:
         spec: a ModuleSpec of a layer, or TransformerBlockSubmodules; dense or MoE layers, local or
@@ -58,7 +62,7 @@ class LayerSpecProvider:
         self._spec = spec
         self.pool = pool
 
-    def __call__(self, model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+    def __call__(self, model_config: "GPTModelConfig", vp_stage: int | None = None) -> Any:
         """Return the stage's layer spec or block spec."""
         spec = self._original(model_config, vp_stage)
         if self.pool is not None:
@@ -71,8 +75,10 @@ class LayerSpecProvider:
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
         return compat.with_sequence_parallel_norm(spec)
 
-    def _original(self, model_config: GPTModelConfig, vp_stage: int | None) -> Any:
+    def _original(self, model_config: "GPTModelConfig", vp_stage: int | None) -> Any:
         if self._spec is None:
+            from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
+
             return default_layer_spec(model_config, vp_stage)
         if isinstance(self._spec, ModuleSpec) or not callable(self._spec):
             return self._spec

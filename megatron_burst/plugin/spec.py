@@ -48,7 +48,7 @@ def config_from_args(args: argparse.Namespace) -> BurstConfig:
     config = BurstConfig(
         algorithm=named[0], timeout_seconds=60.0 * args.distributed_timeout_minutes
     )
-    check_layers(args, config)
+    check_layers(args, config, own_spec=False)
     if reasons := [*refusals(args), *_only_with_a_launcher(args)]:
         raise ValueError(f"{_FORM} cannot run this:\n  " + "\n  ".join(reasons))
     return config

@@ -9,17 +9,12 @@ import torch
 from megatron.training import get_args
 
 from megatron_burst import chrome_trace
-from megatron_burst.trace import DeviceClock, HostClock, Recorder
+from megatron_burst.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
 STEPS = (2, 3)
 """Of a run: the first step plans and warms up, and two show whether they are alike."""
-
-
-def make_recorder() -> Recorder:
-    """Return a recorder, which is off, for the device that this process trains on."""
-    return Recorder(DeviceClock() if torch.cuda.is_available() else HostClock())
 
 
 class TraceSteps:

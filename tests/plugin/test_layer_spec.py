@@ -2,9 +2,11 @@
 
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from packaging.version import Version
@@ -25,11 +27,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.core_attention import (  # noqa: E402
-    BurstCoreAttention,
-    ContextPool,
-    CoreAttentionByCommType,
-)
+from megatron_burst.plugin.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -165,8 +164,8 @@ def test_the_provider_takes_specs_and_functions_with_or_without_a_stage() -> Non
 # What is built from the spec.
 
 
-class Fallback(torch.nn.Module):
-    """Megatron's own core attention, as far as we are concerned."""
+class SoftCapped(torch.nn.Module):
+    """A core attention of a user's own, which keeps what it is built with."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -176,6 +175,7 @@ class Fallback(torch.nn.Module):
 def build(algorithm: str = "burst", **changes: Any) -> Any:
     settings = {"attention_dropout": 0.0, **changes.pop("config", {})}
     pool = changes.pop("pool", None) or ContextPool(BurstConfig(algorithm=algorithm))
+    fallback = changes.pop("fallback", DotProductAttention)
     options = {
         "config": TransformerConfig(
             num_layers=2,
@@ -191,7 +191,7 @@ def build(algorithm: str = "burst", **changes: Any) -> Any:
         "pg_collection": SimpleNamespace(cp=None),  # this process alone
         **changes,
     }
-    params = {"pool": pool, "fallback": Fallback}
+    params = {"pool": pool, "fallback": fallback}
     return build_module(ModuleSpec(module=CoreAttentionByCommType, params=params), **options)
 
 
@@ -205,14 +205,77 @@ def test_our_name_or_none_builds_our_core_attention_without_parameters(algorithm
 
 @pytest.mark.parametrize("cp_comm_type", ["p2p", "a2a", "all_gather"])
 def test_another_name_builds_what_stood_there_with_the_same_arguments(cp_comm_type: str) -> None:
-    module = build(cp_comm_type=cp_comm_type)
-    assert isinstance(module, Fallback)
+    module = build(cp_comm_type=cp_comm_type, fallback=SoftCapped)
+    assert isinstance(module, SoftCapped)
     assert set(module.options) == {
         *("config", "layer_number", "attn_mask_type", "attention_type", "cp_comm_type"),
         *("softmax_scale", "pg_collection"),
     }
     assert module.options["cp_comm_type"] == cp_comm_type
     assert module.options["layer_number"] == 2
+
+
+class Derived(DotProductAttention):
+    """Derived for a reason that we do not know."""
+
+
+OWN = [
+    SoftCapped,
+    Derived,
+    ModuleSpec(module=SoftCapped, params={"cap": 30.0}),
+    ModuleSpec(module=(__name__, "SoftCapped")),
+    functools.partial(SoftCapped, cap=30.0),
+]
+
+
+@pytest.mark.parametrize("cp_comm_type", ["burst", None])
+@pytest.mark.parametrize("own", OWN)
+def test_another_class_than_megatrons_two_is_not_replaced(
+    own: Any, cp_comm_type: str | None
+) -> None:
+    """Megatron passes no name at a CP size of 1: that is no leave to replace it."""
+    name = "Derived" if own is Derived else "SoftCapped"
+    with pytest.raises(ValueError, match=f"layer 2 has {name} for its core attention") as refused:
+        build(cp_comm_type=cp_comm_type, fallback=own)
+    text = str(refused.value)
+    assert "one of p2p, all_gather, a2a, a2a+p2p for this layer in --cp-comm-type" in text
+    assert "drop --context-parallel-algo" in text
+
+
+@pytest.mark.parametrize("names", [["burst", "p2p"], "p2p"])
+@pytest.mark.parametrize("passed", ["p2p", None])
+def test_a_class_of_the_users_own_stands_beside_ours(names: Any, passed: str | None) -> None:
+    """At every CP size, and under MLA, whose base class is built without a name first."""
+    for own in (SoftCapped, *OWN[2:]):
+        module = build(cp_comm_type=passed, fallback=own, config={"cp_comm_type": names})
+        assert isinstance(module, SoftCapped)
+        assert module.options["cp_comm_type"] == passed
+        assert module.options.get("cap") == (30.0 if own in (OWN[2], OWN[4]) else None)
+    if names != "p2p":
+        first = build(layer_number=1, config={"cp_comm_type": names})
+        assert isinstance(first, BurstCoreAttention)
+
+
+@pytest.mark.parametrize("wrapped", [ModuleSpec(module=DotProductAttention), "TEDotProduct", None])
+def test_megatrons_two_are_replaced_however_the_spec_has_them(wrapped: Any) -> None:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    stock = wrapped or functools.partial(DotProductAttention)
+    stock = TEDotProductAttention if wrapped == "TEDotProduct" else stock
+    assert isinstance(build(fallback=stock), BurstCoreAttention)
+
+
+def test_what_a_spec_adds_to_megatrons_own_is_not_lost() -> None:
+    added = ModuleSpec(module=DotProductAttention, params={"attention_dropout": 0.1})
+    with pytest.raises(ValueError, match="attention_dropout = 0.1: only 0 is possible"):
+        build(fallback=added)
+
+
+def test_a_class_that_knows_no_block_mask_is_not_built_beside_one(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "blocks.npy", numpy.eye(2, dtype=bool))
+    pool = ContextPool(BurstConfig(block_mask=str(tmp_path / "blocks.npy")))
+    with pytest.raises(ValueError, match="layer 2 has SoftCapped, which knows no --burst-block"):
+        build(pool=pool, cp_comm_type="p2p", fallback=SoftCapped)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])

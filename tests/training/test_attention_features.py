@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import BURST, Log, largest_difference, report, train
+from tests.training.launcher import BURST, Log, largest_difference, outcome, report, train
 
 STEPS = range(1, 21)
 FLOAT32_TOLERANCE = 1e-4
@@ -95,6 +95,21 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
 def test_sinks_equal_megatrons_own(trained: Callable[..., Log], model: str) -> None:
     found, expected = trained(BURST, model, 1, ""), trained(STOCK, model, 1, "")
     report(model, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_ours_beside_an_attention_of_the_users_own(tmp_path: Path, data: tuple[str, ...]) -> None:
+    """Both sizes have both kinds of layers, and no TransformerEngine is needed for the user's."""
+    spec = "--spec tests.training.own_attention gpt --train-iters 6 --cp-comm-type"
+    mixed = (*data, *BURST, PER_TOKEN, *spec.split())
+    names = ("burst", "p2p", "burst", "p2p")
+    one = train(tmp_path / "1", 1, *mixed, *names)
+    two = train(tmp_path / "2", 2, *mixed, *names, *CP2.split())
+    for text in (one.text, two.text):
+        assert "layer 2 is soft" in text and "layer 3 is soft" not in text
+    report("soft cap beside ours", largest_difference(two, one, range(1, 7)), FLOAT32_TOLERANCE)
+    status, text = outcome("megatron_burst.pretrain_gpt", tmp_path / "all", 1, *mixed, "burst")
+    assert status != "0" and "layer 2 has SoftCappedAttention for its core attention" in text
 
 
 def test_deterministic_mode_gives_the_same_bits(
