@@ -1,8 +1,8 @@
 """The documents of one micro-batch, as they travel from the model to every layer's attention."""
 
 from dataclasses import dataclass
-from typing import Any
 
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -19,19 +19,32 @@ class Documents(PackedSeqParams):
     samples: int = 1  # how many of the data set's samples the sequence is made of
 
 
-def read_documents(packed: PackedSeqParams, ranks_of_a_sequence: int) -> Documents:
+def read_documents(
+    packed: PackedSeqParams, group: dist.ProcessGroup | None, ranks_of_a_sequence: int
+) -> Documents:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
 
     Args:
         packed: with the boundaries in the whole sequence, as all ranks have them.
+        group: the context-parallel group of our attention; None is this rank alone.
         ranks_of_a_sequence: over how many ranks the rows of an expert layer are spread.
 
     Raises:
-        ValueError: samples of different lengths, or documents padded to a multiple of the ranks.
+        ValueError: samples of different lengths, documents padded to a multiple of the ranks, or
+            a context-parallel group of other ranks.
     """
-    _check(packed)
+    if packed.cu_seqlens_q is None:
+        raise ValueError("packed_seq_params without cu_seqlens_q does not say where documents are")
+    _check_group(packed, group)
     # The data set fills the list up with the last value.
     bounds = tuple(dict.fromkeys(packed.cu_seqlens_q.tolist()))
+    padded = packed.cu_seqlens_q_padded
+    # One document that fills the sequence is split as the whole sequence is.
+    if padded is not None and not (padded is packed.cu_seqlens_q and len(bounds) == 2):
+        raise ValueError(
+            "documents padded to a multiple of the ranks come in another order than Megatron's "
+            "zigzag over the whole sequence: drop --sft"
+        )
     tokens_per_sample = packed.tokens_per_sample or bounds[-1]
     samples, rest = divmod(bounds[-1], tokens_per_sample)
     if rest:
@@ -49,16 +62,20 @@ def read_documents(packed: PackedSeqParams, ranks_of_a_sequence: int) -> Documen
     )
 
 
-def _check(packed: Any) -> None:
-    if packed.cu_seqlens_q is None:
-        raise ValueError("packed_seq_params without cu_seqlens_q does not say where documents are")
-    if packed.local_cp_size is not None or packed.cp_group is not None:
+def _check_group(packed: PackedSeqParams, group: dist.ProcessGroup | None) -> None:
+    """The group of a micro-batch, where it brings one, is that of our attention."""
+    ours = _ranks(group)
+    theirs = ours if packed.cp_group is None else _ranks(packed.cp_group)
+    size = packed.local_cp_size or len(theirs)
+    if theirs != ours or size != len(ours):
+        brought = f"cp_group of ranks {theirs}" if theirs != ours else f"local_cp_size = {size}"
         raise ValueError(
-            "packed_seq_params brings a context-parallel group of its own: "
+            f"packed_seq_params brings a {brought}, and our attention runs over ranks {ours}: "
             "drop --hybrid-context-parallel"
         )
-    if packed.cu_seqlens_q_padded is not None:
-        raise ValueError(
-            "documents padded to a multiple of the ranks come in another order than Megatron's "
-            "zigzag over the whole sequence: drop --sft"
-        )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank() if dist.is_initialized() else 0]

@@ -25,17 +25,17 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-_NEEDS_UPSTREAM_SCRIPT = {
-    "sft": False,
-    "fim_data": False,
-    "logits_load_dir": None,
-    "hybrid_context_parallel": False,
-    "mtp_num_layers": None,
-    "overlap_moe_expert_parallel_comm": False,
-    "check_for_spiky_loss": False,
-    "log_straggler": False,
-    "inprocess_restart": False,
-}
+_NEEDS_UPSTREAM_SCRIPT = (
+    "sft",
+    "fim_data",
+    "logits_load_dir",
+    "hybrid_context_parallel",
+    "mtp_num_layers",
+    "overlap_moe_expert_parallel_comm",
+    "check_for_spiky_loss",
+    "log_straggler",
+    "inprocess_restart",
+)
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
@@ -43,9 +43,7 @@ _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 def unsupported(args: Namespace) -> str | None:
     """Say what only Megatron-LM's own pretrain_gpt.py can do of what is asked for, if anything."""
     asked = [
-        f"--{name.replace('_', '-')}"
-        for name, off in _NEEDS_UPSTREAM_SCRIPT.items()
-        if getattr(args, name) != off
+        f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]
     if not asked:
         return None
@@ -72,7 +70,7 @@ def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor,
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=_packed(batch["cu_seqlens"]),
+        packed_seq_params=_packed(batch["cu_seqlens"], batch["max_seqlen"]),
     )
     return output, partial(_masked_loss, batch["loss_mask"])
 
@@ -130,16 +128,22 @@ def _is_edge(vp_stage: int | None) -> bool:
     return bool(is_first_or_last_pipeline_stage(vp_stage))
 
 
-def _packed(cu_seqlens: Tensor | None) -> PackedSeqParams | None:
-    """Say in Megatron's words where documents begin, and count them in its FLOPs."""
+def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqParams | None:
+    """Say in Megatron's words where documents begin, and count them in its FLOPs.
+
+    The longest one's length is for Megatron's own attention and rotary embeddings.
+    """
     if cu_seqlens is None:
         return None
+    assert max_seqlen is not None  # the data set makes both
     bounds = cu_seqlens.squeeze(0)
     update_seqlen_stats_from_cu_seqlens(bounds)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
+        max_seqlen_q=int(max_seqlen),
+        max_seqlen_kv=int(max_seqlen),
         tokens_per_sample=get_args().seq_length,
     )
 

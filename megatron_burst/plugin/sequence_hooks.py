@@ -96,6 +96,7 @@ class _StageHooks:
     """The two hooks of one pipeline stage."""
 
     def __init__(self, model: GPTModel, context: BurstContext) -> None:
+        self._group = context.group
         moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
         self._exchange = LayoutExchange(context) if moves else None
         config = model.config
@@ -109,7 +110,9 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = read_documents(packed, self._ranks_of_a_sequence)
+            given["packed_seq_params"] = read_documents(
+                packed, self._group, self._ranks_of_a_sequence
+            )
             _flatten_input(model.decoder)
         if self._exchange is not None:
             _check_output(model, given)

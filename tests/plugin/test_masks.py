@@ -9,9 +9,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.plan import Channel
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
@@ -174,15 +176,15 @@ def packed(*bounds: int, **more: Any) -> PackedSeqParams:
 
 
 def test_boundaries_lose_what_the_data_set_fills_them_up_with() -> None:
-    found = read_documents(packed(0, 3, 8, 8, 8), 2)
+    found = read_documents(packed(0, 3, 8, 8, 8), None, 2)
     assert found.bounds == (0, 3, 8) and found.samples == 1
     assert found.qkv_format != "thd", "Megatron would squeeze tensors and rotate per document"
 
 
 def test_the_samples_of_a_flattened_micro_batch_are_counted() -> None:
-    found = read_documents(packed(0, 3, 8, 16, tokens_per_sample=8), 2)
+    found = read_documents(packed(0, 3, 8, 16, tokens_per_sample=8), None, 2)
     assert found.samples == 2 and found.tokens_per_sample is None
-    assert read_documents(packed(0, 8, 16, tokens_per_sample=8), 1).tokens_per_sample == 8
+    assert read_documents(packed(0, 8, 16, tokens_per_sample=8), None, 1).tokens_per_sample == 8
 
 
 @pytest.mark.parametrize(
@@ -196,4 +198,34 @@ def test_the_samples_of_a_flattened_micro_batch_are_counted() -> None:
 )
 def test_packings_that_are_refused(params: PackedSeqParams, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_documents(params, 1)
+        read_documents(params, None, 1)
+
+
+def test_one_document_may_be_said_to_be_padded() -> None:
+    """As Megatron-RL does under context parallelism: it is split as the sequence is."""
+    whole, two = packed(0, 8, 8), packed(0, 4, 8)
+    for params in (whole, two):
+        params.cu_seqlens_q_padded = params.cu_seqlens_q
+    assert read_documents(whole, None, 2).bounds == (0, 8)
+    with pytest.raises(ValueError, match="drop --sft"):
+        read_documents(two, None, 2)
+
+
+def _with_a_group(team: Team) -> list[str]:
+    """Our group brought as another object, the group of the job, and sizes alone."""
+    same = team.channels[Channel.READ_WITHIN]
+    static = packed(0, 8, cp_group=same, local_cp_size=team.group.size())
+    assert read_documents(static, team.group, 2).bounds == (0, 8)
+    errors = []
+    for other in ({"cp_group": dist.group.WORLD, "local_cp_size": 8}, {"local_cp_size": 1}):
+        with pytest.raises(ValueError, match="drop --hybrid-context-parallel") as refused:
+            read_documents(packed(0, 8, **other), team.group, 2)
+        errors.append(str(refused.value))
+    return errors
+
+
+def test_the_group_of_a_micro_batch_is_compared_with_ours(workers: WorkerPool) -> None:
+    """Megatron-RL brings the static one, hybrid context parallelism one of other ranks."""
+    for of_the_job, of_one in workers.run(2, _with_a_group):
+        assert "cp_group of ranks [0, 1, 2, 3, 4, 5, 6, 7], and our attention runs" in of_the_job
+        assert "local_cp_size = 1, and our attention runs over ranks [6, 7]" in of_one

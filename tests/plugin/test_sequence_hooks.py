@@ -90,7 +90,7 @@ class Context:
 
     def __init__(self, config: BurstConfig, ranks: int, rank: int) -> None:
         self.config, self.ranks, self.rank = config, ranks, rank
-        self.asked = 0
+        self.group, self.asked = None, 0
 
     def positions(self, tokens: int) -> Tensor:
         self.asked += 1

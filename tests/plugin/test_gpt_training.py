@@ -1,0 +1,67 @@
+"""What our forward step hands to the model, and what it leaves to Megatron-LM's script. (fast tier)
+
+tests/training trains with it.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+gpt_training = pytest.importorskip("megatron_burst.plugin.gpt_training")
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
+    RotaryEmbedding,
+)
+
+TIMER = SimpleNamespace(start=lambda: None, stop=lambda: None)
+
+
+def given_to_the_model(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> dict[str, Any]:
+    """Run a step on a batch as the data loader and Megatron's flattening make it."""
+    given: dict[str, Any] = {}
+
+    class Model(torch.nn.Module):
+        vp_stage = None
+
+        def forward(self, *_: Any, **options: Any) -> torch.Tensor:
+            given.update(options)
+            return torch.zeros(1)
+
+    keys = (*gpt_training._BATCH_KEYS, *gpt_training._DOCUMENT_KEYS)
+    args = SimpleNamespace(micro_batch_size=2, seq_length=8)
+    monkeypatch.setattr(gpt_training, "get_args", lambda: args)
+    monkeypatch.setattr(gpt_training, "get_timers", lambda: lambda *_, **__: TIMER)
+    monkeypatch.setattr(gpt_training, "_next_batch", lambda *_: dict.fromkeys(keys) | batch)
+    monkeypatch.setattr(gpt_training, "update_seqlen_stats_from_cu_seqlens", lambda bounds: None)
+    gpt_training.forward_step(iter(()), Model())
+    return given
+
+
+def test_rotary_embeddings_of_megatrons_own_know_the_longest_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = {"cu_seqlens": torch.tensor([[0, 5, 8, 16]]), "max_seqlen": torch.tensor([8])}
+    packed = given_to_the_model(monkeypatch, batch)["packed_seq_params"]
+    # Without a GPU the embedding itself cannot be made; the method uses nothing of it here.
+    length = RotaryEmbedding.get_rotary_seq_len(object(), None, None, None, None, packed)
+    assert length == 8 and isinstance(length, int)
+    assert packed.cu_seqlens_q.tolist() == [0, 5, 8, 16] and packed.tokens_per_sample == 8
+
+
+def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given_to_the_model(monkeypatch, {})["packed_seq_params"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"mtp_num_layers": 0}, None),  # as None, no MTP
+        ({"mtp_num_layers": 1, "sft": True}, "--sft, --mtp-num-layers needs Megatron-LM's own"),
+    ],
+)
+def test_what_needs_megatrons_script_is_named(changes: dict[str, Any], named: str | None) -> None:
+    off = dict.fromkeys(gpt_training._NEEDS_UPSTREAM_SCRIPT)
+    said = gpt_training.unsupported(SimpleNamespace(**off | changes))
+    assert said is None if named is None else named in said
