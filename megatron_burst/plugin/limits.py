@@ -13,6 +13,15 @@ class Limit:
     reason: str
 
 
+NO_MTP = (None, 0)
+
+# What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
+# Megatron's own implementation captures whole layers.
+_GRAPHS_BESIDE_ATTENTION = {
+    "local": ("moe_router", "moe_preprocess", "mamba"),
+    "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
+}
+
 # Of our attention.
 LIMITS: tuple[Limit, ...] = (
     Limit(
@@ -43,7 +52,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "mtp_num_layers",
-        (None,),
+        NO_MTP,
         "Megatron builds MTP layers from a spec of its own, without our attention: "
         "drop --mtp-num-layers",
     ),
@@ -80,8 +89,9 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        (None, "none"),
-        "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl",
+        (None, "none", *_GRAPHS_BESIDE_ATTENTION),
+        "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl full_iteration, or take "
+        "transformer_engine or local with --cuda-graph-modules that hold no attention",
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
@@ -106,7 +116,7 @@ LIMITS: tuple[Limit, ...] = (
 LM_HEAD_LIMITS: tuple[Limit, ...] = (
     Limit(
         "mtp_num_layers",
-        (None, 0),
+        NO_MTP,
         "Megatron's MTP makes losses from all logits by itself: drop --mtp-num-layers",
     ),
     Limit(
@@ -188,6 +198,8 @@ def refusals(settings: Any) -> list[str]:
             not have does not apply to it.
     """
     reasons = _beyond(LIMITS, settings)
+    if graphs := _graph_refusal(settings):
+        reasons.append(graphs)
     if window := _window_refusal(getattr(settings, "window_size", None)):
         reasons.append(window)
     packed = getattr(settings, "dataloader_inter_document_masking", False)
@@ -201,6 +213,26 @@ def refusals(settings: Any) -> list[str]:
             "drop --attention-backend, or choose with --burst-kernel"
         )
     return reasons
+
+
+def _graph_refusal(settings: Any) -> str | None:
+    """Per-layer CUDA graphs may hold anything but attention; no module named is the whole layer."""
+    impl = getattr(settings, "cuda_graph_impl", None)
+    if impl not in _GRAPHS_BESIDE_ATTENTION:
+        return None
+    # Until Megatron has validated its arguments, those of --cuda-graph-scope have their own place.
+    modules = getattr(settings, "cuda_graph_modules", None) or getattr(
+        settings, "cuda_graph_scope_deprecated", None
+    )
+    named = [getattr(module, "name", module) for module in modules or ()]
+    fine = _GRAPHS_BESIDE_ATTENTION[impl]
+    if named and set(named) <= set(fine):
+        return None
+    return (
+        f"cuda_graph_modules = {' '.join(named) or 'none, the whole layer'}: a ring cannot be "
+        f"captured in a CUDA graph; with --cuda-graph-impl {impl} name some of {', '.join(fine)} "
+        "in --cuda-graph-modules and no others, or drop --cuda-graph-impl"
+    )
 
 
 def _window_refusal(window: Any) -> str | None:

@@ -30,8 +30,16 @@ from megatron_burst.plugin.limits import (
 )
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
-from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer.enums import (  # noqa: E402
+    AttnBackend,
+    CudaGraphModule,
+    InferenceCudaGraphScope,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import (  # noqa: E402
+    MoETransformerLayer,
+    TransformerLayer,
+)
 
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
@@ -264,6 +272,7 @@ def test_megatrons_own_attention_beside_ours_has_limits(
     text = refusal(parser, line)
     assert "layers with p2p need TransformerEngine, which is not installed: name one of" in text
     configure(parse(parser, line + "--context-parallel-size 1"))
+    configure(parse(parser, line + "--spec my_spec layers"))  # whose classes may need nothing
 
 
 def test_megatrons_context_parallelism_without_transformer_engine_says_what_to_install(
@@ -437,7 +446,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "log_max_attention_logit": "--log-max-attention-logit",
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
     "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
-    "cuda_graph_impl": "--cuda-graph-impl local",
+    "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "batch_invariant_mode": "--batch-invariant-mode",
     "use_kitchen_attention": {"use_kitchen_attention": True},
@@ -454,7 +463,7 @@ def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
     parser: argparse.ArgumentParser, limit: Limit
 ) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    args = parse(parser, BURST)
+    args = parse(parser, BURST + "--cuda-graph-modules moe_router")
     # Megatron-LM's own script sets the last after parsing.
     assert hasattr(args, limit.name) or limit.name in {*fields, "modelopt_enabled"}
     for value in limit.working:
@@ -494,6 +503,65 @@ def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
     assert (line.split(maxsplit=1)[0] if line else limit.name) in limit.reason
     if "--attention-dropout" not in line:
         configure(parse(parser, BURST))
+
+
+BOTH = ["moe_router", "moe_preprocess", "mamba", "moe_router moe_preprocess mamba"]
+GRAPHS_BESIDE_ATTENTION = {"local": BOTH, "transformer_engine": [*BOTH, "mlp", "moe", "mamba mlp"]}
+
+
+@pytest.mark.parametrize("flag", ["--cuda-graph-modules", "--cuda-graph-scope"])
+@pytest.mark.parametrize("impl", GRAPHS_BESIDE_ATTENTION)
+def test_cuda_graphs_without_attention_run_and_others_are_refused(
+    parser: argparse.ArgumentParser, impl: str, flag: str
+) -> None:
+    line = f"{BURST} --cuda-graph-impl {impl} "
+    for fine in GRAPHS_BESIDE_ATTENTION[impl]:
+        configure(parse(parser, f"{line} {flag} {fine}"))
+    whole_layers = ["mlp", "moe", "moe_router mlp"] if impl == "local" else []
+    for wrong in ["attn", "mamba attn", "full", "full_iteration", *whole_layers]:
+        text = refusal(parser, f"{line} {flag} {wrong}")
+        assert f"cuda_graph_modules = {wrong}: a ring cannot be captured" in text
+        named = ", ".join(BOTH[:3]) if impl == "local" else "mlp, moe, moe_router"
+        assert f"with --cuda-graph-impl {impl} name some of {named}" in text
+    assert "cuda_graph_modules = none, the whole layer: " in refusal(parser, line)
+
+
+def captured_by_megatron(module: CudaGraphModule, impl: str) -> bool:
+    """Whether Megatron's own layers would have attention in the graphs of a module."""
+    run: list[str] = []
+    config = SimpleNamespace(
+        cuda_graph_impl=impl,
+        cuda_graph_modules=[module],
+        inference_cuda_graph_scope=InferenceCudaGraphScope.layer,
+    )
+    stand_in = {
+        "config": config,
+        "is_moe_layer": False,
+        "submodules_config": SimpleNamespace(self_attention=object(), mlp=object()),
+        "transition_cudagraph_scope": lambda mode: None,
+        "offload_module_in_cuda_graph": False,
+        "_forward_attention": lambda hidden: (run.append("attention"), None),
+        "_forward_mlp": lambda hidden: hidden,
+    }
+    if impl == "transformer_engine":
+        TransformerLayer._te_cuda_graph_capture(SimpleNamespace(**stand_in), object())
+        return bool(run)
+    layers = []
+    for kind in (TransformerLayer, MoETransformerLayer):
+        layers.append(SimpleNamespace(**stand_in))
+        kind.create_mcore_cudagraph_manager(layers[-1], config)
+    return any(hasattr(layer, "cudagraph_manager") for layer in layers)
+
+
+@pytest.mark.parametrize("impl", GRAPHS_BESIDE_ATTENTION)
+def test_attention_is_in_megatrons_graphs_for_the_modules_that_are_refused(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, impl: str
+) -> None:
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs.CudaGraphManager", lambda c: "whole")
+    args = parse(parser, f"{BURST} --cuda-graph-impl {impl}")
+    for module in CudaGraphModule:
+        args.cuda_graph_modules = [module]
+        assert captured_by_megatron(module, impl) == bool(refusals(args)), module
 
 
 def test_megatrons_default_dropout_is_refused(parser: argparse.ArgumentParser) -> None:
@@ -543,6 +611,12 @@ def test_the_chunked_loss_goes_with_any_attention(
     parser: argparse.ArgumentParser, attention: str
 ) -> None:
     configure(parse(parser, attention + CHUNKED))
+
+
+@pytest.mark.parametrize("part", [BURST, CHUNKED])
+def test_no_layers_of_mtp_are_no_mtp(parser: argparse.ArgumentParser, part: str) -> None:
+    configure(parse(parser, part + "--mtp-num-layers 0"))
+    assert "mtp_num_layers = 1: " in refusal(parser, part + "--mtp-num-layers 1")
 
 
 @pytest.mark.parametrize(
