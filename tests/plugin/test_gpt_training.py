@@ -62,6 +62,7 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_needs_megatrons_script_is_named(changes: dict[str, Any], named: str | None) -> None:
-    off = dict.fromkeys(gpt_training._NEEDS_UPSTREAM_SCRIPT)
+    off = dict.fromkeys(gpt_training._NEEDS_UPSTREAM_SCRIPT, False)
+    off |= {"logits_load_dir": None, "mtp_num_layers": None}  # Megatron's defaults
     said = gpt_training.unsupported(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said
