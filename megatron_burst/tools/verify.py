@@ -5,12 +5,13 @@
         --heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048
 
 It needs neither Megatron nor data. Every rank draws its own tokens. The exit status is 1 if
-anything differs or cannot run.
+anything differs or cannot run, and on one rank, where nothing is spread.
 """
 
 import argparse
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _rank() == 0:
         console = Console(highlight=False, markup=False, width=200)
         console.print(_headline(args, device), table, *problems, sep="\n", soft_wrap=True)
-        console.print("verify: something is wrong" if problems else "verify: all is right")
-    return 1 if problems else 0
+        console.print(f"verify: {_verdict(problems, argv)}", soft_wrap=True)
+    return 1 if problems or _ranks() == 1 else 0
 
 
 def check(
@@ -200,14 +201,33 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _verdict(problems: Sequence[str], argv: Sequence[str] | None) -> str:
+    if problems:
+        return "something is wrong"
+    if _ranks() > 1:
+        return "all is right"
+    words = list(sys.argv[1:] if argv is None else argv)
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and "gloo" not in words:
+        words += ["--backend", "gloo"]  # NCCL gives a GPU to one rank alone
+    command = f"torchrun --nproc-per-node {gpus if gpus > 1 else 4} -m megatron_burst.tools.verify"
+    return (
+        "the kernel is right, but on one rank nothing was spread and no ring was checked; start "
+        f"several: {shlex.join([*command.split(), *words])}"
+    )
+
+
 def _headline(args: argparse.Namespace, device: torch.device) -> str:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
     kv_heads = args.kv_heads or args.heads
     return (
-        f"{ranks} rank(s) on {device.type} ({backend}), {args.layout}; a rank has {args.batch} x "
-        f"{args.tokens_per_rank} tokens, {args.heads} heads and {kv_heads} kv heads of "
-        f"{args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
+        f"{_ranks()} rank(s) on {device.type} ({backend}), {args.layout}; a rank has "
+        f"{args.batch} x {args.tokens_per_rank} tokens, {args.heads} heads and {kv_heads} kv heads "
+        f"of {args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
         "The largest error of any rank, and what is allowed there:"
     )
 

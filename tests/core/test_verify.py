@@ -314,12 +314,16 @@ def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None
     assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
 
 
-def test_the_command_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = ["--kv-heads", "1", "--value-head-dim", "4", "--sink"]
-    assert tool.main([*SMALL, *options, "--backend", "gloo"]) == 0
+    assert tool.main([*SMALL, *options, "--backend", "gloo"]) == 1
     printed = capsys.readouterr().out
     assert "1 rank(s) on cpu (no process group), zigzag; a rank has 1 x 32 tokens" in printed
-    assert "verify: all is right" in printed and printed.count("burst, kv") == 1
+    assert printed.count("burst, kv") == 1 and "all is right" not in printed
+    assert "verify: the kernel is right, but on one rank nothing was spread" in printed
+    assert "start several: torchrun --nproc-per-node 4 -m megatron_burst.tools.verify" in printed
     with replaced(tool, "ring_attention", other_scale):
         assert tool.main([*SMALL, "--backend", "gloo"]) == 1
     printed = capsys.readouterr().out
