@@ -4,8 +4,11 @@ import ast
 import graphlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -48,14 +51,18 @@ def tree(module: str) -> ast.Module:
 
 def imports(module: str, *, only_when_loaded: bool) -> set[str]:
     """The modules that `module` names in its imports, all or those that run when it is loaded."""
+    return names_in([tree(module)], only_when_loaded=only_when_loaded)
+
+
+def names_in(nodes: Sequence[ast.AST], *, only_when_loaded: bool) -> set[str]:
     found: set[str] = set()
-    waiting: list[ast.AST] = [tree(module)]
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{module} has a relative import"
+            assert node.level == 0 and node.module, ast.unparse(node)
             submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES)
             # `from package import module` needs the module and its package.
             found |= submodules | {node.module}
@@ -99,12 +106,58 @@ def test_imports_point_to_earlier_layers(module: str) -> None:
     assert not wrong, f"{module} imports {wrong}"
 
 
-def test_there_is_no_cycle() -> None:
+def test_there_is_no_cycle_nor_one_through_a_function() -> None:
     graph = {
-        module: within_the_package(imports(module, only_when_loaded=True)) - {module}
+        module: within_the_package(imports(module, only_when_loaded=False)) - {module}
         for module in MODULES
     }
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+COMMANDS = [
+    name for name in MODULES if part(name) == "tools" and "__main__" in MODULES[name].read_text()
+]
+PACKAGES = {"megatron-core": "megatron"}  # where a distribution has another name
+
+
+def provided(extras: str) -> set[str]:
+    """The packages that an installation with these extras, by commas, brings."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    names = filter(None, extras.split(","))
+    wanted = [*project["dependencies"], *(each for name in names for each in optional[name])]
+    packages = [re.split(r"[<>=\[]", requirement)[0] for requirement in wanted]
+    return {PACKAGES.get(name, name) for name in packages}
+
+
+def guarded(module: str) -> dict[str, set[str]]:
+    """What `module` imports inside of `with extra(NAMES, ...)`, by these names."""
+    found = {}
+    for node in tree(module).body:
+        if isinstance(node, ast.With) and "extra(" in ast.unparse(call := node.items[0]):
+            found[call.context_expr.args[0].value] = names_in(node.body, only_when_loaded=True)
+    return found
+
+
+def foreign(names: set[str]) -> set[str]:
+    """The packages beside Python's own that loading these modules loads, directly or not."""
+    seen, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in MODULES and name not in seen:
+            waiting += imports(name, only_when_loaded=True)
+        seen.add(name)
+    packages = {name.split(".")[0] for name in seen}
+    return packages - {"megatron_burst", "__future__"} - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_what_a_tool_imports_is_installed_or_named(module: str) -> None:
+    optional = guarded(module)
+    plain = imports(module, only_when_loaded=True) - set().union(*optional.values())
+    assert foreign(plain) <= provided("")
+    for extras, names in optional.items():
+        assert foreign(names) <= provided(extras), extras
 
 
 @pytest.mark.parametrize("module", MODULES)

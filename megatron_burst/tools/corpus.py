@@ -18,17 +18,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import (
-    DType,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-)
-from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
 from rich.console import Console
 
 from megatron_burst.tools.documents import CorpusError, Documents
+from megatron_burst.tools.extras import extra
+
+with extra("train", __name__):
+    from megatron.core.datasets.indexed_dataset import (
+        DType,
+        IndexedDataset,
+        IndexedDatasetBuilder,
+        get_bin_path,
+        get_idx_path,
+    )
+    from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257

@@ -14,21 +14,24 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.path
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
-
 from megatron_burst.config import GradientReturn
 from megatron_burst.layout import Interval, Layout, zigzag
 from megatron_burst.mask import Mask, Relation
 from megatron_burst.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.rings import Ring
 from megatron_burst.tiles import Tiling
-from megatron_burst.tools.picture import save
+from megatron_burst.tools.extras import extra
 from megatron_burst.topology import Grid
+
+with extra("plot", __name__):
+    import matplotlib.path
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
+
+    from megatron_burst.tools.picture import save
 
 MOST_RANKS = 8
 """More ranks than this cannot be read at the width of a page."""

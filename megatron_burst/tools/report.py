@@ -22,15 +22,18 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.tools.figure import draw_losses
-from megatron_burst.tools.runlog import (
-    BYTES_SENT,
-    ITERATION_SECONDS,
-    LOSS,
-    RunLogError,
-    Series,
-    read_scalars,
-)
+from megatron_burst.tools.extras import extra
+
+with extra("train,plot", __name__):
+    from megatron_burst.tools.figure import draw_losses
+    from megatron_burst.tools.runlog import (
+        BYTES_SENT,
+        ITERATION_SECONDS,
+        LOSS,
+        RunLogError,
+        Series,
+        read_scalars,
+    )
 
 LAST = 10
 """How many of the last losses are averaged."""

@@ -32,7 +32,10 @@ from megatron_burst.tools.exposure import (
     load,
     quickest,
 )
-from megatron_burst.tools.timeline_figure import MOST_RANKS, draw_timeline
+from megatron_burst.tools.extras import extra
+
+with extra("plot", __name__):
+    from megatron_burst.tools.timeline_figure import MOST_RANKS, draw_timeline
 
 
 def join(directory: Path, ranks: int) -> Path:

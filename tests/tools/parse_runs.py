@@ -13,7 +13,7 @@ import os
 import sys
 
 from megatron_burst import launch
-from megatron_burst.tools.config import Configs
+from megatron_burst.tools.plan.configs import Configs
 
 # Refused on the CPU, where the optimizer is in the host's memory already: these are parsed alone.
 OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")

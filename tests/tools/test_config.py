@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import config
-from megatron_burst.tools.config import Configs
-from megatron_burst.tools.plan import memory, show
+from megatron_burst.tools.plan import configs, memory, show
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.validation import rows_of
 from megatron_burst.tools.plan.workload import model_of
 
@@ -102,12 +102,12 @@ def test_the_scaling_series_goes_from_1_to_64_gpus() -> None:
 
 def test_arguments_are_written_and_read() -> None:
     flags = {"swiglu": True, "window-size": "3,0", "sizes": [2, 4], "off": False}
-    words = config.arguments(flags)
+    words = configs.arguments(flags)
     assert words == ["--swiglu", "--window-size", "3,0", "--sizes", "2", "4"]
-    assert config.parsed(words) == {"swiglu": True, "window-size": "3,0", "sizes": ["2", "4"]}
-    assert config.parsed(["--a=1", "--b"]) == {"a": "1", "b": True}
+    assert configs.parsed(words) == {"swiglu": True, "window-size": "3,0", "sizes": ["2", "4"]}
+    assert configs.parsed(["--a=1", "--b"]) == {"a": "1", "b": True}
     with pytest.raises(ValueError, match="7 belongs to no flag"):
-        config.parsed(["7"])
+        configs.parsed(["7"])
 
 
 def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:

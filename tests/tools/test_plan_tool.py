@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from megatron_burst.plan import Kind
 from megatron_burst.planning import Way
 from megatron_burst.rings import Ring
 from megatron_burst.tiles import Tiling
-from megatron_burst.tools.config import Configs, parsed
 from megatron_burst.tools.plan import __main__ as command
 from megatron_burst.tools.plan import memory, page, timing, validation
+from megatron_burst.tools.plan.configs import Configs, parsed
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.workload import Cluster, Flags, Model, Workload, workload_of
 from megatron_burst.topology import Grid, flat_grid
@@ -147,7 +148,7 @@ def test_an_all_to_all_is_waited_for() -> None:
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_stand_in_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward)
-    for plan in timing.backward_plans(load):
+    for plan in timing.plans(load)[1]:
         moved = timing._stand_in_bytes(plan.tiles, load.shape, plan.rank)
         assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
 
@@ -216,14 +217,16 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
     assert keys == sorted(keys) and found[0].fits
     ways = {(str(each), each.load.head_parallel, each.fraction) for each in found}
     assert len(ways) == len(found)
-    algorithms = {each.flags["context-parallel-algo"] for each in found}
-    assert algorithms == {"burst", "ring", "allgather", "ulysses"}
+    names = {name for each in found for name in (each.name, *each.twins)}
+    assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
 
     def seconds(name: str, fraction: str) -> float:
         (one,) = (
             each.time.seconds
             for each in found
-            if str(each) == name and each.load.head_parallel == 1 and each.fraction == fraction
+            if name in (each.name, *each.twins)
+            and each.load.head_parallel == 1
+            and each.fraction == fraction
         )
         return one
 
@@ -232,6 +235,18 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
     assert seconds("burst query double", "0") < seconds("ring double", "0")
     assert seconds("ring double", "0") < seconds("ring double", "1") < seconds("ring flat", "1")
     assert "--nnodes 2" in found[0].command() and "--seq-length 131072" in found[0].command()
+
+
+def test_a_plan_with_two_names_has_one_row() -> None:
+    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 0.5], CONFIGS.constant("working_set"))
+    flat = [e for e in found if e.name == "burst kv flat" and e.load.head_parallel == 1]
+    # Over two nodes its gradients return by the chain, as those of the baseline.
+    assert flat and {str(e) for e in flat} == {"burst kv flat = ring flat"}
+    plans = [(e.load.head_parallel, e.fraction, timing.plans(e.load)) for e in found]
+    assert not any(a == b for a, b in combinations(plans, 2))
+    # In one node burst sends them straight home, which is another plan but on rings of two.
+    inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0], 1.0)
+    assert {e.load.head_parallel for e in inside if e.twins} == {4}
 
 
 def test_what_does_not_fit_comes_last_however_fast() -> None:

@@ -24,23 +24,26 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from megatron_burst.tools.compare.mfu import peak_tflops
-from megatron_burst.tools.compare.page import Comparison, write_report
-from megatron_burst.tools.compare.results import (
-    FAILED,
-    LEFT_OUT,
-    RAN,
-    Apart,
-    Result,
-    apart,
-    device_name,
-    machine,
-)
-from megatron_burst.tools.compare.running import Report, Series
-from megatron_burst.tools.compare.toy import RANKS, RANKS_PER_NODE, make_toy
-from megatron_burst.tools.compare.variants import REFERENCES, Job, Variant, choose, variants
-from megatron_burst.tools.exposure import calls_of, load
-from megatron_burst.tools.timeline_figure import draw_timeline
+from megatron_burst.tools.extras import extra
+
+with extra("train,plot", __name__):
+    from megatron_burst.tools.compare.mfu import peak_tflops
+    from megatron_burst.tools.compare.page import Comparison, write_report
+    from megatron_burst.tools.compare.results import (
+        FAILED,
+        LEFT_OUT,
+        RAN,
+        Apart,
+        Result,
+        apart,
+        device_name,
+        machine,
+    )
+    from megatron_burst.tools.compare.running import Report, Series
+    from megatron_burst.tools.compare.toy import RANKS, RANKS_PER_NODE, make_toy
+    from megatron_burst.tools.compare.variants import REFERENCES, Job, Variant, choose, variants
+    from megatron_burst.tools.exposure import calls_of, load
+    from megatron_burst.tools.timeline_figure import draw_timeline
 
 _OURS = (
     "--context-parallel-algo",

@@ -18,6 +18,7 @@ _OF_MEGATRON: Mapping[str, str] = {
     "einops": "Megatron's hierarchical groups",
     "psutil": "Megatron's checkpoints",
     "tensorboard": "Megatron's log of losses",
+    "pybind11": "Megatron's data-set helpers, in a checkout",
     "nvidia-resiliency-ext": "Megatron's local checkpoints",
     "nvidia-ml-py": "this tool's section on hardware",
     "rich": "tables of other tools here",

@@ -15,10 +15,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.tools.config import FOLDER, Configs, parsed
+from megatron_burst.tools.extras import extra
 from megatron_burst.tools.plan import validation
+from megatron_burst.tools.plan.configs import FOLDER, Configs, parsed
 from megatron_burst.tools.plan.memory import GIB
-from megatron_burst.tools.plan.page import write_page
 from megatron_burst.tools.plan.ranking import Candidate, rank, with_rates
 from megatron_burst.tools.plan.workload import Cluster
 
@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             for name, value in validation.fit(configs).items():
                 console.print(f"{name} = {value:.3f}  # fitted on {_row_of(configs, name)}")
         elif args.write:
+            with extra("plot", __name__):
+                from megatron_burst.tools.plan.page import write_page
             write_page(configs, args.write)
         elif args.validate:
             for line in validation.messages(configs, validation.rows_of(configs)):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_burst.plan import Kind, Plan
-from megatron_burst.tools.plan.timing import backward_plans
+from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Cluster, Workload
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def _attention(load: Workload) -> int:
     """Of a backward: the buffers of the plan, and float32 sums of dQ, dK and dV."""
     shape = load.shape
     sizes = shape.item_bytes()
-    buffers = max(sum(sizes[kind] for kind, _ in _buffers(plan)) for plan in backward_plans(load))
+    buffers = max(sum(sizes[kind] for kind, _ in _buffers(plan)) for plan in timing.plans(load)[1])
     heads = shape.query_heads * shape.head_dim
     heads += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     return buffers + 4 * shape.tokens * heads

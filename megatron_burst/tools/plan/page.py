@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from megatron_burst.tools.config import Configs
 from megatron_burst.tools.picture import save
 from megatron_burst.tools.plan import validation
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.validation import Compared
 
 _COMMAND = "python -m megatron_burst.tools.plan --write docs/planner.md"

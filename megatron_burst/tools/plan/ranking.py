@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_burst.config import Algorithm, GradDtype, LayoutName
-from megatron_burst.tools.config import arguments
 from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.plan.configs import arguments
 from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
 
 _FRACTION = "recompute-attention-fraction"
@@ -33,6 +33,8 @@ class Candidate:
     load: Workload
     time: timing.Prediction
     memory: memory.Memory
+    twins: tuple[str, ...] = ()
+    """Names of other flags that make the very same plans."""
 
     @property
     def fits(self) -> bool:
@@ -40,8 +42,22 @@ class Candidate:
         return self.memory.fits(self.load.cluster)
 
     def __str__(self) -> str:
+        return " = ".join((self.name, *self.twins))
+
+    @property
+    def name(self) -> str:
+        """What its flags choose."""
         names = ("context-parallel-algo", "burst-backward", "burst-topology")
         return " ".join(str(self.flags[name]) for name in names if name in self.flags)
+
+    def is_the_plan_of(self, other: "Candidate") -> bool:
+        """Say whether its ranks do what those of `other` do, message by message."""
+        mine, theirs = (
+            (each.load.head_parallel, each.fraction, each.time, each.memory)
+            for each in (self, other)
+        )
+        # Equal plans take equally long, which is sooner compared.
+        return mine == theirs and timing.plans(self.load) == timing.plans(other.load)
 
     @property
     def fraction(self) -> str:
@@ -75,7 +91,7 @@ def rank(
     fractions: Sequence[float],
     working_set: float,
 ) -> list[Candidate]:
-    """Predict every way; those that fit come first, and of them the fastest.
+    """Predict every way; those that fit come first, and of them the fastest; no plan comes twice.
 
     A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
     ways that are best without it.
@@ -104,7 +120,19 @@ def rank(
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
     found += [predicted(way, fraction) for way in chosen for fraction in rest]
-    return sorted(found, key=Candidate.place)
+    return _each_once(sorted(found, key=Candidate.place))
+
+
+def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
+    """Keep the first of those that are one plan, with the names of the others."""
+    kept: list[Candidate] = []
+    for each in found:
+        same = (at for at, other in enumerate(kept) if each.is_the_plan_of(other))
+        if (at := next(same, None)) is None:
+            kept.append(each)
+        else:
+            kept[at] = replace(kept[at], twins=(*kept[at].twins, each.name))
+    return kept
 
 
 def _ways(load: Workload) -> Iterator[dict[str, Any]]:

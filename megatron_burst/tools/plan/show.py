@@ -2,22 +2,13 @@
 
 from collections.abc import Iterator
 
-from rich.console import Console
-
-from megatron_burst.tools.config import Configs, Run
 from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.validation import Row, rows_of
 from megatron_burst.tools.plan.workload import Workload
 
 _KEPT = {None: "runs again", 0.0: "all results kept"}
-
-
-def show(configs: Configs, run: Run) -> None:
-    """Print it."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in lines(configs, run):
-        console.print(line)
 
 
 def lines(configs: Configs, run: Run) -> Iterator[str]:

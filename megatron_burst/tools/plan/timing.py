@@ -136,9 +136,10 @@ def _attention_alone(load: Workload) -> Workload:
     )
 
 
-def backward_plans(load: Workload) -> tuple[Plan, ...]:
-    """Return the plans of the backward of all ranks of one ring."""
-    return _plans(_attention_alone(load), load.mask, backward=True)
+def plans(load: Workload) -> tuple[tuple[Plan, ...], tuple[Plan, ...]]:
+    """Return the plans of forward and backward of all ranks of one ring."""
+    alone = _attention_alone(load)
+    return _plans(alone, load.mask, backward=False), _plans(alone, load.mask, backward=True)
 
 
 @lru_cache(maxsize=256)

@@ -15,8 +15,8 @@ from megatron_burst.config import (
     GradientReturn,
     LayoutName,
 )
-from megatron_burst.tools.config import FOLDER, Configs, Table
 from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.plan.configs import FOLDER, Configs, Table
 from megatron_burst.tools.plan.workload import (
     Cluster,
     Model,
@@ -128,7 +128,7 @@ def compare_two_nodes(configs: Configs) -> list[Compared]:
     """
     machine = configs.published["two_nodes"]
     found = []
-    for place, algorithms in _two_nodes_rows(FOLDER.parent / machine["results"]).items():
+    for place, algorithms in _two_nodes_rows(FOLDER / machine["results"]).items():
         for algorithm, phases in algorithms.items():
             seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
             setting = configs.published["settings"][machine["settings"][algorithm]]

@@ -1,0 +1,111 @@
+"""What pip installs is whole: the files (fast), every tool without the repository (slow)."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+TINY = (
+    "--seq-length 64 --max-position-embeddings 64 --hidden-size 32 --num-layers 1 --train-iters 3"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is left behind; links in it stay links."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("megatron_burst", "configs", "scripts/bench/results"):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=left_out)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, timeout=250)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_every_module_and_configuration(wheel: Path) -> None:
+    inside = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_burst/")}
+    here = ROOT / "megatron_burst"
+    modules = {f"megatron_burst/{path.relative_to(here)}" for path in here.rglob("*.py")}
+    configurations = {f"megatron_burst/configs/{p.name}" for p in (ROOT / "configs").iterdir()}
+    assert inside == modules | configurations
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run a tool of the installed wheel, far from the repository, and return what it prints.
+
+    The environment is fresh; packages other than ours it takes from this Python's. Of these a
+    `.pth` file in turn, as that of an editable installation, is not read.
+    """
+    folder, away = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("away")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "others.pth").write_text("\n".join(others))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=250)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"MEGATRON_BURST_CPU": "1", "OMP_NUM_THREADS": "1"}
+
+    def tool(*words: str) -> str:
+        command = [str(python), *words]
+        done = subprocess.run(
+            command, cwd=away, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    where = tool("-c", "import megatron_burst; print(megatron_burst.__file__)")
+    assert where.startswith(str(packages))
+    return tool
+
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 -m"
+# The first example of each, some of them smaller, in an order in which they find what they read.
+EXAMPLES = {
+    "bytes --seq-length 1048576 --heads 32 --kv-heads 8 --head-dim 128 --nodes 2 "
+    "--ranks-per-node 8": "burst",
+    "config --list": "14b_1m_32gpu_a800",
+    "config 14b_1m_32gpu_a800 --show": "predicted memory",
+    "corpus --output corpus --max-megabytes 1": "unigram entropy",
+    "doctor": "megatron-core",
+    "flags_table": "--context-parallel-algo",
+    "plan --run 14b_1m_32gpu_a800 --top 3": "torchrun --nnodes 4",
+    "plan --validate": "two nodes on this machine",
+    "plan_figure --ranks-per-node 4 --output plan.svg": "",
+    "support_table": "--context-parallel-algo",
+    f"compare --toy --ranks 2 --variants burst --output compared -- {TINY}": "burst",
+    "trace compared/runs/burst/trace": "exposed",
+    "report --run burst compared/runs/burst/tensorboard --output report": "last loss",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_tool_runs_without_the_repository(run: Callable[..., str]) -> None:
+    for example, printed in EXAMPLES.items():
+        name, *words = example.split()
+        assert printed in run("-m", f"megatron_burst.tools.{name}", *words), example
+    found = run(*TORCHRUN.split(), "megatron_burst.tools.verify", "--tokens-per-rank", "32")
+    assert "all is right" in found
+
+
+def test_no_tool_is_left_out() -> None:
+    tools = ROOT / "megatron_burst" / "tools"
+    commands = {
+        path.stem if path.stem != "__main__" else path.parent.name
+        for path in tools.rglob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    }
+    assert commands == {example.split()[0] for example in EXAMPLES} | {"verify"}
