@@ -97,10 +97,10 @@ def compare(args: argparse.Namespace, case: Case, folder: Path) -> list[str]:
 
 
 def rows(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> list[Row]:
-    """Return a row for each case: medians over the rounds, ratios within each round."""
+    """Return a row for each case: medians over the rounds, and their ratio to the baseline's."""
     found = {case: runs for case, runs in found.items() if all(runs)}
     times = {case: [one["seconds_per_step"] for one in runs] for case, runs in found.items()}
-    baseline = next(times[case] for case in times if case[:2] == ("", BASELINE))
+    baseline = next(median(times[case]) for case in times if case[:2] == ("", BASELINE))
     return [
         {
             "benchmark": "end_to_end",
@@ -113,7 +113,7 @@ def rows(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> list[Row]:
             "median_s": median(times[case]),
             "least_s": min(times[case]),
             "largest_s": max(times[case]),
-            "ratio": median(a / b for a, b in zip(times[case], baseline, strict=True)),
+            "ratio": median(times[case]) / baseline,
             "tokens_per_second_per_rank": median(one["tokens_per_second_per_gpu"] for one in runs),
             "peak_memory_bytes": median(one["peak_memory_bytes"] or 0 for one in runs),
             "bytes_of_a_rank_and_step": runs[0]["bytes_sent_per_rank_per_step"] or 0,
@@ -145,8 +145,9 @@ def body(found: Sequence[Row]) -> str:
 ABOUT = """
 {what}. A case is a training of `python -m megatron_burst.tools.compare`; the time of a step is the
 median of its steps, and here the median of {rounds} rounds, each with every case in a new order;
-ratios are medians of the rounds' ratios. Peak memory is that of tensors on a GPU, without one that
-of a whole process with its libraries; sent is what attention sends, of a rank in a step.
+a ratio is that of two of these medians, and no more exact than their spread beside it. Peak
+memory is that of tensors on a GPU, without one that of a whole process with its libraries; sent is
+what attention sends, of a rank in a step.
 """
 
 

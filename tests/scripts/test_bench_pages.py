@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
 sys.path.append(str(BENCH))
 
+import end_to_end  # noqa: E402
 import page  # noqa: E402
 import turns  # noqa: E402
 
@@ -72,6 +73,28 @@ def test_a_page_says_where_it_comes_from_and_keeps_notes(
     assert [*found[0]][:4] == ["way", "median_s", "bytes", "date"]
     assert (found[0]["median_s"], found[1]["bytes"]) == ("0.333333", str(2**40))
     assert {"torch", "python", "command", "device", "load", "commit"} <= {*found[1]}
+
+
+def test_the_ratio_of_whole_steps_is_that_of_the_times_beside_it() -> None:
+    def runs(*seconds: float) -> list[dict[str, object]]:
+        about = {"tokens_per_second_per_gpu": 1.0, "peak_memory_bytes": 0, "ranks": 2, "steps": 1}
+        about |= {"bytes_sent_per_rank_per_step": 0, "losses": [(1, 1.0)]}
+        return [{"seconds_per_step": each, **about} for each in seconds]
+
+    base, other = (end_to_end.Case("", name) for name in (end_to_end.BASELINE, "burst"))
+    found = {base: runs(1.0, 2.0, 4.0), other: runs(2.0, 4.0, 1.0)}  # round by round 2, 2, 1/4
+    assert [row["ratio"] for row in end_to_end.rows(found)] == [1.0, 1.0]
+
+
+def test_the_page_of_whole_steps_has_the_ratios_of_its_table() -> None:
+    table = page.read_csv(page.RESULTS / "cpu_end_to_end.csv")
+    (flat,) = (float(row["median_s"]) for row in table if row["case"] == end_to_end.BASELINE)
+    text = (page.RESULTS / "cpu_end_to_end.md").read_text()
+    for row in table:
+        seconds, ratio = float(row["median_s"]), float(row["ratio"])
+        assert ratio == pytest.approx(seconds / flat, rel=1e-5)
+        (line,) = re.findall(rf"^\| {row['case']} \| {1e3 * seconds:.0f} \| (.*)", text, re.M)
+        assert line.split(" | ")[1] == f"{ratio:.3f}"
 
 
 def listed() -> list[list[str]]:
