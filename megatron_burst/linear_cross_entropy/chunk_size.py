@@ -72,6 +72,14 @@ class Chunking:
     in_forward: bool  # gradients are made in forward
     peak: int  # bytes
 
+    @property
+    def products(self) -> int:
+        """How many products of a token with the weight's size are made, forward and backward.
+
+        Logits, dh and dW; in backward the logits again, and a third time for blocks of rows.
+        """
+        return 3 if self.in_forward else 4 if self.rows is None else 5
+
     def __str__(self) -> str:
         made = "in forward" if self.in_forward else "from logits computed again"
         blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""

@@ -2,15 +2,16 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.tools import config
-from megatron_burst.tools.plan import configs, memory, show
+from megatron_burst.tools.plan import configs, memory, show, timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.validation import rows_of
-from megatron_burst.tools.plan.workload import model_of
+from megatron_burst.tools.plan.workload import loss_chunking, model_of
 
 CONFIGS = Configs.read()
 NAMES = CONFIGS.names()
@@ -39,6 +40,34 @@ def test_the_predicted_memory_fits_the_card(name: str) -> None:
     load = CONFIGS.run(name).workload(CONFIGS)
     found = memory.predict(load, CONFIGS.constant("working_set"))
     assert found.fits(load.cluster), f"{found.total / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> None:
+    run = CONFIGS.run(name)
+    chunking = loss_chunking(run.flags)
+    text = "\n".join(show.lines(CONFIGS, run))
+    if chunking is None:
+        assert "3 products with the LM head a token" in text
+        return
+    assert f"{chunking.tokens} tokens a chunk, " in text
+    assert f"; {chunking.products} products with the LM head a token" in text
+    alone = run.flags.get("tensor-model-parallel-size", 1) == 1
+    assert chunking.rows is None and chunking.products == (3 if alone else 4)
+    assert chunking.tokens >= 2048
+    if name in PREDICTED:
+        found = memory.predict(run.workload(CONFIGS), CONFIGS.constant("working_set"))
+        assert found.loss == chunking.peak <= found.layer
+
+
+def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
+    run = CONFIGS.run("llama3_8b_256k_8gpu_h100")
+    flags = {name: value for name, value in run.flags.items() if name != "lm-head-memory-mb"}
+    load, slow = run.workload(CONFIGS), replace(run, flags=flags)
+    assert "335 tokens a chunk" in "\n".join(show.lines(CONFIGS, slow))
+    assert ", dW in blocks of 16384 rows; 5 products" in "\n".join(show.lines(CONFIGS, slow))
+    more = timing.linear_flops(slow.workload(CONFIGS)) - timing.linear_flops(load)
+    assert more == 2 * 2 * load.local_tokens * load.model.head_parameters
 
 
 @pytest.mark.parametrize(
@@ -88,7 +117,7 @@ def test_the_ablation_adds_up_and_its_alternatives_do_not() -> None:
 
     assert changes("baseline", "backward") == {"context-parallel-algo", "burst-backward"}
     assert changes("backward", "double") == {"burst-topology"}
-    assert changes("double", "loss") == {"lm-head-loss"}
+    assert changes("double", "loss") == {"lm-head-loss", "lm-head-memory-mb"}
     assert changes("loss", "half") == {"recompute-attention-fraction", "burst-layout"}
     assert changes("loss", "whole") == {"recompute-attention-fraction"}
 

@@ -6,7 +6,7 @@ from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.validation import Row, rows_of
-from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.tools.plan.workload import Workload, loss_chunking
 
 _KEPT = {None: "runs again", 0.0: "all results kept"}
 
@@ -16,6 +16,7 @@ def lines(configs: Configs, run: Run) -> Iterator[str]:
     yield f"{run.name}: {run.gpus} GPUs of {run.cluster}"
     if run.note:
         yield f"note: {run.note}"
+    yield _loss(run)
     try:
         load = run.workload(configs)
     except ValueError as error:
@@ -46,6 +47,13 @@ def _size(load: Workload) -> Iterator[str]:
         f"{load.data}; {load.tokens} tokens, {of_rank} a context-parallel rank, "
         f"{of_rank // load.tensor} a GPU; attention: {kept(load)}"
     )
+
+
+def _loss(run: Run) -> str:
+    chunking = loss_chunking(run.flags)
+    if chunking is None:
+        return "loss: Megatron's, from all logits at once; 3 products with the LM head a token"
+    return f"loss: {chunking}; {chunking.products} products with the LM head a token"
 
 
 def _memory(load: Workload, working_set: float) -> Iterator[str]:

@@ -95,8 +95,8 @@ def linear_flops(load: Workload) -> float:
     """Return the FLOPs of one GPU's matrix products for a sequence."""
     model, tokens = load.model, load.local_tokens / load.tensor
     layers = 2 * tokens * model.layers * model.layer_parameters * (4 if load.recompute else 3)
-    # The chunked loss computes its logits again.
-    return layers + 2 * tokens * model.head_parameters * (4 if load.chunked_loss else 3)
+    of_head = load.head_products if load.chunked_loss else 3
+    return layers + 2 * tokens * model.head_parameters * of_head
 
 
 def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
@@ -129,6 +129,7 @@ def _attention_alone(load: Workload) -> Workload:
         recompute=False,
         chunked_loss=True,
         loss_bytes=0,
+        head_products=0,
         zero3=False,
         sharded=True,
         gradient_bytes=0,

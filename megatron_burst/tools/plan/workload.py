@@ -5,10 +5,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology, flags
+import torch
+
+from megatron_burst.config import (
+    Algorithm,
+    BurstConfig,
+    GradDtype,
+    LmHeadConfig,
+    LmHeadLoss,
+    Topology,
+    flags,
+)
 from megatron_burst.cost import Shape
 from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.layout import Layout
+from megatron_burst.linear_cross_entropy.call import Call
+from megatron_burst.linear_cross_entropy.chunk_size import Chunking, Sizes
+from megatron_burst.linear_cross_entropy.objective import Objective
 from megatron_burst.mask import Mask
 from megatron_burst.planning import make_layout
 from megatron_burst.topology import Grid, choose_grid
@@ -92,7 +105,8 @@ class Workload:
     window: int | None = None  # keys that a query sees, itself included
     recompute: bool = True  # every layer runs again in the backward
     chunked_loss: bool = True
-    loss_bytes: int = 512 * 2**20  # what the chunked loss may take
+    loss_bytes: int = 512 * 2**20  # what the chunked loss takes
+    head_products: int = 4  # of a token with the LM head, under the chunked loss
     zero3: bool = False  # parameters and gradients are sharded over all ranks
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
@@ -246,11 +260,49 @@ def model_of(given: Flags) -> Model:
 
 def burst_config_of(given: Flags) -> BurstConfig:
     """Read our configuration from the flags; burst where they do not say."""
-    names = {flag: flag.name.removeprefix("--") for flag in flags()}
+    return _config_of(BurstConfig, given)
+
+
+def _config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
+    names = {flag: flag.name.removeprefix("--") for flag in flags(config)}
     values: dict[str, Any] = {
         flag.field: flag.type(given[name]) for flag, name in names.items() if name in given
     }
-    return BurstConfig(**values)
+    return config(**values)
+
+
+def loss_chunking(given: Flags) -> Chunking | None:
+    """Return the chunks of the loss as training will choose them; None for Megatron's own loss.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    config = _config_of(LmHeadConfig, given)
+    if config.loss is not LmHeadLoss.CHUNKED:
+        return None
+    model, tensor = model_of(given), int(given.get("tensor-model-parallel-size", 1))
+    samples, context = (
+        int(given.get(name, 1)) for name in ("micro-batch-size", "context-parallel-size")
+    )
+    call = Call(objective=Objective(), chunk_size=config.chunk_size, memory_mb=config.memory_mb)
+    element_bytes, gradient_bytes = _widths(given)
+    sizes = Sizes(
+        tokens=samples * int(given["seq-length"]) // context,
+        vocabulary=model.vocabulary // tensor,
+        hidden=model.hidden,
+        dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
+        ranks=tensor,
+        statistics=call.objective.statistics,
+        sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
+    )
+    return call.chunking(sizes, needs_gradients=True)
+
+
+def _widths(given: Flags) -> tuple[int, int]:
+    """Bytes of an element of weights and activations, and of the gradients that are summed."""
+    if not given.get("bf16", False):
+        return 4, 4
+    return 2, 2 if given.get("grad-reduce-in-bf16", False) else 4
 
 
 def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
@@ -270,8 +322,8 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     _refuse_other_ways(given, granularity)
     window = given.get("window-size")
     left = -1 if window is None else int(str(window).split(",")[0])
-    in_bf16 = bool(given.get("bf16", False))
-    fp32_sums = not (in_bf16 and given.get("grad-reduce-in-bf16", False))
+    element_bytes, gradient_bytes = _widths(given)
+    chunking = loss_chunking(given)
     load = Workload(
         model=model_of(given),
         cluster=cluster,
@@ -283,19 +335,24 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         config=burst_config_of(given),
         window=None if left < 0 else left + 1,
         recompute=granularity == "full",
-        chunked_loss=given.get("lm-head-loss") == "chunked",
-        loss_bytes=int(given.get("lm-head-memory-mb", 512)) * 2**20,
+        chunked_loss=chunking is not None,
+        loss_bytes=chunking.peak if chunking else 0,
+        head_products=chunking.products if chunking else 3,
         sharded=bool(given.get("use-distributed-optimizer", False)),
-        gradient_bytes=4 if fp32_sums else 2,
+        gradient_bytes=gradient_bytes,
         offload=bool(given.get("optimizer-cpu-offload", False)),
-        element_bytes=2 if in_bf16 else 4,
+        element_bytes=element_bytes,
     )
     if load.sequences % load.data:
         raise ValueError(
             f"--global-batch-size {load.sequences} does not divide over {load.data} data-parallel "
             "ranks of one sequence each"
         )
-    if load.context * load.data > 1 and in_bf16 and not given.get("use-distributed-optimizer"):
+    if (
+        load.context * load.data > 1
+        and element_bytes == 2
+        and not given.get("use-distributed-optimizer")
+    ):
         raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
     return load
 
