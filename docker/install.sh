@@ -87,7 +87,7 @@ install() {
     say "installing; $(wc -l <"$constraints") packages stay as they are"
     # The image's own PIP_CONSTRAINT would hold for packages that it does not have, too.
     PIP_CONSTRAINT="" "$python" -m pip install --no-cache-dir --constraint "$constraints" \
-        "${source_dir}[train]" "megatron-core==$megatron_core" nvidia-ml-py pybind11 \
+        "${source_dir}[train]" "megatron-core==$megatron_core" nvidia-ml-py \
         ${more[@]+"${more[@]}"}
     installed >"$constraints.after"
     local replaced
@@ -100,7 +100,9 @@ patch_megatron() {
     [[ -f $megatron/pretrain_gpt.py ]] || fail "$megatron is no checkout of Megatron-LM; docker build\
  --build-context megatron-lm=DIR gives one"
     say "compiling the data-set helpers of $megatron"
-    PATH=$(dirname -- "$(command -v "$python")"):$PATH make -C "$megatron/megatron/core/datasets"
+    "$python" -c 'import pathlib, sys
+from megatron_burst.plugin import dataset_helpers
+dataset_helpers.build(pathlib.Path(sys.argv[1]))' "$megatron/megatron/core/datasets"
     say "patching $megatron"
     PYTHON=$(command -v "$python") bash "$source_dir/scripts/patch_megatron.sh" --megatron "$megatron"
 }

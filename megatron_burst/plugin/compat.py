@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_burst.plugin import dataset_helpers
 from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:
@@ -157,17 +158,18 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def mend_wheel() -> None:
-    """Put `with_torch_adam` and `unless_prebuilt` around the Megatron functions they describe.
+    """Put `with_torch_adam` around the function it describes, and `dataset_helpers` into place.
 
     Called by the launchers on any platform, before Megatron's training loop starts; again it does
     nothing.
     """
     from megatron.core.datasets import utils
-    from megatron.training import training
+    from megatron.training import initialize, training
 
-    if getattr(utils.compile_helpers, "_burst", False):
+    if utils.compile_helpers is dataset_helpers.compile_helpers:
         return
-    utils.compile_helpers = unless_prebuilt(utils.compile_helpers)
+    utils.compile_helpers = dataset_helpers.compile_helpers
+    initialize._compile_dependencies = dataset_helpers.compile_on_every_node
     training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
 
 
@@ -250,21 +252,6 @@ def count_steps_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     latest = max(float(step) for step in steps)
     for step in steps:
         step.fill_(latest)
-
-
-def unless_prebuilt(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Megatron's `compile_helpers`, skipped where the compiled helpers can be imported already.
-
-    The wheel ships `helpers_cpp` but no Makefile, so the original ends the process.
-    """
-
-    @functools.wraps(compile_helpers)
-    def compile_or_skip() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    compile_or_skip._burst = True  # type: ignore[attr-defined]
-    return compile_or_skip
 
 
 def check_megatron_version() -> str:

@@ -204,16 +204,6 @@ def test_only_distributed_optimizers_with_torchs_adam_are_mended() -> None:
     assert not plain.optimizer.state
 
 
-def test_prebuilt_helpers_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    compile_or_skip = compat.unless_prebuilt(lambda: calls.append(1))
-    compile_or_skip()
-    assert calls == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    compile_or_skip()
-    assert calls == [1]
-
-
 def fake_megatron(folder, minor: int, parts=("core", "training")) -> str:
     for part in parts:
         (folder / "megatron" / part).mkdir(parents=True)

@@ -40,7 +40,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not given:
         pytest.skip("MEGATRON_LM_PATH does not name a checkout of Megatron-LM (0.19 or main)")
     copy = tmp_path_factory.mktemp("Megatron-LM")
-    shutil.copytree(Path(given) / "megatron", copy / "megatron")
+    fresh = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(given) / "megatron", copy / "megatron", ignore=fresh)
     for script in Path(given).glob("*.py"):
         shutil.copy(script, copy)
     return copy
@@ -64,23 +65,36 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def torchrun(checkout: Path, *command: str) -> str:
+    done = ended(*command, **variables(checkout))
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def ended(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    return subprocess.run(
         [*start, *command],
-        env=variables(checkout),
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=560,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 def variables(checkout: Path) -> dict[str, str]:
-    """Without a launcher of ours the checkout has to come before the wheel by itself."""
+    """Without a launcher of ours the checkout has to come before the wheel by itself.
+
+    The environment is not activated: `python3` and `python3-config` are others, if any.
+    """
     paths = (str(checkout), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    return {**environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    own = str(Path(sys.executable).parent)
+    commands = [place for place in os.environ["PATH"].split(os.pathsep) if place != own]
+    return {
+        **environment(),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PATH": os.pathsep.join(commands),
+    }
 
 
 def check_equal(way: str, found: Log, expected: Log) -> None:
@@ -88,6 +102,16 @@ def check_equal(way: str, found: Log, expected: Log) -> None:
     print(f"{way}: 20 losses, {first:.6f} to {last:.6f}, and gradient norms equal to ours")
     assert found.losses == expected.losses and found.grad_norms == expected.grad_norms
     assert last < first
+
+
+def test_without_a_compiler_every_rank_ends_with_the_reason(checkout: Path) -> None:
+    """The first test: nothing is compiled yet."""
+    script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
+    setting = {**variables(checkout), "CXX": "no-such-compiler"}
+    done = ended(*script, *MODEL, *COMMON, *BURST, **setting)
+    assert done.returncode == 1
+    assert done.stdout.count("a C++ compiler, no-such-compiler (Debian, Ubuntu: apt-get") >= 1
+    assert "Connection closed" not in done.stdout and "Traceback (most" not in done.stdout
 
 
 def test_by_the_launcher(checkout: Path, train: Callable[..., Log]) -> None:

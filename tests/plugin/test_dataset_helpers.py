@@ -1,0 +1,129 @@
+"""Helpers of a checkout: for which Python, when again, by whom, and what is missing. (fast tier)"""
+
+import os
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.plugin import dataset_helpers
+from megatron_burst.plugin.dataset_helpers import build, is_built
+
+# A compiler that takes a moment, notes its arguments and makes what follows -o.
+COMPILER = """#!/bin/sh
+sleep 0.1
+echo "$@" >>{log}
+while [ "$1" != -o ]; do shift; done
+echo made >"$2"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "datasets"
+    folder.mkdir()
+    for name in ("Makefile", "helpers.cpp"):
+        (folder / name).touch()
+    compiler, package = tmp_path / "c++", tmp_path / "packages" / "pybind11"
+    compiler.write_text(COMPILER.format(log=tmp_path / "log"))
+    compiler.chmod(0o755)
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('def get_include(): return "/headers of pybind11"\n')
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "pybind11", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    return folder
+
+
+def calls(checkout: Path) -> list[str]:
+    log = checkout.parent / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_they_are_made_for_the_python_that_runs_whatever_path_names(checkout: Path) -> None:
+    for name in ("python3", "python3-config"):
+        (checkout.parent / name).write_text("#!/bin/sh\necho .cpython-27.so -I/of-another\n")
+        (checkout.parent / name).chmod(0o755)
+    build(checkout)
+    made = checkout / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert {path.name for path in checkout.iterdir()} == {"Makefile", "helpers.cpp", made.name}
+    (call,) = calls(checkout)
+    assert f"-I{sysconfig.get_path('include')} -I/headers of pybind11 " in call
+    assert "another" not in call
+
+
+def test_they_are_made_again_where_the_source_is_newer_but_not_in_the_wheel(checkout: Path) -> None:
+    build(checkout)
+    build(checkout)
+    assert len(calls(checkout)) == 1
+    later = time.time() + 10
+    os.utime(checkout / "helpers.cpp", (later, later))
+    assert not is_built(checkout)
+    (checkout / "Makefile").rename(checkout / "moved")
+    build(checkout)
+    assert len(calls(checkout)) == 1
+    (checkout / "moved").rename(checkout / "Makefile")
+    build(checkout)
+    assert len(calls(checkout)) == 2
+
+
+def test_one_compiles_and_the_others_wait(checkout: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:  # each opens the lock for itself, as processes do
+        list(pool.map(build, [checkout] * 4))
+    assert len(calls(checkout)) == 1 and is_built(checkout)
+
+
+def test_all_that_is_missing_is_said_at_once(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(checkout))
+    monkeypatch.setattr(dataset_helpers, "find_spec", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    with pytest.raises(ValueError, match=r"helpers.cpp has to be compiled for Python 3\.") as error:
+        build(checkout)
+    text = str(error.value)
+    assert "a C++ compiler, c++, g++, clang++ (Debian, Ubuntu: apt-get install g++)" in text
+    assert "/nowhere/Python.h (Debian, Ubuntu: apt-get install python3." in text
+    assert "-m pip install pybind11)" in text
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "sh -c 'echo line 3 is wrong >&2; exit 1'")
+    with pytest.raises(ValueError, match="does not compile for Python .*\n.*line 3 is wrong"):
+        build(checkout)
+    assert {path.name for path in checkout.iterdir()} == {"Makefile", "helpers.cpp"}
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with pytest.raises(ValueError, match="a C\\+\\+ compiler, no-such-compiler"):
+        build(checkout)
+
+
+def test_megatrons_two_functions_are_ours_and_end_the_process_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("megatron.training")
+    from megatron.core.datasets import utils
+    from megatron.training import initialize, training
+
+    from megatron_burst.plugin import compat
+
+    for holder, name in (
+        (utils, "compile_helpers"),
+        (initialize, "_compile_dependencies"),
+        (training, "get_megatron_optimizer"),
+    ):
+        monkeypatch.setattr(holder, name, getattr(holder, name))
+    compat.mend_wheel()
+    utils.compile_helpers()  # those of the wheel are there
+
+    def fails(folder: Path) -> None:
+        raise ValueError(f"{folder} lacks a compiler")
+
+    monkeypatch.setattr(dataset_helpers, "build", fails)
+    with pytest.raises(SystemExit, match="megatron_burst: .*datasets lacks a compiler"):
+        initialize._compile_dependencies()  # on any rank, before it waits for others
