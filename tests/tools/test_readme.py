@@ -23,6 +23,17 @@ PAGES = (
 )
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, "docs/faults.md", "megatron_burst/run.py", "megatron_burst/pretrain_gpt.py"]
+)
+def test_a_command_with_several_ranks_passes_megatrons_check_of_the_environment(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", "")
+    several = "--(?:context-parallel|tensor-model-parallel)-size|--cp-comm-type burst"
+    commands = re.findall(rf"^([^|\n]*)torchrun .*(?:{several})", text, re.MULTILINE)
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS=1 " in before for before in commands), commands
+    assert commands or page not in ("README.md", "docs/launching.md")
+
+
 def _section(title: str) -> str:
     return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
