@@ -1,6 +1,6 @@
 """Pretrain a GPT with Megatron's own training loop, from the PyPI wheel of megatron-core alone.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 -m megatron_burst.pretrain_gpt \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 -m megatron_burst.pretrain_gpt \\
         --context-parallel-size 4 --context-parallel-algo burst ...
 
 takes every flag of Megatron's pretrain_gpt.py; those of the plug-in are the group "burst" of

@@ -1,7 +1,7 @@
 """Run an unmodified training script of Megatron-LM with the plug-in's flags.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 \
-        -m megatron_burst.run PATH/pretrain_gpt.py \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 \\
+        -m megatron_burst.run PATH/pretrain_gpt.py \\
         --context-parallel-size 4 --context-parallel-algo burst ...
 """
 
