@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst.config import Algorithm
 from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool
 from megatron_burst.plugin.layer_algorithms import MEGATRONS
+from megatron_burst.plugin.sink import has_extra_state
 
 # Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
 _REPLACEABLE = (DotProductAttention, TEDotProductAttention)
@@ -62,7 +63,13 @@ class CoreAttentionByCommType:
                 "--context-parallel-algo"
             )
         algorithm = Algorithm(name or pool.config.algorithm)
-        return BurstCoreAttention(pool=pool, algorithm=algorithm, **parameters, **given)
+        return BurstCoreAttention(
+            pool=pool,
+            algorithm=algorithm,
+            saves_extra_state=has_extra_state(stood),
+            **parameters,
+            **given,
+        )
 
 
 def _class_and_parameters(core_attention: Any) -> tuple[Any, dict[str, Any]]:

@@ -130,8 +130,15 @@ class BurstCoreAttention(MegatronModule):
     """`ring_attention` under the contract of Megatron's `CoreAttentionInterface`.
 
     Its only parameter is the sink of --softmax-type learnable, under Megatron's name, so that
-    checkpoints fit any other core attention. Takes the constructor arguments of Megatron's own
-    classes; the head sizes among them, which MLA gives, follow from the tensors.
+    checkpoints fit any other core attention. TransformerEngine's also writes an `_extra_state`, the
+    scales of FP8 attention: to plain checkpoints always, to distributed ones only beside a sink.
+    Ours, which never runs in FP8, passes over it in a checkpoint. It writes none to plain ones,
+    where TransformerEngine can do without, and an empty one to distributed ones, where it cannot.
+    Takes the constructor arguments of Megatron's own classes; the head sizes among them, which MLA
+    gives, follow from the tensors.
+
+    Args:
+        saves_extra_state: whether to write it beside a sink, as what stood in the spec does.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.
@@ -142,6 +149,7 @@ class BurstCoreAttention(MegatronModule):
         *,
         pool: ContextPool,
         algorithm: Algorithm | None = None,
+        saves_extra_state: bool = False,
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
@@ -166,6 +174,7 @@ class BurstCoreAttention(MegatronModule):
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
         self._pg_collection = pg_collection
+        self._saves_extra_state = saves_extra_state
         add_softmax_offset(self, pg_collection)
         attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
@@ -248,8 +257,15 @@ class BurstCoreAttention(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the state for Megatron's checkpoints: nothing, or the sink, a shard a TP rank."""
-        collection = self._pg_collection
-        return sharded_softmax_offset(self, collection, prefix, sharded_offsets, metadata)
+        return sharded_softmax_offset(
+            self, self._pg_collection, self._saves_extra_state, prefix, sharded_offsets, metadata
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
     def context(self) -> BurstContext:

@@ -41,18 +41,31 @@ def add_softmax_offset(module: MegatronModule, pg_collection: Any) -> None:
     module.register_parameter("softmax_offset", parameter)
 
 
+def has_extra_state(attention: type) -> bool:
+    """Whether a core attention's class saves an `_extra_state`, as TransformerEngine's does."""
+    base = torch.nn.Module
+    return getattr(attention, "get_extra_state", base.get_extra_state) is not base.get_extra_state
+
+
 def sharded_softmax_offset(
     module: MegatronModule,
     pg_collection: Any,
+    with_extra_state: bool,
     prefix: str,
     offsets: tuple[tuple[int, int, int], ...],
     metadata: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the sharded state of a core attention: what Megatron's own saves and loads."""
+    """Return the sharded state of a core attention: what Megatron's own saves and loads.
+
+    Beside the sink that is, `with_extra_state`, TransformerEngine's, empty as it is without FP8.
+    """
     if module.config.softmax_type != "learnable":
         return {}
+    state = module.state_dict(prefix="", keep_vars=True)
+    if with_extra_state:
+        state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
     return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
+        state,
         prefix,
         {"softmax_offset": 0},
         offsets,

@@ -36,7 +36,9 @@ def find(package: str, variable: str) -> Package:
 
 class Installed:
     def parameters(self, name: str) -> set[str]:
-        return set(inspect.signature(self._get(name)).parameters)
+        found = self._get(name)
+        # A function of an extension shows no signature.
+        return set() if inspect.isbuiltin(found) else set(inspect.signature(found).parameters)
 
     def bases(self, name: str) -> set[str]:
         return {f"{base.__module__}.{base.__qualname__}" for base in self._get(name).__mro__[1:]}

@@ -147,6 +147,7 @@ def test_what_apex_serves_stays_megatrons_default(
     for name in installed:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # not here, installed or not
     parser = argparse.ArgumentParser()
     parser.set_defaults(**dict.fromkeys(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE, "Megatron's"))
     compat.set_defaults_without_transformer_engine(parser)

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Makes TransformerEngine importable on a machine without a GPU, a driver and a CUDA toolkit.
+
+    .venv/bin/python scripts/build_transformer_engine.py
+
+Its kernels come ready-made; its bindings to torch are compiled here, by g++ alone, unoptimized and
+one file at a time (about 10 minutes of one core, 2 GB of memory). The tests then build Megatron's
+TransformerEngine layers with it; nothing can be computed. The last line printed sets the variables
+that show it to a Python; an environment that is not told stays without it.
+
+What pip needs to find is at the version of the extra `gpu` in pyproject.toml. Run again, it goes on
+where it was interrupted.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata, util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXTENSION = "transformer_engine_torch"
+FLAGS = "-std=c++20 -O0 -g0 -fPIC -fvisibility=hidden -DTORCH_API_INCLUDE_EXTENSION_H".split()
+LIBRARIES = "-lc10 -ltorch -ltorch_cpu -ltorch_cuda -lc10_cuda -ltorch_python".split()
+CHECK = "import torch, transformer_engine as t, transformer_engine.pytorch; print(t.__version__)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = "where to work (default: build/transformer_engine)"
+    parser.add_argument(
+        "--directory", type=Path, default=ROOT / "build/transformer_engine", help=what
+    )
+    directory = parser.parse_args().directory.resolve()
+    if lacking := missing():
+        sys.exit("TransformerEngine cannot be built here:\n  " + "\n  ".join(lacking))
+    version = pinned_version()
+    site, build = directory / "site", directory / "build"
+    build.mkdir(parents=True, exist_ok=True)
+    source = download_source(version, directory)
+    install_headers(directory / "headers")
+    install_packages(version, site)
+    includes = include_flags(source, directory / "headers")
+    link(compile_all(source, build, includes), site)
+    variables = {"PYTHONPATH": str(site)}
+    if not has_driver():
+        variables["LD_LIBRARY_PATH"] = str(make_driver_stub(directory / "no_driver"))
+    found = run([sys.executable, "-W", "ignore", "-c", CHECK], env=os.environ | variables)
+    print(f"TransformerEngine {found.strip()} can be imported with", flush=True)
+    print("export", *(f"{name}={value}" for name, value in variables.items()))
+
+
+def missing() -> list[str]:
+    """What this machine lacks, and how to get it."""
+    lacking = []
+    if not shutil.which("g++"):
+        lacking.append("no g++ on PATH: install a C++20 compiler (Debian, Ubuntu: g++)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacking.append(f"no headers of {sys.executable} (Debian, Ubuntu: python3-dev)")
+    lacking += [
+        f"{sys.executable} cannot import {name}: run scripts/setup.sh and use its environment"
+        for name in ("torch", "pip", "setuptools")
+        if not util.find_spec(name)
+    ]
+    if util.find_spec("torch") and not (cuda_version() or "").startswith("13."):
+        lacking.append(f"torch is built for CUDA {cuda_version()}, this script knows 13 alone")
+    return lacking
+
+
+def cuda_version() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def pinned_version() -> str:
+    """The version that the extra `gpu` names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [requirement] = project["optional-dependencies"]["gpu"]
+    return requirement.split("==")[1]
+
+
+def download_source(version: str, directory: Path) -> Path:
+    """The bindings' source, unpacked."""
+    source = directory / f"{EXTENSION}-{version}"
+    if not source.exists():
+        # Without isolation, or pip would install a second torch to ask the source for its name.
+        options = "--no-deps --no-build-isolation --no-binary :all:".split()
+        pip("download", *options, "--dest", str(directory), f"{EXTENSION}=={version}")
+        shutil.unpack_archive(directory / f"{source.name}.tar.gz", directory, filter="data")
+    return source
+
+
+def install_headers(headers: Path) -> None:
+    """The CUDA headers that torch's own packages leave out."""
+    if not headers.exists():
+        names = [f"{name}=={cuda_version()}.*" for name in ("nvidia-cuda-crt", "nvidia-cuda-cccl")]
+        pip("install", "--no-deps", "--target", str(headers), *names)
+
+
+def install_packages(version: str, site: Path) -> None:
+    """TransformerEngine's Python and kernels, and what it imports beside torch."""
+    if site.exists():
+        return
+    constraints = site.parent / "constraints.txt"  # no second version of what is here already
+    installed = sorted({f"{d.name}=={d.version}" for d in metadata.distributions()})
+    constraints.write_text("\n".join(line for line in installed if "+" not in line))
+    for names in (
+        ["--no-deps", f"transformer-engine=={version}", f"transformer-engine-cu13=={version}"],
+        ["--no-deps", "nvdlfw-inspect"],  # its only requirement beside torch is pyyaml
+        ["--constraint", str(constraints), "pyyaml", "pydantic", "onnx", "onnxscript"],
+    ):
+        pip("install", "--upgrade", "--target", str(site), *names)
+
+
+def include_flags(source: Path, headers: Path) -> list[str]:
+    import torch
+
+    common = source / "common_headers"
+    nvidia = Path(torch.__file__).parents[1] / "nvidia"
+    here = [common, common / "common", common / "common/include", source / "csrc"]
+    here += [headers / "nvidia/cu13/include", headers / "nvidia/cu13/include/cccl"]
+    here += [nvidia / name / "include" for name in ("cu13", "cudnn", "nccl")]
+    include = Path(torch.__file__).parent / "include"
+    others = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
+    return [f"-I{path}" for path in here] + [f"-isystem{path}" for path in others]
+
+
+def compile_all(source: Path, build: Path, includes: list[str]) -> list[Path]:
+    """Compile what is not compiled yet, one after the other; return the object files."""
+    command = ["g++", *FLAGS, f"-DTORCH_EXTENSION_NAME={EXTENSION}", *includes]
+    header = build / "all.h"  # compiled once: torch's headers take longer than any file
+    header.write_text('#include "common.h"\n#include "extensions.h"\n')
+    files = sorted((source / "csrc").rglob("*.cpp"))
+    jobs = [([str(header), "-x", "c++-header"], header.with_suffix(".h.gch"))]
+    for file in files:
+        name = str(file.relative_to(source / "csrc")).replace("/", "_")
+        jobs.append((["-include", str(header), "-c", str(file)], build / f"{name}.o"))
+    for number, (arguments, target) in enumerate(jobs, start=1):
+        start = time.monotonic()
+        if not target.exists():
+            unfinished = target.with_name(f"unfinished_{target.name}")
+            run([*command, *arguments, "-o", str(unfinished)])
+            unfinished.rename(target)
+        seconds = time.monotonic() - start
+        print(f"{number}/{len(jobs)} {target.name} {seconds:.0f} s", flush=True)
+    return [target for _, target in jobs[1:]]
+
+
+def link(objects: Iterable[Path], site: Path) -> None:
+    import torch
+
+    libraries = Path(torch.__file__).parent / "lib"
+    target = site / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    where = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    run(["g++", "-shared", "-o", str(target), *map(str, objects), *where, *LIBRARIES])
+
+
+def has_driver() -> bool:
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def make_driver_stub(directory: Path) -> Path:
+    """A driver without functions: TransformerEngine's library will not load without one."""
+    directory.mkdir(exist_ok=True)
+    name = "libcuda.so.1"
+    run(
+        [
+            "g++",
+            "-shared",
+            "-x",
+            "c++",
+            "/dev/null",
+            f"-Wl,-soname,{name}",
+            "-o",
+            f"{directory}/{name}",
+        ]
+    )
+    return directory
+
+
+def pip(*arguments: str) -> None:
+    print("pip", *arguments, flush=True)
+    run([sys.executable, "-m", "pip", *arguments])
+
+
+def run(command: list[str], env: dict[str, str] | None = None) -> str:
+    """What the command prints; the end of this script, with what it said, where it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{result.stdout[-4000:]}{result.stderr[-8000:]}")
+    return result.stdout
+
+
+if __name__ == "__main__":
+    main()
