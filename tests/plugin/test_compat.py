@@ -136,9 +136,10 @@ def test_apexs_norm_stays_the_last_one_where_it_can_be(
         ((), set(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)),
         (("apex", "fused_weight_gradient_mlp_cuda"), {"gradient_accumulation_fusion"}),
         (tuple(compat.APEX_EXTENSIONS.values()), set(compat.APEX_EXTENSIONS)),
+        (("transformer_engine",), set(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE)),
     ],
 )
-def test_what_apex_serves_stays_megatrons_default(
+def test_what_is_installed_stays_megatrons_default(
     installed: tuple[str, ...],
     off: set[str],
     tmp_path: Path,
@@ -147,7 +148,8 @@ def test_what_apex_serves_stays_megatrons_default(
     for name in installed:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # not here, installed or not
+    if "transformer_engine" not in installed:
+        monkeypatch.setitem(sys.modules, "transformer_engine", None)  # the real one may be there
     parser = argparse.ArgumentParser()
     parser.set_defaults(**dict.fromkeys(compat.DEFAULTS_WITHOUT_TRANSFORMER_ENGINE, "Megatron's"))
     compat.set_defaults_without_transformer_engine(parser)
