@@ -90,8 +90,9 @@ def _set_environment() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-# Megatron takes their layers, norms and optimizers wherever they can be imported.
-_GPU_PACKAGES = ("transformer_engine", "apex")
+# Megatron takes their layers, norms and optimizers wherever they can be imported. Without the first
+# the second, which Megatron also imports by itself, fails for symbols that only the first loads.
+_GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex")
 
 
 def _hide_gpu_packages() -> None:

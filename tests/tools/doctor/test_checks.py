@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,9 @@ def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.Argum
 def test_a_mask_that_transformer_engine_does_not_read(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "idle-mask" not in look(parser, "--reset-attention-mask")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformer_engine", None)
+        assert "idle-mask" not in look(parser, "--reset-attention-mask")
     (tmp_path / "transformer_engine.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert look(parser, "--reset-attention-mask --transformer-impl transformer_engine")[
