@@ -27,12 +27,14 @@ def prepare() -> None:
     supported, and attaches our flags and layer spec.
 
     Raises:
-        ValueError: Megatron is missing, too old or new, or mixed from two places.
+        ValueError: Megatron is missing, too old or new, or mixed from two places; or this node of
+            several has no CUDA device.
     """
     _show_our_log()
     version = compat.check_megatron_version()
     logger.info("megatron-core %s in %s", version, compat.megatron_folder())
     if cpu_platform.cpu_platform_wanted():
+        cpu_platform.check_job()
         cpu_platform.activate()
     from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
 

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import logging
 import os
+import socket
 import sys
 import warnings
 from functools import partial
@@ -22,7 +23,37 @@ REQUEST = "MEGATRON_BURST_CPU"
 def cpu_platform_wanted() -> bool:
     """True where there is no CUDA device, or where the environment has MEGATRON_BURST_CPU=1."""
     # The request comes first: asking torch starts CUDA's driver on a machine that has one.
-    return os.environ.get(REQUEST) == "1" or not torch.cuda.is_available()
+    return _is_requested() or not torch.cuda.is_available()
+
+
+def check_job() -> None:
+    """Refuse the CPU platform unasked where the job may be on several nodes.
+
+    A node whose driver is broken would join the others' GPUs as a CPU.
+
+    Raises:
+        ValueError: WORLD_SIZE is above LOCAL_WORLD_SIZE, or that is not set (torchrun sets it), and
+            MEGATRON_BURST_CPU is not 1.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    if _is_requested() or ranks <= int(here or 1):
+        return
+    share = (
+        f"{here} of them on this node" if here else "LOCAL_WORLD_SIZE does not say how many here"
+    )
+    raise ValueError(
+        f"{_place()} has no CUDA device, and the job has {ranks} ranks, {share}: see what "
+        f"nvidia-smi says on that node, or set {REQUEST}=1 on every node to train on CPUs"
+    )
+
+
+def _is_requested() -> bool:
+    return os.environ.get(REQUEST) == "1"
+
+
+def _place() -> str:
+    return f"rank {os.environ.get('RANK', '0')} on node {socket.gethostname()}"
 
 
 def cpu_platform_active() -> bool:
@@ -33,8 +64,9 @@ def cpu_platform_active() -> bool:
 def activate() -> None:
     """Put every stand-in of the table in its place; imports `megatron.training`.
 
-    To be called once, in every rank, before anything imports Megatron; again it does nothing.
-    RuntimeError if `megatron.core` is imported already.
+    To be called once, in every rank, before anything imports Megatron; again it does nothing. Every
+    rank warns, so that none is on the CPU unseen. RuntimeError if `megatron.core` is imported
+    already.
     """
     if cpu_platform_active():
         return
@@ -48,8 +80,11 @@ def activate() -> None:
     _silence_warnings_of_the_platform()
     for stand_in in (*TORCH_STAND_INS, *MEGATRON_STAND_INS):
         _install(stand_in)
-    logger.info(
-        "running on the CPU platform: %d names of torch and %d of Megatron stand in for CUDA, gloo",
+    logger.warning(
+        "%s runs on the CPU platform, over gloo (%s): %d names of torch and %d of Megatron "
+        "stand in for CUDA",
+        _place(),
+        f"{REQUEST}=1" if _is_requested() else "there is no CUDA device",
         len(TORCH_STAND_INS),
         len(MEGATRON_STAND_INS),
     )

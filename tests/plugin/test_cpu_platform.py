@@ -2,6 +2,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.cpu_platform import REQUEST
 from megatron_burst.plugin.cpu_platform_table import MEGATRON_STAND_INS, TORCH_STAND_INS
 
 TABLE = (*TORCH_STAND_INS, *MEGATRON_STAND_INS)
@@ -24,8 +26,10 @@ TINY_FLAGS = """
 """
 
 
-def python(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def python(
+    *arguments: str, timeout: float = 120, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -88,10 +92,43 @@ def test_a_target_that_does_not_exist_is_named(target: str) -> None:
 
 def test_wanted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.delenv(cpu_platform.REQUEST, raising=False)
+    monkeypatch.delenv(REQUEST, raising=False)
     assert not cpu_platform.cpu_platform_wanted()
-    monkeypatch.setenv(cpu_platform.REQUEST, "1")
+    monkeypatch.setenv(REQUEST, "1")
     assert cpu_platform.cpu_platform_wanted()
+
+
+HERE = f"rank 3 on node {socket.gethostname()}"
+SEVERAL_NODES = [
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "4 ranks, 2 of them on this node"),
+    ({"WORLD_SIZE": "4"}, "4 ranks, LOCAL_WORLD_SIZE does not say"),  # srun without torchrun
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), SEVERAL_NODES)
+def test_a_job_on_several_nodes_gets_the_platform_on_request_alone(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", REQUEST):
+        monkeypatch.delenv(name, raising=False)
+    cpu_platform.check_job()  # a plain python
+    for name, value in (environment | {"RANK": "3"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{HERE} has no CUDA .*{message}.* {REQUEST}=1 on every"):
+        cpu_platform.check_job()
+    monkeypatch.setenv(REQUEST, "1")
+    cpu_platform.check_job()
+    monkeypatch.delenv(REQUEST)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cpu_platform.check_job()
+
+
+def test_a_node_of_several_without_a_gpu_is_named_and_ends() -> None:
+    settings = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", REQUEST: "0"}
+    start = "from megatron_burst import launch; launch.start()"
+    run = python("-c", start, CUDA_VISIBLE_DEVICES="", **settings)
+    assert run.returncode == 1
+    assert f"megatron_burst: {HERE} has no CUDA device" in run.stderr
 
 
 ACTIVATED = """
@@ -144,9 +181,11 @@ assert jit_fuser(abs) is abs
 
 
 def test_activated_platform_behaves_like_cuda_on_the_cpu() -> None:
-    run = python("-c", ACTIVATED)
+    run = python("-c", ACTIVATED, RANK="3")
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("running on the CPU platform") == 1
+    assert (
+        run.stderr.count(f"WARNING:megatron_burst.plugin.cpu_platform:{HERE} runs on the CPU") == 1
+    )
     assert "CPU RNG state changed" not in run.stderr
 
 

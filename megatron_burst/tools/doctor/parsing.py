@@ -139,6 +139,8 @@ def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namesp
         patch.object(attach, "check_data_files") if target.is_cluster else contextlib.nullcontext()
     )
     try:
+        if line.is_attached and cpu_platform.cpu_platform_active():
+            cpu_platform.check_job()
         with elsewhere:
             args = arguments.parse_args()
         if given is None:

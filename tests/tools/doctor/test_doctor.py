@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from megatron_burst.kernels import KERNELS, Request
+from megatron_burst.plugin import cpu_platform
+from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.__main__ import main
 from megatron_burst.tools.doctor.installed import parts
 from megatron_burst.tools.doctor.kernels import served
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
 from megatron_burst.tools.doctor.target import Target
 from tests.training.launcher import MODEL
 
@@ -182,6 +186,21 @@ def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     assert error.startswith("this cannot run on a CPU:") and "--use-torch-fsdp2" in error
     assert report["shape"].startswith("torch.bfloat16 on cpu")
     assert [k["kernel"] for k in report["kernels"] if k["is_taken"]] == ["cpu"]
+
+
+def test_cpus_of_several_nodes_have_to_be_asked_for(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_platform, "cpu_platform_active", lambda: True)
+    monkeypatch.delenv(cpu_platform.REQUEST, raising=False)
+    line, target = LaunchLine(OUR_ENTRY, ("--no-such-flag",)), Target(2, 2, None, "cpu")
+    for environment, found in (
+        ({}, "has no CUDA device"),
+        ({cpu_platform.REQUEST: "1"}, "no-such"),
+    ):
+        line = replace(line, environment=environment)
+        with parsing._as_first_rank(line, target) as said:
+            assert found in parsing._validate(line, target, said, None)
 
 
 def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
