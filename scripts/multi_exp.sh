@@ -39,7 +39,8 @@ declare -A defined=(
     [usp]="--context-parallel-algo ring --burst-topology flat --burst-head-parallel-size 8"
     [allgather]="--context-parallel-algo allgather"
     [ulysses]="--context-parallel-algo ulysses"
-    [megatron]="--context-parallel-algo megatron"
+    # Not given, its dropouts were 0.1, and those of the others 0.
+    [megatron]="--context-parallel-algo megatron --attention-dropout 0 --hidden-dropout 0"
     [flat-ring]="--burst-topology flat"
     [kv-backward]="--burst-backward kv"
     [query-backward]="--burst-backward query"

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 
 import torch
 
@@ -23,8 +24,11 @@ from megatron_burst.plugin.block_mask import load_block_mask
 from megatron_burst.plugin.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
+logger = logging.getLogger(__name__)
+
 _METAVARS = {"kernel": "NAME", "block_mask": "FILE", "trace": "DIR"}
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
 def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -47,9 +51,44 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             help=help_text.replace("%", "%%"),
         )
     compat.mend_help(parser)
-    # Megatron's default is p2p; None tells whether the user has chosen.
-    parser.set_defaults(cp_comm_type=None)
+    # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
+    parser.set_defaults(
+        cp_comm_type=None,
+        **dict.fromkeys(_DROPOUTS),
+        default_dropouts={name: parser.get_default(name) for name in _DROPOUTS},
+    )
     return parser
+
+
+def set_dropouts(args: argparse.Namespace) -> None:
+    """Set the dropouts that were not given: 0 with our attention, which says so, else Megatron's.
+
+    To be called on what `add_burst_arguments`' parser returned; again it does nothing.
+    """
+    defaults = vars(args).pop("default_dropouts", {})
+    missing = [name for name in _DROPOUTS if name in defaults and getattr(args, name) is None]
+    ours = args.context_parallel_algo != MEGATRON
+    for name in missing:
+        setattr(args, name, 0.0 if ours else defaults[name])
+    if ours and any(defaults[name] for name in missing):
+        logger.info(
+            "%s 0: not given; without megatron_burst %s",
+            " and ".join(f"--{name.replace('_', '-')}" for name in missing),
+            " and ".join(str(defaults[name]) for name in missing),
+        )
+
+
+def leave_out_checkpoints_dropout(args: argparse.Namespace) -> None:
+    """With our attention, set the dropout that --use-checkpoint-args brought to 0, and say so.
+
+    Megatron lets a checkpoint win over flags, so no flag could. The hidden dropout stays its own.
+    """
+    ours = getattr(args, "context_parallel_algo", MEGATRON) != MEGATRON
+    if ours and args.use_checkpoint_args and args.attention_dropout:
+        logger.info(
+            "--attention-dropout 0: the checkpoint's %s is left out", args.attention_dropout
+        )
+        args.attention_dropout = 0.0
 
 
 def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
@@ -95,12 +134,13 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
 def configure(args: argparse.Namespace) -> None:
     """Check the parsed arguments and set what our flags imply, before Megatron validates them.
 
-    Sets `cp_comm_type`, by which Megatron tells each layer's core attention what to do, and
-    switches off the data loader's dense attention mask.
+    Sets `cp_comm_type`, by which Megatron tells each layer's core attention what to do, and the
+    dropouts that were not given, and switches off the data loader's dense attention mask.
 
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
+    set_dropouts(args)
     lm_head_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:

@@ -18,6 +18,7 @@ from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
     configure,
+    leave_out_checkpoints_dropout,
     lm_head_config_from_args,
     refuse_limits,
 )
@@ -79,6 +80,7 @@ def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
 def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gpt_config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> GPTModelConfig:
+        leave_out_checkpoints_dropout(args)
         model_config = gpt_config_from_args(args, *more, **options)
         spec = model_config.transformer_layer_spec
         if args.spec is not None and spec is None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -84,9 +85,10 @@ def test_without_our_flags_megatron_keeps_its_own_attention(
 ) -> None:
     args = parse(parser)
     assert burst_config_from_args(args) is None
-    before = dict(vars(args))
     configure(args)
-    assert vars(args) == {**before, "cp_comm_type": ["p2p"]}
+    stock = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser())
+    found = {name: getattr(args, name) for name in vars(stock.parse_args([]))}
+    assert found == vars(stock.parse_args([]))
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "ring"])
@@ -564,9 +566,52 @@ def test_attention_is_in_megatrons_graphs_for_the_modules_that_are_refused(
         assert captured_by_megatron(module, impl) == bool(refusals(args)), module
 
 
-def test_megatrons_default_dropout_is_refused(parser: argparse.ArgumentParser) -> None:
-    text = refusal(parser, "--context-parallel-algo burst")
-    assert "attention_dropout = 0.1" in text and "pass --attention-dropout 0" in text
+@pytest.mark.parametrize(
+    ("line", "dropouts", "said"),
+    [
+        ("", (0.1, 0.1), ""),
+        ("--lm-head-loss chunked", (0.1, 0.1), ""),
+        ("--context-parallel-algo burst", (0, 0), "--attention-dropout and --hidden-dropout 0"),
+        ("--context-parallel-algo ring --hidden-dropout 0.3", (0, 0.3), "--attention-dropout 0: "),
+        (BURST, (0, 0), "--hidden-dropout 0: not given; without megatron_burst 0.1"),
+        (BURST + "--hidden-dropout 0", (0, 0), ""),
+        ("--attention-dropout 0.2", (0.2, 0.1), ""),
+    ],
+)
+def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
+    parser: argparse.ArgumentParser,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    dropouts: tuple[float, float],
+    said: str,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_burst"), "propagate", True)
+    caplog.set_level(logging.INFO, "megatron_burst")
+    args = parse(parser, line)
+    configure(args)
+    assert (args.attention_dropout, args.hidden_dropout) == dropouts
+    assert said in caplog.text and bool(said) == ("dropout" in caplog.text)
+
+
+def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
+    parser: argparse.ArgumentParser,
+) -> None:
+    """Megatron takes both from it, whatever the flags say."""
+    args = parse(parser, BURST + "--use-checkpoint-args")
+    configure(args)
+    args.rank, args.attention_dropout, args.hidden_dropout = 1, 0.1, 0.2
+    seen = []
+
+    def gpt_config(args: argparse.Namespace) -> SimpleNamespace:
+        seen.append((args.attention_dropout, args.hidden_dropout))
+        return SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
+
+    attach._with_burst_spec(gpt_config)(args)
+    assert seen == [(0.0, 0.2)]
+    args.use_checkpoint_args, args.attention_dropout = False, 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout = 0.1: .*pass --attention-dropout 0"):
+        attach._with_burst_spec(gpt_config)(args)
 
 
 def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:

@@ -106,6 +106,15 @@ def test_flags_come_in_order_and_reach_the_launcher(machine: Machine) -> None:
     assert "from here" in machine.text("runs/series/toy.mine.kv-backward/log.txt")
 
 
+def test_megatrons_own_attention_has_the_dropouts_of_ours(machine: Machine) -> None:
+    machine.run("multi_exp.sh", "--methods", "megatron", "--hidden-dropout", "0.1")
+    given = machine.arguments()
+    assert given[given.index("--context-parallel-algo") + 1 :] == [
+        *("megatron", "--attention-dropout", "0", "--hidden-dropout", "0"),
+        *("--hidden-dropout", "0.1"),
+    ]
+
+
 def test_a_run_that_fails_stops_no_other_and_is_tried_again(counted: Machine) -> None:
     fail = ("--fail-in", "burst")
     done = counted.run(*SERIES, *launcher(counted), *fail, expect=1)

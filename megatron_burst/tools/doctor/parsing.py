@@ -85,7 +85,7 @@ def _given(line: LaunchLine) -> Namespace | None:
     """Parse with the program's defaults, and do nothing else."""
     from megatron.training import arguments
 
-    from megatron_burst.plugin.arguments import add_burst_arguments
+    from megatron_burst.plugin.arguments import add_burst_arguments, set_dropouts
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if line.is_attached and cpu_platform.cpu_platform_active():
@@ -93,9 +93,11 @@ def _given(line: LaunchLine) -> Namespace | None:
     elif line.is_attached:
         compat.set_defaults_without_transformer_engine(parser)
     try:
-        return add_burst_arguments(parser).parse_known_args(list(line.flags))[0]
+        args = add_burst_arguments(parser).parse_known_args(list(line.flags))[0]
     except SystemExit:
         return None
+    set_dropouts(args)
+    return args
 
 
 def _missing_checkpoint(given: Namespace, target: Target) -> list[Finding]:
@@ -116,11 +118,14 @@ def _add_from_checkpoint(args: Namespace) -> None:
     """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
+    from megatron_burst.plugin.arguments import leave_out_checkpoints_dropout
+
     if args.use_checkpoint_args:
         if args.load is None and args.pretrained_checkpoint is None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
+        leave_out_checkpoints_dropout(args)
 
 
 def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespace | None) -> str:

@@ -101,7 +101,7 @@ def test_a_model_that_a_checkpoint_describes(
     assert status == 1 and "validation" in of_level(report, "error")
     status, report = judged(capsys, *flags, *words[-3:], "--no-such-flag", "3")
     assert status == 1 and "checkpoint-args" not in of_level(report, "note")
-    said = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    said = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.1}
     (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     state = {"args": Namespace(**said), "iteration": 3, "checkpoint_version": 3.0}
