@@ -65,6 +65,14 @@ class LmHeadLoss(StrEnum):
     CHUNKED = "chunked"
 
 
+class FileChecks(StrEnum):
+    """When the files of data sets and checkpoints are looked at."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 def check_fraction(fraction: float) -> None:
     """Raise a ValueError if the share that runs again is not within 0 and 1."""
     if not 0 <= fraction <= 1:
@@ -176,15 +184,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         """Check every value; strings become members of their enum."""
-        for spec in dataclasses.fields(self):
-            if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
-                value = str(getattr(self, spec.name))
-                if value not in list(spec.type):
-                    raise ValueError(
-                        f"{_flag_name(spec)} {value} is unknown; "
-                        f"this version has: {', '.join(spec.type)}"
-                    )
-                object.__setattr__(self, spec.name, spec.type(value))
+        _settle_enums(self)
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
@@ -267,11 +267,7 @@ class LmHeadConfig:
 
     def __post_init__(self) -> None:
         """Check every value; a string becomes a member of its enum."""
-        if self.loss not in list(LmHeadLoss):
-            raise ValueError(
-                f"--lm-head-loss {self.loss} is unknown; this version has: {', '.join(LmHeadLoss)}"
-            )
-        object.__setattr__(self, "loss", LmHeadLoss(self.loss))
+        _settle_enums(self)
         sizes = {
             name: value
             for name, value in (
@@ -290,6 +286,38 @@ class LmHeadConfig:
             raise ValueError(f"{given} both say how large a chunk is: drop one of them")
         if any(value < 1 for value in sizes.values()):
             raise ValueError(f"{given}: it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileConfig:
+    """What is looked at on the disk; the field is a flag.
+
+    Raises:
+        ValueError: the value is unknown.
+    """
+
+    check_files: FileChecks = FileChecks.AUTO
+    """Whether files are looked at before they are used: those of the data set, which must be there
+    and whole before training starts, and checkpoints, of which the newest whole one is loaded; a
+    save that fails says where, and one over an earlier checkpoint leaves no mixture that counts as
+    whole. on: looked at. off: Megatron's own behaviour. auto: on in python -m
+    megatron_burst.pretrain_gpt, off where another script is run."""
+
+    def __post_init__(self) -> None:
+        """Check the value; a string becomes a member of its enum."""
+        _settle_enums(self)
+
+
+def _settle_enums(config: Any) -> None:
+    for spec in dataclasses.fields(config):
+        if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
+            value = str(getattr(config, spec.name))
+            if value not in list(spec.type):
+                raise ValueError(
+                    f"{_flag_name(spec)} {value} is unknown; "
+                    f"this version has: {', '.join(spec.type)}"
+                )
+            object.__setattr__(config, spec.name, spec.type(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,6 +349,11 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         for spec in dataclasses.fields(config)
         if _flag_name(spec) is not None
     )
+
+
+def all_flags() -> tuple[Flag, ...]:
+    """Return every flag of the group "burst", those of attention first."""
+    return (*flags(), *flags(LmHeadConfig), *flags(FileConfig))
 
 
 def _flag_type(spec: dataclasses.Field[Any]) -> type[int] | type[float] | type[bool] | type[str]:

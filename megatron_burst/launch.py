@@ -5,42 +5,53 @@ import os
 import sys
 
 from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.plugin.arguments import asks_for_us
 
 logger = logging.getLogger(__name__)
 
 
-def start() -> None:
+def start(*, own_entry: bool = False) -> None:
     """`prepare` for a training script: what cannot work ends the process with the reason.
 
     The one call that all ways to launch make, `patches/` among them.
     """
     try:
-        prepare()
+        prepare(own_entry=own_entry)
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
 
 
-def prepare() -> None:
+def prepare(*, own_entry: bool = False) -> None:
     """Make this process ready to run a training script of Megatron with the plug-in.
 
-    Activates the CPU platform where there is no GPU, refuses Megatron versions that are not
-    supported, and attaches our flags and layer spec.
+    Activates the CPU platform where there is no GPU, and attaches our flags and layer spec where
+    the command line asks for them. Where neither is wanted it does and says nothing; else it
+    refuses Megatron versions that are not supported, and mends what they lack without Apex,
+    TransformerEngine or a checkout.
+
+    Args:
+        own_entry: whether it is our pretrain_gpt that runs, which needs no flag to be asked for.
 
     Raises:
         ValueError: Megatron is missing, too old or new, or mixed from two places; or this node of
             several has no CUDA device.
     """
+    wanted = own_entry or asks_for_us(sys.argv[1:])
+    on_cpu = cpu_platform.cpu_platform_wanted()
+    if not (wanted or on_cpu):
+        return
     _show_our_log()
     version = compat.check_megatron_version()
     logger.info("megatron-core %s in %s", version, compat.megatron_folder())
-    if cpu_platform.cpu_platform_wanted():
+    if on_cpu:
         cpu_platform.check_job()
         cpu_platform.activate()
-    from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
-
     compat.mend_wheel()
-    attach()
-    _warn_of_restarts()
+    if wanted:
+        from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
+
+        attach(own_entry=own_entry)
+        _warn_of_restarts()
 
 
 def _warn_of_restarts() -> None:

@@ -16,7 +16,7 @@ from megatron_burst import failure, launch
 def main() -> None:
     """Parse the command line and train."""
     with failure.reported():
-        launch.start()
+        launch.start(own_entry=True)
         _train(*_configure())
 
 

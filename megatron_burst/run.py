@@ -3,6 +3,8 @@
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 \\
         -m megatron_burst.run PATH/pretrain_gpt.py \\
         --context-parallel-size 4 --context-parallel-algo burst ...
+
+Without a flag of the plug-in it replaces nothing of Megatron.
 """
 
 import runpy

@@ -3,15 +3,19 @@
 import argparse
 import importlib.util
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
+    FileChecks,
+    FileConfig,
     LmHeadConfig,
     LmHeadLoss,
     Topology,
+    all_flags,
     flags,
 )
 from megatron_burst.head_parallel import kv_head_copies
@@ -31,12 +35,30 @@ MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attent
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
+def asks_for_us(words: Sequence[str]) -> bool:
+    """Whether a command line has a flag of ours, wants to see them, or names an algorithm of ours.
+
+    Without any of these nothing of Megatron is replaced.
+
+    Args:
+        words: of the command line, without the program.
+    """
+    names = {word.split("=")[0] for word in words}
+    if names & {"-h", "--help", *(flag.name for flag in all_flags())}:
+        return True
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cp-comm-type", nargs="*")
+    parser.add_argument("--spec", nargs="*")
+    given = parser.parse_known_args(list(words))[0]
+    return given.spec is None and bool(algorithms(given.cp_comm_type))
+
+
 def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "burst", one flag for each field of our configurations; return the parser."""
     group = parser.add_argument_group(
         "burst", "context-parallel attention and chunked LM-head loss of megatron_burst"
     )
-    for flag in (*flags(), *flags(LmHeadConfig)):
+    for flag in all_flags():
         values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
         default = values[0] if flag.field == "algorithm" else flag.default
         if flag.type is bool:
@@ -129,6 +151,17 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
             f"--lm-head-loss {config.loss} cannot run this:\n  " + "\n  ".join(reasons)
         )
     return config
+
+
+def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
+    """Return whether --burst-check-files asks for the checks; ValueError for an unknown value.
+
+    Args:
+        args: what our flags were parsed to.
+        own_entry: whether it is our pretrain_gpt that runs.
+    """
+    asked = FileConfig(check_files=args.burst_check_files).check_files
+    return asked is FileChecks.ON or (asked is FileChecks.AUTO and own_entry)
 
 
 def configure(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The two functions of Megatron through which a training script meets the plug-in."""
+"""The functions of Megatron that are replaced where a command line asks for the plug-in."""
 
 import argparse
 import functools
@@ -17,6 +17,7 @@ from megatron_burst.plugin import compat, cpu_platform, whole_checkpoints
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
+    checks_files,
     configure,
     leave_out_checkpoints_dropout,
     lm_head_config_from_args,
@@ -31,32 +32,34 @@ from megatron_burst.plugin.recompute_log import RecomputeLog
 from megatron_burst.plugin.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.trace import TraceSteps
 from megatron_burst.plugin.verify_positions import PositionHooks
+from megatron_burst.plugin.whole_checkpoints import original
 
 logger = logging.getLogger(__name__)
 
 
-def attach() -> None:
-    """Wrap Megatron's `parse_args` and `gpt_config_from_args`, once, when a launcher asks for it.
+def attach(*, own_entry: bool = False) -> None:
+    """Wrap Megatron's `parse_args` and `gpt_config_from_args`; again, the originals are wrapped.
 
     Megatron offers a hook for more flags, but none between parsing and validation, and none for
     a script that passes no hook. It must come before the script imports these names.
+
+    Args:
+        own_entry: whether it is our pretrain_gpt that runs, which checks files by itself.
     """
-    if getattr(arguments.parse_args, "_burst", False):
-        return
-    arguments.parse_args = _with_burst_flags(arguments.parse_args)
-    argument_utils.gpt_config_from_args = _with_burst_spec(argument_utils.gpt_config_from_args)
+    parse_args = original(arguments.parse_args)
+    arguments.parse_args = _with_burst_flags(parse_args, own_entry=own_entry)
+    build_config = original(argument_utils.gpt_config_from_args)
+    argument_utils.gpt_config_from_args = _with_burst_spec(build_config)
 
 
-def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(
         extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
         def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = extra_args_provider(parser) if extra_args_provider else parser
-            if cpu_platform.cpu_platform_active():
-                cpu_platform.set_cpu_defaults(parser)
-            else:
+            if not cpu_platform.cpu_platform_active():
                 compat.set_defaults_without_transformer_engine(parser)
             return add_burst_arguments(parser)
 
@@ -64,16 +67,17 @@ def _with_burst_flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
         args = parse_args(add_arguments, ignore_unknown_args)
         try:
-            if cpu_platform.cpu_platform_active():
-                cpu_platform.check_cpu_arguments(args)
             configure(args)
-            check_data_files(args)
+            checked = checks_files(args, own_entry=own_entry)
+            if checked:
+                check_data_files(args)
         except ValueError as error:
             sys.exit(f"megatron_burst: {error}")
-        whole_checkpoints.attach(args)
+        if checked:
+            whole_checkpoints.attach(args)
         return args
 
-    parse._burst = True  # type: ignore[attr-defined]
+    parse.original = parse_args  # type: ignore[attr-defined]
     return parse
 
 
@@ -112,4 +116,5 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             model_config.pre_wrap_hooks.append(ChunkedHead(head))
         return model_config
 
+    build.original = gpt_config_from_args  # type: ignore[attr-defined]
     return build

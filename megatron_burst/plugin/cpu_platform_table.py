@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
+from megatron_burst.plugin.cpu_arguments import with_cpu_arguments
+
 CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
 # CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
@@ -313,6 +315,11 @@ MEGATRON_STAND_INS: tuple[StandIn, ...] = (
         f"{_FSDP}.mcore_fsdp_adapter.DeviceMesh",
         meshes_of_the_cpu,
         "Megatron-FSDP's meshes are of CUDA's devices, and its DTensors move their parts there.",
+    ),
+    *_same(
+        "megatron.training.arguments.parse_args",
+        with_cpu_arguments,
+        "Megatron's defaults ask for NCCL and for fused CUDA kernels.",
     ),
     *_same(
         "megatron.training.training.initialize_megatron",

@@ -7,12 +7,13 @@ over itself, and a record that is cut off.
 
 import argparse
 import functools
+import json
 import logging
 import queue
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,23 @@ class SaveError(RuntimeError):
 
 
 def attach(args: argparse.Namespace) -> None:
-    """Let Megatron ask `WholeOnly` which iteration to load, and save over nothing that seems whole.
+    """Let Megatron ask `WholeOnly` which iteration to load, and see a save over an old one through.
 
     Saving starts no process, unless --async-save does.
 
     Args:
         args: what Megatron's parser returned.
     """
-    checkpointing.read_metadata = WholeOnly(args, _original(checkpointing.read_metadata))
-    training.save_checkpoint = _with_unmarking(args, _original(training.save_checkpoint))
+    reader = WholeOnly(args, original(checkpointing.read_metadata))
+    checkpointing.read_metadata = reader
+    training.save_checkpoint = _with_note(args, reader, original(training.save_checkpoint))
     if not args.async_save:
         # Megatron's is held by a process of its own, which outlives a rank that is killed.
         filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
 
 
-def _original(function: Any) -> Any:
+def original(function: Any) -> Any:
+    """Return what one of our wrappers is around; anything else as it is."""
     return getattr(function, "original", function)
 
 
@@ -71,7 +74,9 @@ class WholeOnly:
     def __init__(self, args: argparse.Namespace, original: Callable[..., Any]) -> None:
         self.original = original
         self._load, self._step = args.load, args.ckpt_step
-        self._said: set[str] = set()  # Megatron asks more than once
+        # Megatron asks more than once.
+        self._said: set[str] = set()
+        self._missing: dict[Path, str | None] = {}
         self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
@@ -91,7 +96,9 @@ class WholeOnly:
         # Where only other ranks miss something, they say it.
         for iteration in _of_the_first_rank(candidates):
             folder = file.parent / f"iter_{iteration:07d}"
-            reason = what_is_missing(folder, self._needs_marker)
+            if folder not in self._missing:
+                self._missing[folder] = what_is_missing(folder, self._needs_marker)
+            reason = self._missing[folder]
             if _all_ranks(reason is None):
                 for line in reasons:
                     self._warn(f"{line}; loading iteration {iteration} instead")
@@ -102,6 +109,10 @@ class WholeOnly:
             "there is no whole checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"
             f"restore one, or delete {file} to start anew"
         )
+
+    def forget(self, folder: Path) -> None:
+        """Look at this folder anew when it is asked for next."""
+        self._missing.pop(folder, None)
 
     def _warn(self, text: str) -> None:
         if text not in self._said:
@@ -131,14 +142,21 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     """
     if not folder.is_dir():
         return "there is no such folder"
-    if any(folder.glob("mp_rank_*")):
-        return _missing_of_torch(folder)
-    if dist.is_initialized() and dist.get_rank() != 0:
+    is_torch = any(folder.glob("mp_rank_*"))
+    if not is_torch and dist.is_initialized() and dist.get_rank() != 0:
         return None
-    return _missing_of_distributed(folder, needs_marker)
+    try:
+        old = _replaced(folder)
+    except (OSError, ValueError) as error:
+        return f"{_note(folder)} cannot be read: {error}"
+    return (
+        _missing_of_torch(folder, old)
+        if is_torch
+        else _missing_of_distributed(folder, needs_marker, old)
+    )
 
 
-def _missing_of_torch(folder: Path) -> str | None:
+def _missing_of_torch(folder: Path, old: Mapping[str, Sequence[int]]) -> str | None:
     files = sorted(folder.glob("mp_rank_*/*.pt"))
     if parallel_state.model_parallel_is_initialized():
         iteration = int(folder.name.removeprefix("iter_"))
@@ -149,14 +167,19 @@ def _missing_of_torch(folder: Path) -> str | None:
             return f"{file.relative_to(folder)} does not exist"
         if not zipfile.is_zipfile(file):  # its table stands at the end
             return f"{file.relative_to(folder)} is cut off after {file.stat().st_size} bytes"
+        if _is_old(file, folder, old):
+            return f"{file.relative_to(folder)} is still that of an earlier save"
     return None if files else "it holds no file"
 
 
-def _missing_of_distributed(folder: Path, needs_marker: bool) -> str | None:
-    if not (folder / METADATA).is_file():
-        return f"{METADATA} does not exist"
-    if needs_marker and not (folder / MARKER).is_file():
-        return f"{MARKER} does not exist"
+def _missing_of_distributed(
+    folder: Path, needs_marker: bool, old: Mapping[str, Sequence[int]]
+) -> str | None:
+    for name in (METADATA, MARKER) if needs_marker else (METADATA,):
+        if not (folder / name).is_file():
+            return f"{name} does not exist"
+        if _is_old(folder / name, folder, old):
+            return f"{name} is still that of an earlier save"
     try:
         stored = FileSystemReader(folder).read_metadata().storage_data
     except Exception as error:  # whatever unpickling half a file brings
@@ -189,18 +212,23 @@ def _all_ranks(truth: bool) -> bool:
     return bool(flag.item())
 
 
-def _with_unmarking(args: argparse.Namespace, save: Callable[..., None]) -> Callable[..., None]:
+def _with_note(
+    args: argparse.Namespace, reader: WholeOnly, save: Callable[..., None]
+) -> Callable[..., None]:
     """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
 
-    Cut off then, it might hold files of both, all of full size. So first goes what makes it whole.
-    A failure becomes a `SaveError`.
+    Cut off then, it might hold files of both, all of full size. So a note is made first of what has
+    to be replaced. A failure becomes a `SaveError`.
     """
 
     @functools.wraps(save)
-    def unmark_and_save(iteration: int, *more: Any, **options: Any) -> None:
+    def note_and_save(iteration: int, *more: Any, **options: Any) -> None:
         first = not dist.is_initialized() or dist.get_rank() == 0
-        if first and args.save and not options.get("non_persistent_ckpt"):
-            unmark(Path(args.save) / f"iter_{iteration:07d}")
+        persistent = args.save and not options.get("non_persistent_ckpt")
+        folder = Path(args.save or "") / f"iter_{iteration:07d}"
+        reader.forget(folder)
+        if first and persistent:
+            note_replaced(folder)
         if dist.is_initialized():
             dist.barrier()
         try:
@@ -213,9 +241,11 @@ def _with_unmarking(args: argparse.Namespace, save: Callable[..., None]) -> Call
                 f"{_room(args.save)}; those saved before it can be loaded. Its error, "
                 f"{type(error).__name__}, stands above"
             ) from error
+        if first and persistent and not args.async_save:  # all ranks have written
+            _note(folder).unlink(missing_ok=True)
 
-    unmark_and_save.original = save  # type: ignore[attr-defined]
-    return unmark_and_save
+    note_and_save.original = save  # type: ignore[attr-defined]
+    return note_and_save
 
 
 def _room(directory: str) -> str:
@@ -226,11 +256,34 @@ def _room(directory: str) -> str:
     return f", where {disk.free >> 20} of {disk.total >> 20} MiB are free"
 
 
-def unmark(folder: Path) -> None:
-    """Make sure that nothing takes what is in this folder for whole, if there is one."""
+def note_replaced(folder: Path) -> None:
+    """Write down which files make the checkpoint in this folder whole, if there is one.
+
+    As long as one of them is still the same, the folder does not count as whole. The note lies
+    beside the folder, all of whose files Megatron's --verify-integrity takes for the checkpoint's.
+    """
     marks = [folder / METADATA, folder / MARKER, *folder.glob("mp_rank_*/*.pt")]
-    found = [mark for mark in marks if mark.is_file()]
-    for mark in found:
-        mark.unlink()
+    found = {str(mark.relative_to(folder)): _state(mark) for mark in marks if mark.is_file()}
     if found:
+        written = _note(folder).with_suffix(".new")
+        written.write_text(json.dumps(found))
+        written.replace(_note(folder))
         logger.warning("%s holds an earlier checkpoint, which is replaced", folder)
+
+
+def _replaced(folder: Path) -> dict[str, list[int]]:
+    note = _note(folder)
+    return dict(json.loads(note.read_text())) if note.is_file() else {}
+
+
+def _note(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced.json")
+
+
+def _state(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_mtime_ns, found.st_size]
+
+
+def _is_old(file: Path, folder: Path, old: Mapping[str, Sequence[int]]) -> bool:
+    return old.get(str(file.relative_to(folder))) == _state(file)

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_burst.config import Flag, LmHeadConfig, flags
+from megatron_burst.config import Flag, all_flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
 
@@ -18,7 +18,7 @@ END = "<!-- end of flags -->"
 def table() -> str:
     """Return the flags as a Markdown table, the default of each first among its values."""
     rows = ["| flag | values, the default first | what it does |", "|---|---|---|"]
-    for flag in (*flags(), *flags(LmHeadConfig)):
+    for flag in all_flags():
         values = ", ".join(f"`{value}`" for value in _values(flag))
         rows.append(f"| `{flag.name}` | {values} | {flag.help.replace('|', '\\|')} |")
     return "\n".join(rows)

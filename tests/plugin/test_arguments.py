@@ -14,11 +14,12 @@ import numpy
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.config import LmHeadConfig, LmHeadLoss, flags
+from megatron_burst.config import LmHeadConfig, LmHeadLoss, all_flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
+    checks_files,
     configure,
     lm_head_config_from_args,
 )
@@ -69,7 +70,7 @@ def refusal(parser: argparse.ArgumentParser, line: str, **settings: Any) -> str:
 def test_the_help_shows_the_group_burst_with_every_flag() -> None:
     text = add_burst_arguments(argparse.ArgumentParser()).format_help()
     (group,) = re.findall(r"\nburst:\n(.*)", text, re.DOTALL)
-    for flag in (*flags(), *flags(LmHeadConfig)):
+    for flag in all_flags():
         assert re.search(rf"\n  {flag.name}\s", group)
         help_text = flag.help.replace("-", "").replace(" ", "")
         assert help_text in re.sub(r"[-\s]", "", group), flag.name
@@ -115,6 +116,28 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
         timeout_seconds=180.0,
     )
     assert burst_config_from_args(parse(parser, line)) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "own_entry", "elsewhere"),
+    [
+        ("", True, False),
+        ("--burst-check-files on", True, True),
+        ("--burst-check-files off", False, False),
+    ],
+)
+def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
+    parser: argparse.ArgumentParser, line: str, own_entry: bool, elsewhere: bool
+) -> None:
+    args = parse(parser, line)
+    found = checks_files(args, own_entry=True), checks_files(args, own_entry=False)
+    assert found == (own_entry, elsewhere)
+
+
+def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser) -> None:
+    args = parse(parser, "--burst-check-files yes")
+    with pytest.raises(ValueError, match="--burst-check-files yes is unknown; .*: auto, on, off"):
+        checks_files(args, own_entry=False)
 
 
 # Refused values of our own flags and of those that must go with them.

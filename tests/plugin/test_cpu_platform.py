@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin import cpu_arguments, cpu_platform
 from megatron_burst.plugin.cpu_platform import REQUEST
 from megatron_burst.plugin.cpu_platform_table import MEGATRON_STAND_INS, TORCH_STAND_INS
 
@@ -215,25 +215,25 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 @pytest.fixture
-def cpu_arguments(megatron_parser: argparse.ArgumentParser) -> argparse.Namespace:
-    cpu_platform.set_cpu_defaults(megatron_parser)
+def defaults(megatron_parser: argparse.ArgumentParser) -> argparse.Namespace:
+    cpu_arguments.set_cpu_defaults(megatron_parser)
     return megatron_parser.parse_args([])
 
 
-def test_defaults_pass_the_check(cpu_arguments: argparse.Namespace) -> None:
-    assert cpu_arguments.distributed_backend == "gloo"
-    cpu_platform.check_cpu_arguments(cpu_arguments)
+def test_defaults_pass_the_check(defaults: argparse.Namespace) -> None:
+    assert defaults.distributed_backend == "gloo"
+    cpu_arguments.check_cpu_arguments(defaults)
 
 
 def test_flags_of_the_user_win_over_the_defaults(megatron_parser: argparse.ArgumentParser) -> None:
-    cpu_platform.set_cpu_defaults(megatron_parser)
+    cpu_arguments.set_cpu_defaults(megatron_parser)
     args = megatron_parser.parse_args(["--num-workers", "3", "--transformer-impl", "local"])
     assert args.num_workers == 3
 
 
 def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="transformer_impl"):
-        cpu_platform.set_cpu_defaults(argparse.ArgumentParser())
+        cpu_arguments.set_cpu_defaults(argparse.ArgumentParser())
 
 
 @pytest.mark.parametrize(
@@ -251,14 +251,14 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
 def test_what_cannot_work_is_refused_by_name(
     megatron_parser: argparse.ArgumentParser, flags: str, message: str
 ) -> None:
-    cpu_platform.set_cpu_defaults(megatron_parser)
+    cpu_arguments.set_cpu_defaults(megatron_parser)
     with pytest.raises(ValueError, match=message):
-        cpu_platform.check_cpu_arguments(megatron_parser.parse_args(flags.split()))
+        cpu_arguments.check_cpu_arguments(megatron_parser.parse_args(flags.split()))
 
 
-def test_every_limit_names_an_argument_of_megatron(cpu_arguments: argparse.Namespace) -> None:
-    names = [name for name, _, _ in cpu_platform._CPU_LIMITS]
-    assert [name for name in names if not hasattr(cpu_arguments, name)] == []
+def test_every_limit_names_an_argument_of_megatron(defaults: argparse.Namespace) -> None:
+    names = [name for name, _, _ in cpu_arguments._CPU_LIMITS]
+    assert [name for name in names if not hasattr(defaults, name)] == []
 
 
 @pytest.mark.slow

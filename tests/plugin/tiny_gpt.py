@@ -23,12 +23,7 @@ def main() -> None:
     def layer_spec(config, vp_stage=None):
         return compat.block_spec(default_layer_spec(config, vp_stage), config.transformer, vp_stage)
 
-    def add_arguments(parser):
-        cpu_platform.set_cpu_defaults(parser)
-        return parser
-
-    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults={})
-    cpu_platform.check_cpu_arguments(args)
+    args = parse_and_validate_args()
     config = gpt_config_from_args(args)
     config.transformer_layer_spec = layer_spec
     datasets.is_distributed = True  # every rank reads its own data, TP ranks the same

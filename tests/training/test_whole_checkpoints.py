@@ -13,12 +13,13 @@ import pytest
 checkpointing = pytest.importorskip("megatron.training.checkpointing")
 import megatron.training.training as training  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
 from megatron_burst.plugin.whole_checkpoints import (  # noqa: E402
     NoWholeCheckpointError,
     WholeOnly,
     attach,
-    unmark,
+    note_replaced,
     what_is_missing,
 )
 from tests.training.faults import MODULE, TRACKER, check_same_steps  # noqa: E402
@@ -88,14 +89,48 @@ def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_that_is_replaced_is_not_whole_before_it_is_written(
+def test_a_checkpoint_that_is_replaced_is_not_whole_before_all_of_it_is_written(
     copied: Any, name: str
 ) -> None:
     folder = copied(name) / "iter_0000004"
-    unmark(folder)
-    assert what_is_missing(folder, False)
-    unmark(folder.parent / "iter_0000006")  # nothing to do
-    assert not (folder.parent / "iter_0000006").exists()
+    before = contents(folder)
+    note_replaced(folder)
+    assert contents(folder) == before  # nothing is deleted or added
+    marks = [".metadata", "metadata.json"]
+    if name == "torch":
+        other = folder / "mp_rank_01" / "model_optim_rng.pt"
+        other.parent.mkdir()
+        shutil.copy(folder / "mp_rank_00" / "model_optim_rng.pt", other)
+        note_replaced(folder)  # again, after it was cut off
+        marks = [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
+    for mark in marks:
+        missing = what_is_missing(folder, name == "torch_dist")
+        assert missing == f"{mark} is still that of an earlier save"
+        (folder / mark).write_bytes((folder / mark).read_bytes())
+    assert what_is_missing(folder, name == "torch_dist") is None
+    note_replaced(folder.parent / "iter_0000006")  # nothing to do
+    assert not list(folder.parent.glob("*0000006*"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_metadata_are_read_once_until_it_is_saved_anew(
+    copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = copied("torch_dist")
+    reads: list[Path] = []
+    read = FileSystemReader.read_metadata
+    monkeypatch.setattr(
+        FileSystemReader, "read_metadata", lambda self: (reads.append(self.path), read(self))[1]
+    )
+    reader_ = reader(directory)
+    assert [reader_(str(directory / TRACKER)) for _ in range(3)] == [(4, False)] * 3
+    assert reads == [directory / "iter_0000004"]
+    reader_.forget(directory / "iter_0000004")
+    reader_(str(directory / TRACKER))
+    assert len(reads) == 2
 
 
 def test_the_newest_whole_one_is_taken(
@@ -116,6 +151,7 @@ def test_the_newest_whole_one_is_taken(
     tensors = directory / "iter_0000004" / "__1_0.distcp"
     size = tensors.stat().st_size
     tensors.write_bytes(tensors.read_bytes()[: size // 2])
+    read = reader(directory)  # the next start
     assert read(str(tracker)) == (2, False)
     assert f"iter_0000004 is not whole: __1_0.distcp has {size // 2} of" in caplog.text
     assert "; loading iteration 2 instead" in caplog.text
@@ -126,7 +162,7 @@ def test_the_newest_whole_one_is_taken(
 
     shutil.rmtree(directory / "iter_0000002")
     with pytest.raises(NoWholeCheckpointError, match=f"or delete {tracker} to start anew"):
-        read(str(tracker))
+        reader(directory)(str(tracker))
     tracker.write_text("release")
     assert read(str(tracker)) == (0, True)
 
@@ -138,10 +174,16 @@ def test_a_training_goes_on_from_the_whole_one(
     directory = copied(name)
     broken = max((directory / "iter_0000004").rglob("*.*t*"), key=lambda p: p.stat().st_size)
     broken.write_bytes(broken.read_bytes()[:-100])
+    before = contents(directory / "iter_0000002")
     flags = ("--load", str(directory), "--train-iters", "4", "--ckpt-format", name)
+    flags = (*flags, "--save", str(directory))  # over the broken one
     text = run_module(MODULE, tmp_path / "run", 2, *data, *TWO, *flags)
     assert "iter_0000004 is not whole" in text and "; loading iteration 2 instead" in text
     assert check_same_steps(text, saved[name][1]) == [3, 4]
+    assert "iter_0000004 holds an earlier checkpoint, which is replaced" in text
+    assert what_is_missing(broken.parents[name == "torch"], name == "torch_dist") is None
+    assert not list(directory.glob(".*"))
+    assert contents(directory / "iter_0000002") == before
 
 
 def test_saving_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
+from megatron_burst.plugin.arguments import asks_for_us
+
 OUR_ENTRY = "megatron_burst.pretrain_gpt"
 OUR_RUNNER = "megatron_burst.run"
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
@@ -23,17 +25,22 @@ class LaunchLine:
     Attributes:
         program: a module's name or a script's path; ours where only flags were given.
         flags: what the program gets.
-        is_attached: whether the program runs with the plug-in.
+        starts_us: whether the program is ours, or a script that calls our launcher.
         nodes: and `ranks_per_node`: what torchrun was told; None where it does not say.
         environment: variables set in front of the command.
     """
 
     program: str
     flags: tuple[str, ...]
-    is_attached: bool = True
+    starts_us: bool = True
     nodes: int | None = None
     ranks_per_node: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the plug-in is there when it runs: a script of Megatron's has to ask for it."""
+        return self.starts_us and (self.program == OUR_ENTRY or asks_for_us(self.flags))
 
     @property
     def folder(self) -> Path | None:
@@ -80,7 +87,7 @@ def _of_torchrun(words: Sequence[str], environment: dict[str, str], gpus_here: i
     return LaunchLine(
         program.program,
         program.flags,
-        program.is_attached,
+        program.starts_us,
         int(str(options.nnodes).split(":")[0]),  # elastic: the fewest
         _ranks_per_node(ranks, gpus_here),
         environment,

@@ -14,10 +14,11 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
 
-from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.plugin import compat, cpu_arguments, cpu_platform
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.kernels import on_the_target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
@@ -88,8 +89,8 @@ def _given(line: LaunchLine) -> Namespace | None:
     from megatron_burst.plugin.arguments import add_burst_arguments, set_dropouts
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    if line.is_attached and cpu_platform.cpu_platform_active():
-        cpu_platform.set_cpu_defaults(parser)
+    if line.starts_us and cpu_platform.cpu_platform_active():
+        cpu_arguments.set_cpu_defaults(parser)
     elif line.is_attached:
         compat.set_defaults_without_transformer_engine(parser)
     try:
@@ -138,16 +139,17 @@ def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namesp
     from megatron_burst.plugin import attach
 
     if line.is_attached:
-        attach.attach()
+        attach.attach(own_entry=line.program == OUR_ENTRY)
     # The data of a cluster need not be here; a check of its own says so.
     elsewhere = (
         patch.object(attach, "check_data_files") if target.is_cluster else contextlib.nullcontext()
     )
     try:
-        if line.is_attached and cpu_platform.cpu_platform_active():
+        if line.starts_us and cpu_platform.cpu_platform_active():
             cpu_platform.check_job()
+        parse_args = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
         with elsewhere:
-            args = arguments.parse_args()
+            args = parse_args()
         if given is None:
             return ""
         for each in (args, given):

@@ -17,6 +17,7 @@ megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
     burst_config_from_args,
+    set_dropouts,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -42,12 +43,14 @@ def look(
 ) -> dict[str, Level]:
     words = shlex.split(CLEAN.replace(drop, "") + flags)
     line = LaunchLine(OUR_ENTRY if attached else "pretrain_gpt.py", tuple(words), attached)
-    situation = Situation(parser.parse_args(words), line, CLUSTER, {})
+    args = parser.parse_args(words)
+    set_dropouts(args)
+    situation = Situation(args, line, CLUSTER, {})
     return {finding.check: finding.level for finding in silent.findings(situation)}
 
 
 def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
-    assert look(parser, OURS) == {}
+    assert look(parser, OURS) == look(parser, OURS, drop="--hidden-dropout 0") == {}
     # Of Megatron's own ring only what holds for every such run is said.
     assert look(parser, "") == {"bf16-sums": N, "te-hang": N}
 
@@ -55,7 +58,8 @@ def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -
 CASES = [
     ("mean-of-means", W, OURS, "--calculate-per-token-loss"),
     ("mean-of-means", X, f"{OURS} --eod-mask-loss", "--calculate-per-token-loss"),
-    ("repeated-dropout", W, OURS, "--hidden-dropout 0"),
+    ("repeated-dropout", W, f"{OURS} --hidden-dropout 0.1", ""),
+    ("repeated-dropout", W, "", "--hidden-dropout 0"),
     ("sink-norm", X, "--softmax-type learnable --tensor-model-parallel-size 2", ""),
     ("bf16-sums", N, "", ""),
     ("bf16-sums", N, f"{OURS} --burst-grad-dtype model --context-parallel-size 16", ""),

@@ -52,13 +52,16 @@ def test_gpus_of_another_machine_are_not_counted(said: str, here: int, ranks: in
     assert not contradictions(line, Target(1, 8, (9, 0), "cuda"))  # the same of a cluster
 
 
-def test_a_script_is_attached_if_it_starts_us(tmp_path: Path) -> None:
+def test_a_script_is_attached_if_it_starts_us_and_asks_for_us(tmp_path: Path) -> None:
+    burst = ("--context-parallel-algo=burst",)
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("import torch\n")
-    assert not split(["python", str(script), *FLAGS]).is_attached
+    assert not split(["python", str(script), *FLAGS, *burst]).is_attached
     assert split(["python", str(script)]).folder == tmp_path
     script.write_text("import megatron_burst.launch\n")
-    assert split(["torchrun", str(script), *FLAGS]).is_attached
+    assert split(["torchrun", str(script), *FLAGS, *burst]).is_attached
+    assert not split(["torchrun", str(script), *FLAGS]).is_attached
+    assert split(["python", "-m", OUR_ENTRY, *FLAGS]).is_attached
 
 
 @pytest.mark.parametrize(

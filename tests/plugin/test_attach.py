@@ -1,0 +1,147 @@
+"""What of Megatron is replaced, and that nothing is without a flag of ours. (fast tier)"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+arguments = pytest.importorskip("megatron.training.arguments")
+
+from megatron_burst import launch  # noqa: E402
+from megatron_burst.config import all_flags  # noqa: E402
+from megatron_burst.plugin.arguments import asks_for_us  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+STOCK = ("--num-layers", "2", "--cp-comm-type", "p2p", "--mock-data")
+NOWHERE = ("--data-path", "/nowhere/corpus")
+WAYS: dict[str, tuple[str, ...]] = {
+    "no flag": (*STOCK, *NOWHERE),
+    "yaml": ("--yaml-cfg", "/nowhere.yaml"),
+    "a flag": (*STOCK, *NOWHERE, "--lm-head-loss=chunked"),
+    "a flag and yaml": ("--yaml-cfg", "/nowhere.yaml", "--lm-head-loss=chunked"),
+    "missing data": (*STOCK, *NOWHERE, "--burst-check-files", "on"),
+    "own entry, off": (*STOCK, *NOWHERE, "--burst-check-files", "off"),
+    "own entry": STOCK,
+}
+
+# Every callable of Megatron and torch, before and after, as on a machine with a GPU.
+STARTED = """
+import json, logging, sys, torch
+import megatron.training.argument_utils, megatron.training.training
+from megatron_burst import launch
+
+def names():
+    holders = {name: vars(module) for name, module in list(sys.modules.items())
+               if module is not None and name.split(".")[0] in ("megatron", "torch")}
+    for name, members in list(holders.items()):
+        holders |= {f"{name}.{key}": vars(value) for key, value in members.items()
+                    if isinstance(value, type)}
+    return {f"{holder}.{key}": value for holder, members in holders.items()
+            for key, value in members.items() if callable(value)}
+
+torch.cuda.is_available = lambda: True
+before = names()
+found = {}
+for way, line in json.loads(sys.argv[1]).items():
+    sys.argv = ["pretrain_gpt.py", *line]
+    launch.start(own_entry=way.startswith("own entry"))
+    end = ""
+    try:
+        megatron.training.arguments.parse_args()
+    except (SystemExit, OSError, ImportError) as error:
+        end = str(error)
+    after = names()
+    changed = sorted(name for name in before if after.get(name) is not before[name])
+    found[way] = {"changed": changed, "end": end}
+    found[way]["is_silent"] = not logging.getLogger("megatron_burst").handlers
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def started() -> dict[str, dict]:
+    """One process that starts in these ways, one after the other, and what has changed by then."""
+    run = subprocess.run(
+        [sys.executable, "-c", STARTED, json.dumps(WAYS)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_BURST_CPU": "0"},
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def documented(when: str) -> list[str]:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    section = page.partition("## Where Megatron is attached\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", section, re.MULTILINE)
+    return sorted(f"megatron.{name}" for name, found in rows if found == when)
+
+
+@pytest.mark.parametrize("way", ["no flag", "yaml"])
+def test_without_a_flag_of_ours_every_name_leads_where_it_did(started: dict, way: str) -> None:
+    assert started[way]["changed"] == [] and started[way]["is_silent"]
+    end = started[way]["end"]
+    assert ("yaml" in end.lower()) == (way == "yaml") and "megatron_burst" not in end
+
+
+def test_a_flag_replaces_what_the_table_says_and_nothing_else(started: dict) -> None:
+    ours, checks = documented("a flag of ours"), documented("`--burst-check-files`")
+    assert len(ours) == 4 and len(checks) == 3
+    assert started["a flag"] == {"changed": ours, "end": "", "is_silent": False}
+    assert started["own entry, off"]["changed"] == ours
+    assert started["own entry"]["changed"] == sorted(ours + checks)
+
+
+def test_files_are_checked_where_it_is_asked_for(started: dict) -> None:
+    assert (
+        "[Errno 2] No such file or directory: '/nowhere/corpus.idx'"
+        in started["missing data"]["end"]
+    )
+    assert started["own entry, off"]["end"] == ""
+
+
+def test_yaml_leaves_no_place_for_our_flags(started: dict) -> None:
+    assert "--yaml-cfg leaves no place for our flags" in started["a flag and yaml"]["end"]
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        *((flag.name, True) for flag in all_flags()),
+        *((f"--seq-length 8 {flag.name}=x", True) for flag in all_flags()),
+        ("--help", True),
+        ("-h", True),
+        ("--cp-comm-type p2p burst", True),
+        ("--cp-comm-type=burst", True),
+        ("--cp-comm-type p2p a2a", False),
+        ("--cp-comm-type", False),
+        ("--spec megatron_burst.plugin.spec gpt --cp-comm-type burst", False),  # needs no launcher
+        ("--save ring --load --seq-length 8 --context-parallel-size 2", False),
+        ("", False),
+    ],
+)
+def test_what_asks_for_us(line: str, ours: bool) -> None:
+    assert asks_for_us(line.split()) is ours
+
+
+def test_the_cpu_platform_brings_what_it_needs_and_none_of_our_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = []
+    monkeypatch.setattr(launch, "_show_our_log", lambda: None)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *STOCK])
+    monkeypatch.setattr(launch.compat, "mend_wheel", lambda: called.append("mend"))
+    for name in ("cpu_platform_wanted", "check_job", "activate"):
+        monkeypatch.setattr(
+            launch.cpu_platform, name, lambda name=name: called.append(name) or True
+        )
+    before = arguments.parse_args
+    launch.prepare()
+    assert called == ["cpu_platform_wanted", "check_job", "activate", "mend"]
+    assert arguments.parse_args is before
