@@ -83,21 +83,24 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def set_dropouts(args: argparse.Namespace) -> None:
-    """Set the dropouts that were not given: 0 with our attention, which says so, else Megatron's.
+    """Set the dropouts that were not given: 0 with our attention, else Megatron's own.
 
     To be called on what `add_burst_arguments`' parser returned; again it does nothing.
     """
     defaults = vars(args).pop("default_dropouts", {})
-    missing = [name for name in _DROPOUTS if name in defaults and getattr(args, name) is None]
+    missing = {name: value for name, value in defaults.items() if getattr(args, name) is None}
     ours = args.context_parallel_algo != MEGATRON
-    for name in missing:
-        setattr(args, name, 0.0 if ours else defaults[name])
-    if ours and any(defaults[name] for name in missing):
-        logger.info(
-            "%s 0: not given; without megatron_burst %s",
-            " and ".join(f"--{name.replace('_', '-')}" for name in missing),
-            " and ".join(str(defaults[name]) for name in missing),
-        )
+    vars(args).update(dict.fromkeys(missing, 0.0) if ours else missing)
+    if missing and ours:
+        args.unset_dropouts = missing  # for `say_dropouts`: Megatron parses more than once
+
+
+def say_dropouts(args: argparse.Namespace) -> None:
+    """Log once which dropouts are 0 because they were not given, where a model is built."""
+    for name, default in vars(args).pop("unset_dropouts", {}).items():
+        if default and not getattr(args, name) and args.rank == 0:
+            flag = name.replace("_", "-")
+            logger.info("--%s is 0: it was not given; without our attention %s", flag, default)
 
 
 def leave_out_checkpoints_dropout(args: argparse.Namespace) -> None:

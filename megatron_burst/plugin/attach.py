@@ -22,6 +22,7 @@ from megatron_burst.plugin.arguments import (
     leave_out_checkpoints_dropout,
     lm_head_config_from_args,
     refuse_limits,
+    say_dropouts,
 )
 from megatron_burst.plugin.core_attention import ContextPool
 from megatron_burst.plugin.data_files import check_data_files
@@ -85,6 +86,7 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(gpt_config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> GPTModelConfig:
         leave_out_checkpoints_dropout(args)
+        say_dropouts(args)
         model_config = gpt_config_from_args(args, *more, **options)
         spec = model_config.transformer_layer_spec
         if args.spec is not None and spec is None:

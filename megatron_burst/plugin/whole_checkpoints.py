@@ -48,7 +48,8 @@ def attach(args: argparse.Namespace) -> None:
     Args:
         args: what Megatron's parser returned.
     """
-    reader = WholeOnly(args, original(checkpointing.read_metadata))
+    before = checkpointing.read_metadata  # ours, too, where Megatron parses again
+    reader = WholeOnly(args, original(before), getattr(before, "missing", {}))
     checkpointing.read_metadata = reader
     training.save_checkpoint = _with_note(args, reader, original(training.save_checkpoint))
     if not args.async_save:
@@ -71,12 +72,16 @@ class WholeOnly:
         NoWholeCheckpointError: there is none.
     """
 
-    def __init__(self, args: argparse.Namespace, original: Callable[..., Any]) -> None:
-        self.original = original
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        original: Callable[..., Any],
+        missing: dict[Path, str | None],
+    ) -> None:
+        """Remember in `missing` what was found out about a folder, or use what it has."""
+        self.original, self.missing = original, missing
         self._load, self._step = args.load, args.ckpt_step
-        # Megatron asks more than once.
-        self._said: set[str] = set()
-        self._missing: dict[Path, str | None] = {}
+        self._said: set[str] = set()  # Megatron asks more than once
         self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
@@ -96,9 +101,9 @@ class WholeOnly:
         # Where only other ranks miss something, they say it.
         for iteration in _of_the_first_rank(candidates):
             folder = file.parent / f"iter_{iteration:07d}"
-            if folder not in self._missing:
-                self._missing[folder] = what_is_missing(folder, self._needs_marker)
-            reason = self._missing[folder]
+            if folder not in self.missing:
+                self.missing[folder] = what_is_missing(folder, self._needs_marker)
+            reason = self.missing[folder]
             if _all_ranks(reason is None):
                 for line in reasons:
                     self._warn(f"{line}; loading iteration {iteration} instead")
@@ -112,7 +117,7 @@ class WholeOnly:
 
     def forget(self, folder: Path) -> None:
         """Look at this folder anew when it is asked for next."""
-        self._missing.pop(folder, None)
+        self.missing.pop(folder, None)
 
     def _warn(self, text: str) -> None:
         if text not in self._said:

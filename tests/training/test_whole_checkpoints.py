@@ -52,10 +52,13 @@ def copied(saved: dict[str, tuple[Path, str]], tmp_path: Path) -> Any:
     return copy
 
 
-def reader(directory: Path, name: str = "torch_dist", **changes: Any) -> WholeOnly:
-    settings = {"load": str(directory), "ckpt_step": None, "ckpt_format": name}
-    settings |= {"auto_detect_ckpt_format": False} | changes
-    return WholeOnly(Namespace(**settings), lambda _: pytest.fail("not asked"))
+def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Namespace:
+    found = {"load": str(directory), "ckpt_step": None, "ckpt_format": name, "save": None}
+    return Namespace(**found | {"auto_detect_ckpt_format": False, "async_save": False} | changes)
+
+
+def reader(directory: Path, **changes: Any) -> WholeOnly:
+    return WholeOnly(settings(directory, **changes), lambda _: pytest.fail("not asked"), {})
 
 
 def cuts(file: Path) -> Iterator[bytes | None]:
@@ -116,21 +119,35 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back what `attach` replaces."""
+    for module, name in (
+        (filesystem_async, "get_write_results_queue"),
+        (checkpointing, "read_metadata"),
+        (training, "save_checkpoint"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
 def test_the_metadata_are_read_once_until_it_is_saved_anew(
-    copied: Any, monkeypatch: pytest.MonkeyPatch
+    copied: Any, restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Megatron asks twice in a load and once more with --use-checkpoint-args, and parses twice."""
     directory = copied("torch_dist")
     reads: list[Path] = []
     read = FileSystemReader.read_metadata
     monkeypatch.setattr(
         FileSystemReader, "read_metadata", lambda self: (reads.append(self.path), read(self))[1]
     )
-    reader_ = reader(directory)
-    assert [reader_(str(directory / TRACKER)) for _ in range(3)] == [(4, False)] * 3
-    assert reads == [directory / "iter_0000004"]
-    reader_.forget(directory / "iter_0000004")
-    reader_(str(directory / TRACKER))
-    assert len(reads) == 2
+    folder, tracker = directory / "iter_0000004", str(directory / TRACKER)
+    for _ in range(2):
+        attach(settings(directory))
+        assert [checkpointing.read_metadata(tracker) for _ in range(2)] == [(4, False)] * 2
+    assert reads == [folder]
+    checkpointing.read_metadata.forget(folder)
+    assert checkpointing.read_metadata(tracker) == (4, False)
+    assert reads == [folder] * 2
 
 
 def test_the_newest_whole_one_is_taken(
@@ -186,15 +203,8 @@ def test_a_training_goes_on_from_the_whole_one(
     assert contents(directory / "iter_0000002") == before
 
 
-def test_saving_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_needs_no_process(tmp_path: Path, restored: None) -> None:
     """It would outlive a rank that is killed."""
-    for module, name in (
-        (filesystem_async, "get_write_results_queue"),
-        (checkpointing, "read_metadata"),
-        (training, "save_checkpoint"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    settings = {"load": None, "ckpt_step": None, "ckpt_format": "torch_dist", "save": None}
-    attach(Namespace(**settings, auto_detect_ckpt_format=False, async_save=False))
+    attach(settings(tmp_path))
     found = filesystem_async.get_write_results_queue()
     assert type(found) is queue.Queue and found is filesystem_async.get_write_results_queue()
