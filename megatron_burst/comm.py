@@ -9,10 +9,12 @@ queued so far, waiting for it makes the current stream wait, and the host goes o
 
 import copy
 import datetime
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -260,7 +262,11 @@ def _named_errors(where: str, what: str) -> Iterator[None]:
 
 
 def check_agreement(
-    group: dist.ProcessGroup, what: str, value: str, timeout_seconds: float
+    group: dist.ProcessGroup,
+    what: str,
+    value: str,
+    timeout_seconds: float,
+    where: str = "at the start",
 ) -> None:
     """Compare `value` over the ranks of `group`, a collective call.
 
@@ -269,7 +275,8 @@ def check_agreement(
         CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
             group's own).
     """
-    values = gather_objects(group, f"compare {what} with the other ranks", value, timeout_seconds)
+    purpose = f"compare {what} with the other ranks"
+    values = gather_objects(group, purpose, value, timeout_seconds, where)
     if len(set(values)) > 1:
         listed = "\n".join(
             f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
@@ -278,7 +285,11 @@ def check_agreement(
 
 
 def gather_objects[T](
-    group: dist.ProcessGroup, purpose: str, value: T, timeout_seconds: float
+    group: dist.ProcessGroup,
+    purpose: str,
+    value: T,
+    timeout_seconds: float,
+    where: str = "at the start",
 ) -> list[T]:
     """Return the values of all ranks of `group`, a collective call; errors name its purpose.
 
@@ -287,9 +298,50 @@ def gather_objects[T](
             group's own).
     """
     values: list[T] = [value] * group.size()
-    with _named_errors("at the start", purpose):
+    with _named_errors(where, purpose):
         if dist.get_backend(group) == dist.Backend.GLOO:
-            limit = datetime.timedelta(seconds=timeout_seconds)
-            dist.monitored_barrier(group, limit, wait_all_ranks=True)  # names who is missing
+            _wait_for_all(group, timeout_seconds)
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def warm_up(channels: Mapping[Channel, dist.ProcessGroup], timeout_seconds: float) -> None:
+    """Let all members of every channel meet; all ranks of the job's groups call it together.
+
+    NCCL wants every rank of a group at its first use, and messages are between few of them.
+
+    Raises:
+        CommunicationError: as `gather_objects`.
+    """
+    for channel in Channel:  # one order for all ranks, whose groups overlap
+        if channel in channels:
+            group = channels[channel]
+            with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
+                if dist.get_backend(group) == dist.Backend.GLOO:
+                    _wait_for_all(group, timeout_seconds)
+                else:
+                    dist.barrier(group)
+
+
+def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    """Wait on gloo until all ranks have come.
+
+    Not by `monitored_barrier`, in which all others wait for the first rank without a limit.
+
+    Raises:
+        RuntimeError: with the ranks that did not come within the time limit.
+    """
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    sends: list[Any] = [dist.isend(torch.zeros(1), rank, group) for rank in others]
+    receives: list[Any] = [dist.irecv(torch.empty(1), rank, group) for rank in others]
+    end, missing = time.monotonic() + timeout_seconds, []
+    for rank, work in zip(others, receives, strict=True):
+        left = max(end - time.monotonic(), 0.001)  # gloo takes 0 for no limit
+        try:
+            work.wait(datetime.timedelta(seconds=left))
+        except RuntimeError:  # after the first one gloo ends all that has not arrived
+            missing.append(str(rank))
+    if missing:
+        raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
+    for send in sends:
+        send.wait()

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm import Communicator, check_agreement
+from megatron_burst.comm import Communicator, check_agreement, warm_up
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
 from megatron_burst.cost import Shape
 from megatron_burst.dtypes import accumulation_dtype
-from megatron_burst.groups import Channels, make_channels, nodes_of_ranks
+from megatron_burst.groups import Groups, make_groups, nodes_of_ranks
 from megatron_burst.head_parallel import HeadGroups, head_groups
 from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
 from megatron_burst.layout import Layout
@@ -56,6 +56,7 @@ class BurstContext:
         heads: HeadGroups | None = None,
         *,
         along_grid: bool = False,
+        agreement: dist.ProcessGroup | None = None,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
@@ -66,6 +67,8 @@ class BurstContext:
         self.communicator = communicator
         self.nodes = nodes  # of the ranks of one ring
         self.along_grid = along_grid  # whether messages keep to its rows and columns
+        self._agreement = agreement  # None: nobody to agree with
+        self._calls = 0
         self._plans: dict[str, Plans] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
@@ -76,7 +79,7 @@ class BurstContext:
         group: dist.ProcessGroup | None = None,
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
-        channels: Channels | None = None,
+        groups: Groups | None = None,
         recorder: Recorder | None = None,
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
@@ -90,8 +93,8 @@ class BurstContext:
                 alone where torch.distributed is not initialised.
             hierarchy: process groups to adopt, as Megatron makes them: this rank's group within its
                 node and the one between the nodes.
-            channels: process groups of the same ranks made beforehand, one a channel; then the call
-                is a collective of `group` alone.
+            groups: process groups of the same ranks made beforehand; then the call is a collective
+                of `group` alone.
             recorder: of what the calls do and when, if it is started; see `trace`.
 
         Raises:
@@ -117,12 +120,17 @@ class BurstContext:
                 f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
                 f"given, but the configuration makes a {grid}; take --burst-topology double"
             )
-        along_grid = hierarchy is not None and channels is None
-        if channels is None:
-            channels = make_channels(config, group, grid, hierarchy, heads.size)
+        along_grid = hierarchy is not None and groups is None
+        if groups is None:
+            groups = make_groups(config, group, grid, hierarchy, heads.size)
+        warm_up(groups.channels, config.timeout_seconds)
         ranks = dist.get_process_group_ranks(group)
-        communicator = Communicator(ranks, channels, config.timeout_seconds, recorder)
-        return cls(config, group, grid, nodes, communicator, heads, along_grid=along_grid)
+        communicator = Communicator(ranks, groups.channels, config.timeout_seconds, recorder)
+        return cls(
+            *(config, group, grid, nodes, communicator, heads),
+            along_grid=along_grid,
+            agreement=groups.agreement,
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -169,12 +177,10 @@ class BurstContext:
             return self._prepare_with_memory(q, k, v, mask, scale, soft_cap, memory)
         shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
         shapes += "" if soft_cap is None else f", soft cap {soft_cap}"
+        self._calls += 1
         plans = self._plans.get(shapes)
         if plans is None:
-            if self.group is not None:
-                check_agreement(
-                    self.group, "the shapes or the mask", shapes, self.config.timeout_seconds
-                )
+            self._compare(f"call {self._calls} of {shapes}")
             plans = self._make_plans(q, k, v, mask, soft_cap)
         self._remember(shapes, plans)
         request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
@@ -183,6 +189,16 @@ class BurstContext:
         _, index = self.heads.place(self.rank)
         ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
         return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
+
+    def _compare(self, call: str) -> None:
+        """Compare a call with those of the other ranks, which new shapes or a new mask begin.
+
+        A rank that has met them before sends, and does not come: both give up within the time
+        limit. If it comes later, the numbers of the calls differ.
+        """
+        if self._agreement is not None:
+            limit, what = self.config.timeout_seconds, "the shapes or the mask"
+            check_agreement(self._agreement, what, call, limit, f"attention {call}")
 
     def _prepare_with_memory(
         self,

@@ -1,12 +1,14 @@
 """The process groups of a context-parallel group: its rank grid and a communicator a channel.
 
 Reads and gradients, within nodes and between them, overlap; on one communicator they would wait for
-each other. The first channel is the caller's own group.
+each other. The first channel is the caller's own group. What ranks compare goes by a group of its
+own: a rank that compares while another already sends must meet no message.
 """
 
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,7 +18,14 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plan import Channel
 from megatron_burst.topology import Grid
 
-type Channels = Mapping[Channel, dist.ProcessGroup]
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups that the ranks of one context-parallel group share."""
+
+    channels: Mapping[Channel, dist.ProcessGroup]
+    agreement: dist.ProcessGroup
+    """For comparisons: on gloo, so that nobody waits for a device, and never a channel."""
 
 
 def nodes_of_ranks(
@@ -41,14 +50,14 @@ def nodes_of_ranks(
     return gather_objects(group, "learn where the other ranks are", node, config.timeout_seconds)
 
 
-def make_channels(
+def make_groups(
     config: BurstConfig,
     group: dist.ProcessGroup,
     grid: Grid,
     hierarchy: Sequence[dist.ProcessGroup] | None,
     head_parallel_size: int = 1,
-) -> Channels:
-    """Return a process group for each channel that an all-to-all and rings on `grid` use.
+) -> Groups:
+    """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
 
     A collective call of all ranks of the job, each with its own group, unless `group` is all of
     them: torch names a new group by how many there were, which has to agree.
@@ -68,14 +77,14 @@ def make_channels(
         config.timeout_seconds,
     )
     limit = timedelta(seconds=config.timeout_seconds)
+    agreement = group
     for ranks, needed in dict.fromkeys(everybody):
-        for channel in needed:
-            made = dist.new_group(ranks, timeout=limit)
-            if ranks == ours:
-                channels[channel] = made
-    for channel in missing:  # NCCL wants all ranks of a group at its first use
-        dist.barrier(channels[channel])
-    return channels
+        made = [dist.new_group(ranks, timeout=limit) for _ in needed]
+        of_gloo = dist.new_group(ranks, timeout=limit, backend=dist.Backend.GLOO)
+        if ranks == ours:
+            channels.update(zip(needed, made, strict=True))
+            agreement = of_gloo
+    return Groups(channels, agreement)
 
 
 def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.groups import Groups
 from megatron_burst.plan import Channel
 
 MAX_RANKS = 8
@@ -29,14 +30,14 @@ class Team:
     """The processes that run one test, as each of them sees it."""
 
     group: dist.ProcessGroup
-    channels: dict[Channel, dist.ProcessGroup]
+    groups: Groups
 
     @property
     def rank(self) -> int:
         return self.group.rank()
 
     def context(self, config: BurstConfig) -> BurstContext:
-        return BurstContext.create(config, self.group, channels=self.channels)
+        return BurstContext.create(config, self.group, groups=self.groups)
 
 
 class WorkerPool:
@@ -124,9 +125,10 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
         except EOFError:
             return
         if function is None:
-            groups = [dist.new_group(members) for _ in range(1 + len(Channel))]
+            group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
             if rank in members:
-                teams[members] = Team(groups[0], dict(zip(Channel, groups[1:], strict=True)))
+                by_channel = dict(zip(Channel, channels, strict=True))
+                teams[members] = Team(group, Groups(by_channel, agreement))
             continue
         try:
             _send(connection, (True, function(teams[members], *args)))

@@ -253,7 +253,7 @@ def test_when_another_group_makes_no_context_this_one_gives_up_in_time(tmp_path:
             what = "could not make process groups with the whole job"
             assert text.startswith(f"rank {rank}, at the start: {what}")
             assert seconds < 2 + SLACK_SECONDS
-        assert re.search("2, ?3", found[0][1]), found[0][1]  # gloo's first rank knows who
+            assert text.endswith("rank 2, 3 did not come within 2 s")
 
 
 def test_transfers_are_waited_for_once() -> None:
@@ -361,6 +361,69 @@ def disagree_on_a_call(team: Team, what: str) -> str:
     mask = Mask.full() if what == "mask" and odd else Mask.causal()
     q, k, v = (torch.zeros(1, tokens, heads, 8, dtype=dtype) for _ in range(3))
     return error_of(lambda: ring_attention(q, k, v, context, mask=mask))
+
+
+def groups_of_comparisons(team: Team) -> bool:
+    """Whether a new call's comparison keeps clear of the channels."""
+    context, used = team.context(BurstConfig()), []
+    gather = dist.all_gather_object
+
+    def gathering(values: list[Any], value: Any, group: dist.ProcessGroup) -> None:
+        used.append(group)
+        gather(values, value, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", gathering)
+        attend(context)
+    channels = context.communicator._channels.values()
+    return len(used) == 1 and not {*used} & {team.group, *channels}
+
+
+def test_calls_are_compared_on_a_communicator_that_no_message_uses(workers: WorkerPool) -> None:
+    assert workers.run(2, groups_of_comparisons) == [True] * 2
+
+
+def one_has_a_new_mask(context: BurstContext) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    ring_attention(x, x, x, context, mask=Mask.causal())
+    mask = Mask.full() if context.rank == BROKEN else Mask.causal()
+    ring_attention(x, x, x, context, mask=mask)
+
+
+def test_a_rank_that_compares_while_the_others_send_ends_in_time_and_names_them(
+    tmp_path: Path,
+) -> None:
+    config = BurstConfig(timeout_seconds=2)
+    with job(tmp_path / "store", 3, in_a_context, one_has_a_new_mask, config) as broken_job:
+        found = broken_job.replies([0, 1, 2])
+        for rank, (kind, text, seconds) in found.items():
+            assert kind == "CommunicationError" and text.startswith(f"rank {rank}, "), text
+            assert 1.9 < seconds < 2 + SLACK_SECONDS
+        assert "could not receive kv of CP rank 1 from rank 1" in found[2][1]
+        _, text, _ = found[BROKEN]
+        assert text.startswith("rank 1, attention call 2 of q (1, 4, 2, 8) torch.float32, k (")
+        assert ", full: could not compare the shapes or the mask with the other ranks" in text
+        assert text.endswith("rank 0, 2 did not come within 2 s")
+        assert all(map(broken_job.ends_by_itself, found))
+
+
+def masks_in_two_orders(team: Team) -> str:
+    """Documents that end with the ranks' rows need no messages, so nothing holds a rank back."""
+    context = team.context(BurstConfig(layout="contiguous"))
+    x = torch.zeros(1, 4, 2, 8)
+    known, new = (Mask.causal(documents=tuple(range(0, 13, length))) for length in (4, 2))
+
+    def calls() -> None:
+        for mask in (known, new, known) if team.rank == 1 else (known, known, new):
+            ring_attention(x, x, x, context, mask=mask)
+
+    return error_of(calls)
+
+
+def test_a_call_is_not_compared_with_a_later_one(workers: WorkerPool) -> None:
+    messages = workers.run(3, masks_in_two_orders)
+    values = listed_by_rank(messages, "the shapes or the mask")
+    assert [value[: len("call 0")] for value in values] == ["call 3", "call 2", "call 3"]
 
 
 def listed_by_rank(messages: list[str], what: str) -> list[str]:

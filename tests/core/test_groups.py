@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.groups import channels_of, make_channels, nodes_of_ranks
+from megatron_burst import BurstConfig, BurstContext, comm
+from megatron_burst.groups import channels_of, make_groups, nodes_of_ranks
 from megatron_burst.plan import Channel
 from megatron_burst.topology import Grid, flat_grid
 from tests.core.cases import (
@@ -110,8 +110,25 @@ def test_masks_over_these_groups(
             assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
 
 
+def met_before_the_first_message(team: Team) -> dict[str, bool]:
+    """For each channel of adopted groups, whether its ranks have all met, as NCCL wants it."""
+    met: list[dist.ProcessGroup] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "barrier", met.append)
+        patch.setattr(comm, "_wait_for_all", lambda group, _: met.append(group))
+        context = adopted(team, BurstConfig())
+    return {str(c): group in met for c, group in context.communicator._channels.items()}
+
+
+def test_every_channel_is_met_by_all_its_ranks_at_the_start_adopted_ones_too(
+    workers: WorkerPool,
+) -> None:
+    every = dict.fromkeys(map(str, (*WITHIN, *BETWEEN)), True)
+    assert workers.run(range(8), met_before_the_first_message) == [every] * 8
+
+
 def members_of_channels(team: Team, rows: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:
-    channels = make_channels(BurstConfig(), team.group, Grid(rows), None)
+    channels = make_groups(BurstConfig(), team.group, Grid(rows), None).channels
     assert len({id(group) for group in channels.values()}) == len(channels)
     found = {str(c): dist.get_process_group_ranks(group) for c, group in channels.items()}
     return {**found, "adopted": [g is team.group for g in channels.values()]}

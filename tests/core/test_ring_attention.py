@@ -512,7 +512,7 @@ class Staged(Communicator):
 def staged(team: Team, config: BurstConfig) -> BurstContext:
     context = team.context(config)
     ranks = dist.get_process_group_ranks(team.group)
-    context.communicator = Staged(ranks, team.channels, config.timeout_seconds)
+    context.communicator = Staged(ranks, team.groups.channels, config.timeout_seconds)
     return context
 
 

@@ -36,7 +36,7 @@ def traced(team: Team, settings: dict[str, Any], mask: Mask, directory: Path) ->
     """Two attention calls, the second within a traced step; what was planned and sent in it."""
     recorder = Recorder(HostClock())
     config = BurstConfig(**settings)
-    context = BurstContext.create(config, team.group, channels=team.channels, recorder=recorder)
+    context = BurstContext.create(config, team.group, groups=team.groups, recorder=recorder)
     torch.manual_seed(0)
     shape = (1, 16 * RANKS, 4, 8)
     q, k, v = (context.shard(torch.randn(shape), dim=1).requires_grad_() for _ in range(3))
