@@ -75,14 +75,15 @@ class Communicator:
         """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
         return self.recorder.call(name, plan, self._ranks)
 
-    def begin(self, name: str, like: Callable[[Item], Block]) -> "Flight":
+    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> "Flight":
         """Start the transfers of a forward or backward.
 
         Args:
             name: which it is, for error messages.
+            plan: whose steps will be posted.
             like: returns tensors of the shape and dtype in which an item arrives.
         """
-        return Flight(self, name, like)
+        return Flight(self, name, plan, like)
 
     def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
         """Return one message for each tensor of what `transfer` moves."""
@@ -152,13 +153,17 @@ class Message:
 
 
 class Flight:
-    """The transfers of one forward or backward: its buffers, and what is on its way."""
+    """The transfers of one forward or backward: its buffers, and what is on its way.
+
+    A buffer is one flat piece a tensor, as large as the largest item that the plan puts there.
+    """
 
     def __init__(
-        self, communicator: Communicator, name: str, like: Callable[[Item], Block]
+        self, communicator: Communicator, name: str, plan: Plan, like: Callable[[Item], Block]
     ) -> None:
         self._communicator, self._name, self._like = communicator, name, like
-        self._buffers: dict[tuple[Kind, int, int | None], Block] = {}
+        self._largest = plan.largest_arrivals
+        self._buffers: dict[tuple[Kind, int], Block] = {}
         self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -201,13 +206,13 @@ class Flight:
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:
-        item = receive.item
-        key = (item.kind, receive.buffer, item.part.length if item.part else None)
+        """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
+        key = receive.item.kind, receive.buffer
         if key not in self._buffers:
-            self._buffers[key] = tuple(
-                t.new_empty(t.shape) for t in self._like(item)
-            )  # not empty_like, which would keep the strides of a slice
-        return self._buffers[key]
+            largest = self._like(self._largest[key])
+            self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
+        shaped = zip(self._buffers[key], self._like(receive.item), strict=True)
+        return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
 
 
 class PendingTransfers:

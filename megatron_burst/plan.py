@@ -181,6 +181,16 @@ class Plan:
         """All messages that arrive, in the order they are posted."""
         return tuple(receive for step in self.steps for receive in step.receives)
 
+    @property
+    def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
+        """For each buffer, by kind and number, the largest item that lands in it."""
+        largest: dict[tuple[Kind, int], Item] = {}
+        for item, *_, buffer in self.receives:
+            known = largest.setdefault((item.kind, buffer), item)
+            if known.part and (item.part is None or item.part.length > known.part.length):
+                largest[item.kind, buffer] = item
+        return largest
+
 
 def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]) -> Plan:
     """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.

@@ -34,7 +34,7 @@ def backward(
         return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
     recorder = call.communicator.recorder
-    flight = call.communicator.begin("backward", like)
+    flight = call.communicator.begin("backward", plan, like)
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
@@ -44,6 +44,7 @@ def backward(
             with recorder.sum(number):
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
+            del dq, dk, dv  # else they would live beside the next tile's
         for item, block in flight.land(number):
             if item.kind.is_gradient:
                 with recorder.sum(number):

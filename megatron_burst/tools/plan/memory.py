@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from megatron_burst.plan import Kind, Plan
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Cluster, Workload
 
@@ -107,12 +106,8 @@ def _attention(load: Workload) -> int:
     """Of a backward: the buffers of the plan, and float32 sums of dQ, dK and dV."""
     shape = load.shape
     sizes = shape.item_bytes()
-    buffers = max(sum(sizes[kind] for kind, _ in _buffers(plan)) for plan in timing.plans(load)[1])
+    backward = timing.plans(load)[1]
+    buffers = max(sum(sizes[kind] for kind, _ in plan.largest_arrivals) for plan in backward)
     heads = shape.query_heads * shape.head_dim
     heads += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     return buffers + 4 * shape.tokens * heads
-
-
-def _buffers(plan: Plan) -> set[tuple[Kind, int]]:
-    """The buffers that messages land in."""
-    return {(receive.item.kind, receive.buffer) for receive in plan.receives}

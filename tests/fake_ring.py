@@ -1,0 +1,87 @@
+"""One rank's attention on fake CUDA tensors: what lives when, without a device or other ranks."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst import context as contexts
+from megatron_burst.comm import Communicator
+from megatron_burst.context import AttentionCall
+from megatron_burst.groups import channels_of
+from megatron_burst.ring_attention.backward import backward
+from megatron_burst.ring_attention.forward import forward
+from megatron_burst.topology import choose_grid
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+from live_bytes import LiveBytes  # noqa: E402
+
+
+class EmptyKernel:
+    """Returns what a kernel returns, without values."""
+
+    name = "empty"
+
+    def reasons_against(self, _: Any) -> list[str]:
+        return []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
+
+    def backward(self, _: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes that live beyond q, k, v (and dout and out in the backward), in those of q."""
+
+    forward: float
+    backward: float
+    call: AttentionCall
+
+
+def peaks(
+    ranks: int,
+    nodes: int,
+    backward_ring: str,
+    mask: Mask,
+    *,
+    tokens: int = 1024,
+    kv_heads: int = 4,
+) -> Peaks:
+    """Count the middle rank's forward and backward in bfloat16, [1, tokens, 4 heads, 128]."""
+    config, rank = BurstConfig(backward=backward_ring), ranks // 2
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        node_of = [r * nodes // ranks for r in range(ranks)]
+        grid, _ = choose_grid(contexts._topology(config), node_of)
+        channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
+        communicator = Communicator(range(ranks), channels, 60.0)
+        communicator._watchdog = None  # nothing gets through
+        context = BurstContext(config, dist.group.WORLD, grid, node_of, communicator)
+        with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+            patch.setattr(contexts, "select_kernel", lambda *_: EmptyKernel())
+            q, k, v = (
+                torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
+                for heads in (4, kv_heads, kv_heads)
+            )
+            call = context.prepare(q, k, v, mask, 1.0)
+            with LiveBytes((q, k, v)) as live:
+                out, lse = forward(q, k, v, call)
+            dout = torch.empty_like(out)
+            with LiveBytes((q, k, v, out, lse, dout)) as live_backward:
+                backward(dout, q, k, v, out, lse, call)
+            return Peaks(live.peak / q.nbytes, live_backward.peak / q.nbytes, call)
+    finally:
+        dist.destroy_process_group()
