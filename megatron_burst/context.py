@@ -183,7 +183,7 @@ class BurstContext:
             self._compare(f"call {self._calls} of {shapes}")
             plans = self._make_plans(q, k, v, mask, soft_cap)
         self._remember(shapes, plans)
-        request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
+        request = _request(q, k, v, mask, soft_cap, plans)
         kernel = select_kernel(self.config.kernel, request)
         travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
         _, index = self.heads.place(self.rank)
@@ -243,8 +243,7 @@ class BurstContext:
         said = shape, replace(mask, documents=mask.documents and (0,))
         if self.rank == 0 and said not in self._logged:
             self._logged.add(said)
-            request = Request.of(q, k, v, is_banded=plans.is_banded, soft_cap=soft_cap)
-            self._log(request, choice, shape)
+            self._log(_request(q, k, v, mask, soft_cap, plans), choice, shape)
         return plans
 
     def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
@@ -283,6 +282,15 @@ class BurstContext:
             f"; the all-to-all over the heads sends {mib(shape.exchange_bytes(self.heads.size))} "
             "a rank forward and backward each"
         )
+
+
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None, plans: Plans
+) -> Request:
+    documents = mask.documents is not None
+    return Request.of(
+        *(q, k, v), is_banded=plans.is_banded, soft_cap=soft_cap, has_documents=documents
+    )
 
 
 def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:

@@ -10,7 +10,7 @@ Makes a virtual environment in the repository and installs megatron-burst into i
 with the extras train, plot and test, at the versions of scripts/constraints.txt). Running it again
 takes a second; it installs again only when pyproject.toml, the constraints or the Python changed.
 
-A Python that can already import torch >= 2.6 outside a virtual environment (a container made for
+A Python that can already import torch >= 2.9 outside a virtual environment (a container made for
 training, say) keeps its own torch: the environment sees it and pip does not replace it.
 
 Environment variables:
@@ -156,7 +156,7 @@ import sys
 if sys.prefix == sys.base_prefix:
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9):
         print(torch.__version__)
 END
 }

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import json
 import os
 import re
@@ -13,14 +14,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_burst
+from megatron_burst.torch_version import check_torch_version
 
 ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
 # A module may import from its own layer and from the ones before it.
 LAYERS = (
-    ("config", "layout", "dtypes", "watchdog", "timeline", "dense"),
+    ("config", "layout", "dtypes", "torch_version", "watchdog", "timeline", "dense"),
     ("mask", "topology", "head_parallel", "blocks", "recompute"),
     ("plan",),
     ("tiles", "trace"),
@@ -34,6 +37,19 @@ LAYERS = (
     ("launch", "failure"),
     ("run", "pretrain_gpt"),
 )
+
+
+@pytest.mark.parametrize("version", ["2.8.0+cu128", "2.6.1", "1.13.1"])
+def test_an_older_torch_is_refused_at_import(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ImportError, match=f"needs torch 2.9 or newer, and {re.escape(version)} is"):
+        importlib.reload(megatron_burst)
+
+
+@pytest.mark.parametrize("version", ["2.9.0a0+50eac811a6.nv25.09", "2.9.0", "2.11.0+cu130", "3.0"])
+def test_newer_ones_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    check_torch_version()
 
 
 def module_name(path: Path) -> str:

@@ -12,6 +12,8 @@ from megatron_burst.kernels.requirements import (
 )
 from megatron_burst.mask import Relation
 
+_OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
+
 
 class CudnnKernel:
     """cuDNN's flash attention through ATen; needs no package beside torch."""
@@ -30,8 +32,10 @@ class CudnnKernel:
             reasons.append("its backward is not deterministic, and deterministic mode is on")
         if request.is_banded:
             reasons.append("it is not asked for windows, and a tile's mask is a band")
-        if not reasons and not torch.backends.cudnn.is_available():
-            reasons.append("this torch has no cuDNN")
+        if request.has_documents:
+            reasons.append("it plans every new shape for long, and documents bring new ones")
+        if not reasons:
+            reasons = _version_reasons()
         return reasons
 
     def forward(
@@ -83,6 +87,19 @@ class CudnnKernel:
         )
         dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
         return dq, dk, dv
+
+
+def _version_reasons() -> list[str]:
+    if not torch.backends.cudnn.is_available():
+        return ["this torch has no cuDNN"]
+    version = torch.backends.cudnn.version() or 0
+    if version >= _OLDEST:
+        return []
+    return [f"cuDNN {_dotted(version)} is older than {_dotted(_OLDEST)}"]
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _to_BHSD(*tensors: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ class Request:
     value_head_dim: int
     is_banded: bool = False  # whether a tile is neither full nor a causal square
     soft_cap: float | None = None
+    has_documents: bool = False  # whether they cut tiles, into other shapes in every batch
 
     @classmethod
     def of(
@@ -31,6 +32,7 @@ class Request:
         *,
         is_banded: bool = False,
         soft_cap: float | None = None,
+        has_documents: bool = False,
     ) -> "Request":
         """Describe these tensors, [batch, tokens, heads, head size]."""
         return cls(
@@ -42,6 +44,7 @@ class Request:
             v.shape[3],
             is_banded,
             soft_cap,
+            has_documents,
         )
 
 

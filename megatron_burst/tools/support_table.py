@@ -58,6 +58,7 @@ REQUESTS: Mapping[str, Request] = {
     "head size 256": replace(USUAL, head_dim=256, value_head_dim=256),
     "K of 192, V of 128 (MLA)": replace(USUAL, head_dim=192, value_head_dim=128),
     "windows, and layouts that make bands": replace(USUAL, is_banded=True),
+    "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
 
@@ -68,7 +69,7 @@ _TOP = """\
 <!-- written by python -m megatron_burst.tools.support_table --write docs/support.md -->
 
 A cell that is not "yes" says why not, in the words of the error. Sinks (`--softmax-type`) are a
-term of the merge, and documents are cuts between tiles: both run with every kernel.
+term of the merge, and run with every kernel.
 """
 _MASKS = """\
 ## Masks, layouts and rings

@@ -8,8 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_burst.kernels import KERNELS, Kernel, Request, flash2, flash3, flash4, select_kernel
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst import context as contexts
+from megatron_burst.comm import Communicator
+from megatron_burst.kernels import (
+    KERNELS,
+    Kernel,
+    Request,
+    flash2,
+    flash3,
+    flash4,
+    passed_over,
+    select_kernel,
+)
 from megatron_burst.kernels.package import Package, _import_error, _installed_version
+from megatron_burst.topology import flat_grid
 from tests.core import test_kernels as contract
 from tests.core.flash_packages import StandIn
 
@@ -89,6 +102,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
         forget()
 
     def forget() -> None:
@@ -123,6 +137,37 @@ OTHERS = {n: v for n, v in VERSIONS.items() if n != "flash4"}
 def test_auto_takes_what_is_fastest_on_the_device(machine, capability, versions, chosen) -> None:
     machine(capability, versions)
     assert select_kernel("auto", gpu_request()).name == chosen
+
+
+@pytest.mark.parametrize("version", [91500, 91002, None])
+def test_an_old_cudnn_is_passed_over_with_its_version(machine, monkeypatch, version) -> None:
+    machine(HOPPER, {})
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    kernel = select_kernel("auto", gpu_request())
+    assert kernel.name == "aten_flash"
+    found = {91500: "9.15.0", 91002: "9.10.2", None: "0.0.0"}[version]
+    assert f"not cudnn: cuDNN {found} is older than 9.15.1" in passed_over(kernel, gpu_request())
+
+
+def test_where_documents_cut_the_tiles_cudnn_is_passed_over(machine) -> None:
+    machine(HOPPER, {})
+    request = gpu_request(has_documents=True)
+    kernel = select_kernel("auto", request)
+    assert kernel.name == "aten_flash"
+    assert "not cudnn: it plans every new shape for long" in passed_over(kernel, request)
+    with pytest.raises(ValueError, match="cudnn: it plans every new shape"):
+        select_kernel("cudnn", request)
+
+
+@pytest.mark.parametrize("documents", [None, (0, 3, 8)])
+def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
+    x, mask = torch.zeros(1, 8, 2, 8), Mask.causal(documents=documents)
+    context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
+    monkeypatch.setattr(context, "_log", lambda *_: None)
+    context.prepare(x, x, x, mask, 1.0)
+    assert [request.has_documents for request in asked] == [documents is not None]
 
 
 @pytest.mark.parametrize(

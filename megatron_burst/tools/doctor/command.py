@@ -102,8 +102,11 @@ def _request(args: Namespace, config: BurstConfig | None, target: Target) -> Req
         return None
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     device = torch.device(target.device)
-    banded = _has_bands(args, config)
-    return Request(device, dtype, heads, max(kv_heads, 1), *sizes, is_banded=banded)
+    return Request(
+        *(device, dtype, heads, max(kv_heads, 1), *sizes),
+        is_banded=_has_bands(args, config),
+        has_documents=args.dataloader_inter_document_masking,
+    )
 
 
 def _head_sizes(args: Namespace) -> tuple[int, int] | None:
