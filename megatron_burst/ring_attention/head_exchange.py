@@ -15,11 +15,22 @@ from megatron_burst.comm import Communicator
 from megatron_burst.layout import Interval, Layout
 from megatron_burst.plan import Channel, Hop, Item, Kind, Plan, assemble
 
+# Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
+_PEERS_AT_A_TIME = 42
+
 
 def exchange_plan(rank: int, ranks: int) -> Plan:
-    """Plan one all-to-all: part t of what rank s has goes to rank t."""
-    pairs = [(s, t) for s in range(ranks) for t in range(ranks) if s != t]
-    hops = [Hop(_share(s, t), s, t, Channel.READ_WITHIN, 0, 0) for s, t in pairs]
+    """Plan one all-to-all: part t of what rank s has goes to rank t.
+
+    All is posted at the start, in groups of as many peers as NCCL bears. A group is that of all
+    ranks at the same distances, so that both ends of a message have it in the same one.
+    """
+    hops = []
+    for distance in range(1, ranks):
+        group = (distance - 1) // _PEERS_AT_A_TIME
+        for source in (rank, (rank - distance) % ranks):
+            target = (source + distance) % ranks
+            hops.append(Hop(_share(source, target), source, target, Channel.READ_WITHIN, 0, group))
     return assemble(rank, hops, {})
 
 

@@ -1,11 +1,14 @@
 """The all-to-all over the heads: whole sequences of some heads, and back. (fast tier)"""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from megatron_burst import BurstConfig
 from megatron_burst.layout import Interval
 from megatron_burst.plan import Channel, Item, Kind
+from megatron_burst.ring_attention import head_exchange
 from megatron_burst.ring_attention.head_exchange import HeadExchange, exchange_plan
 from tests.workers import Team, WorkerPool
 
@@ -29,6 +32,24 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
         (step,) = plan.steps
         assert len({receive.buffer for receive in step.receives}) == ranks - 1
         assert {s.channel for s in plan.sends} == {Channel.READ_WITHIN}
+
+
+@pytest.mark.parametrize("ranks", [43, 44, 64, 130])
+def test_no_group_has_more_operations_than_nccl_bears(ranks: int) -> None:
+    groups: dict[int, set[tuple[str, int, int]]] = {}
+    for rank in range(ranks):
+        plan = exchange_plan(rank, ranks)
+        together = Counter(t.lands for step in plan.steps for t in (*step.receives, *step.sends))
+        assert 3 * max(together.values()) <= 256  # q, k and v
+        assert not any(step.sends or step.receives for step in plan.steps[1:]), "posted at once"
+        for send in plan.sends:
+            groups.setdefault(send.lands, set()).add(("sent", rank, send.peer))
+        for receive in plan.receives:
+            groups.setdefault(receive.lands, set()).add(("received", receive.peer, rank))
+    # A group that waits for one of another rank's next groups would wait for ever.
+    for messages in groups.values():
+        sent, received = ({m[1:] for m in messages if m[0] == w} for w in ("sent", "received"))
+        assert sent == received
 
 
 def exchange_there_and_back(team: Team, heads: int) -> dict[str, bool]:
@@ -58,4 +79,15 @@ def exchange_there_and_back(team: Team, heads: int) -> dict[str, bool]:
 @pytest.mark.parametrize(("ranks", "heads"), [(2, 2), (3, 6), (8, 8)])
 def test_heads_are_whole_and_come_back(workers: WorkerPool, ranks: int, heads: int) -> None:
     for reply in workers.run(ranks, exchange_there_and_back, heads):
+        assert all(reply.values()), reply
+
+
+def in_groups_of_two_peers(team: Team, heads: int) -> dict[str, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_exchange, "_PEERS_AT_A_TIME", 2)
+        return exchange_there_and_back(team, heads)
+
+
+def test_in_several_groups_it_is_the_same(workers: WorkerPool) -> None:
+    for reply in workers.run(8, in_groups_of_two_peers, 8):
         assert all(reply.values()), reply
