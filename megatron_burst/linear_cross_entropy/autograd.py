@@ -56,18 +56,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.head, ctx.weight_sum, ctx.on_mismatch = head, weight_sum, on_mismatch
         ctx.unscaled = None
         tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
-        where = head.locate(targets)
+        flat = targets.reshape(-1)
         if head.chunking.in_forward:
-            expected = where.counted.to(accumulation_dtype(hidden.dtype))
+            expected = flat.ne(head.objective.ignore_index).to(accumulation_dtype(hidden.dtype))
             if loss_mask is not None:
                 expected *= loss_mask.reshape(-1)
             loss, lse, d_hidden, d_weight = loss_and_gradients(
-                head, tokens, where, expected, with_weight=ctx.needs_input_grad[1]
+                head, tokens, flat, expected, with_weight=ctx.needs_input_grad[1]
             )
             d_hidden = head.vocabulary.sum_gradient(d_hidden)
             ctx.unscaled = Unscaled(expected, d_hidden, d_weight)
         else:
-            loss, lse = loss_alone(head, tokens, where)
+            loss, lse = loss_alone(head, tokens, flat)
         ctx.save_for_backward(hidden, weight, targets, lse)
         return loss.view(targets.shape)
 
@@ -78,12 +78,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_weight = ctx.weight_sum(weight) if wants_weight else None
-        vocabulary, where = ctx.head.vocabulary, ctx.head.locate(targets)
-        grad = grad.reshape(-1).to(lse.dtype).masked_fill(~where.counted, 0.0)
-        grad = vocabulary.check_gradient(grad, targets, where)
+        vocabulary, flat, grad = ctx.head.vocabulary, targets.reshape(-1), grad.reshape(-1)
         unscaled, ctx.unscaled = ctx.unscaled, None  # scaled in place: good for one backward
         if unscaled is not None:
-            found = unscaled.scaled(grad)
+            found = unscaled.scaled(ctx.head.gradient(grad, flat, ctx.head.locate(flat)))
             if found is not None:
                 d_hidden, product = found
                 return d_hidden.view(hidden.shape), _finish(d_weight, product), *[None] * 5
@@ -91,9 +89,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.on_mismatch()
         tokens = vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
         d_hidden = torch.empty_like(tokens) if wants_hidden else None
-        result = gradients_again(
-            LogitsAgain(ctx.head, tokens, where, lse, grad), d_hidden, d_weight
-        )
+        result = gradients_again(LogitsAgain(ctx.head, tokens, flat, lse, grad), d_hidden, d_weight)
         if d_hidden is not None:
             d_hidden = vocabulary.sum_gradient(d_hidden).view(hidden.shape)
         return d_hidden, result, *[None] * 5

@@ -24,7 +24,12 @@ class Sizes:
 
     @property
     def for_each_token(self) -> int:
-        """Bytes of a token in all of the call: statistics of all ranks, targets, loss, lse."""
+        """Most bytes of a token in all of the call: loss, lse, target, gradient; of no limit."""
+        return 4 * self._wide + 16
+
+    @property
+    def for_a_token_of_statistics(self) -> int:
+        """Bytes of a token whose statistics are combined: those of all ranks, and its loss."""
         return self._wide * (self.statistics * (2 * self.ranks + 2) + 8) + 32
 
     def for_a_token_of_the_chunk(self, rows: int | None = None) -> int:
@@ -40,7 +45,7 @@ class Sizes:
         narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
         copies = self._wide * (2 if self.slopes else 1) + narrow
         widened = self.hidden * self._wide if narrow else 0
-        return copies * (rows or self.vocabulary) + widened + 8 * self._wide + 16
+        return copies * (rows or self.vocabulary) + widened + 8 * self._wide + 40
 
     @property
     def sums(self) -> int:
@@ -61,12 +66,13 @@ class Sizes:
 class Chunking:
     """What a call does at a time.
 
-    `peak` is the most bytes it has beside its inputs, the weight and their gradients:
-    tokens of the call x `for_each_token` + tokens of the chunk x `for_a_token_of_the_chunk`, and
-    the sums of dW where these are apart from its gradient.
+    `peak` is the most bytes it has beside its inputs, the weight, their gradients and
+    `for_each_token`: tokens combined x `for_a_token_of_statistics` + tokens of the chunk x
+    `for_a_token_of_the_chunk`, and the sums of dW where these are apart from its gradient.
     """
 
     tokens: int  # of a chunk
+    combined: int  # whole chunks, whose statistics the ranks combine at a time
     rows: int | None  # of dW that are summed at a time; None: all
     tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
     in_forward: bool  # gradients are made in forward
@@ -96,12 +102,14 @@ def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
         raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
     tokens = min(chunk_size, max(sizes.tokens, 1))
     sums = sizes.sums if in_forward or sizes.sums_apart else 0
+    statistics = sizes.tokens * sizes.for_a_token_of_statistics
     return Chunking(
         tokens=tokens,
+        combined=max(sizes.tokens, 1),
         rows=None,
         tokens_of_rows=tokens,
         in_forward=in_forward,
-        peak=sizes.tokens * sizes.for_each_token + tokens * sizes.for_a_token_of_the_chunk() + sums,
+        peak=statistics + tokens * sizes.for_a_token_of_the_chunk() + sums,
     )
 
 
@@ -110,6 +118,7 @@ def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
 
     Sums of dW that are apart from its gradient get half of the limit at most; where that is not
     enough for all rows they are made block by block, for which the logits are computed once more.
+    Statistics get an eighth, and are combined as often as that takes.
 
     Raises:
         ValueError: one token does not fit, with the number of MiB that one needs.
@@ -119,17 +128,20 @@ def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
         if not in_forward:
             rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
         sums = rows * sizes.row_of_sums
-    fixed = sizes.tokens * sizes.for_each_token + sums
-    each = sizes.for_a_token_of_the_chunk()
+    each, of_statistics = sizes.for_a_token_of_the_chunk(), sizes.for_a_token_of_statistics
+    room = min(limit // 8, limit - sums - each)
+    combined = max(1, min(sizes.tokens, room // of_statistics))
+    fixed = combined * of_statistics + sums
     if limit < fixed + each:
         raise ValueError(
             f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token of "
             f"{sizes.tokens}, with a vocabulary of {sizes.vocabulary} rows on this rank: at least "
             f"{-(-(fixed + each) // MIB)} MiB"
         )
-    tokens = _even(sizes.tokens, (limit - fixed) // each)
+    tokens = _even(sizes.tokens, min(combined, (limit - fixed) // each))
     return Chunking(
         tokens=tokens,
+        combined=combined if combined == sizes.tokens else combined // tokens * tokens,
         rows=rows if rows < sizes.vocabulary else None,
         tokens_of_rows=_even(sizes.tokens, tokens * each // sizes.for_a_token_of_the_chunk(rows)),
         in_forward=in_forward,

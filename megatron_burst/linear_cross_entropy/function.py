@@ -48,11 +48,12 @@ def linear_cross_entropy(
             all ranks and in order of the ranks.
         targets: [...], integers; the same on all ranks of the group.
         chunk_size: tokens a chunk.
-        memory_mb: limit in MiB for all that is alive beside the inputs, the weight and their
-            gradients (under sequence parallelism `hidden` counts whole); chunks are as large as it
-            allows. 512 if neither this nor chunk_size is given. Where the weight is narrower than
-            float32 the sum of dW counts; if it takes more than half of the limit, dW is made in
-            blocks of rows, for which the logits are computed once more.
+        memory_mb: limit in MiB for all that is alive beside the inputs, the weight, their
+            gradients (under sequence parallelism `hidden` counts whole) and up to 32 bytes a token
+            (48 for float64: loss, lse, target, gradient), so that no length is too great; chunks
+            are as large as it allows. 512 if neither this nor chunk_size is given. Where the weight
+            is narrower than float32 the sum of dW counts; if it takes more than half of the limit,
+            dW is made in blocks of rows, for which the logits are computed once more.
         ignore_index: targets that make no loss and no gradient.
         label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread
             (Megatron's own smooths over a rank's part, so its loss depends on the ranks).

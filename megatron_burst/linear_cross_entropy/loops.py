@@ -29,12 +29,16 @@ class Head:
         return Workspace(self.weight, self.chunking.tokens, self.objective, slopes=slopes)
 
     def locate(self, targets: Tensor) -> Targets:
-        """Find the targets, of any shape, in this rank's shard."""
-        return self.vocabulary.locate(targets.reshape(-1).long(), self.objective.ignore_index)
+        """Find the targets [tokens] in this rank's shard."""
+        return self.vocabulary.locate(targets.long(), self.objective.ignore_index)
 
-    def chunks(self, hidden: Tensor) -> Iterator[slice]:
-        """Cut the tokens into chunks."""
-        return slices(hidden.shape[0], self.chunking.tokens)
+    def gradient(self, grad: Tensor, targets: Tensor, where: Targets) -> Tensor:
+        """Return the gradient of the losses [tokens] in the dtype of sums, 0 for ignored targets.
+
+        NaN for targets outside the vocabulary whose losses count; on the CPU a ValueError.
+        """
+        grad = grad.to(accumulation_dtype(self.weight.dtype)).masked_fill(~where.counted, 0.0)
+        return self.vocabulary.check_gradient(grad, targets, where)
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
@@ -42,16 +46,23 @@ def slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def loss_alone(head: Head, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps; the shards' statistics are combined once for all chunks."""
-    workspace = head.workspace(slopes=False)
-    of_shard = hidden.new_empty(
-        head.objective.statistics, hidden.shape[0], dtype=accumulation_dtype(hidden.dtype)
-    )
-    for chunk in head.chunks(hidden):
-        logits = workspace.logits(hidden[chunk], head.weight)
-        of_shard[:, chunk] = workspace.statistics(logits, targets.of(chunk))
-    return losses(head.vocabulary.combine(of_shard), targets, head.vocabulary.size, head.objective)
+def loss_alone(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
+    workspace, wide = head.workspace(slopes=False), accumulation_dtype(hidden.dtype)
+    loss, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
+    for block in slices(hidden.shape[0], head.chunking.combined):
+        tokens, wanted = hidden[block], targets[block]
+        of_shard = loss.new_empty(head.objective.statistics, tokens.shape[0])
+        for chunk in slices(tokens.shape[0], head.chunking.tokens):
+            logits = workspace.logits(tokens[chunk], head.weight)
+            of_shard[:, chunk] = workspace.statistics(logits, head.locate(wanted[chunk]))
+        loss[block], lse[block] = losses(
+            head.vocabulary.combine(of_shard),
+            head.locate(wanted),
+            head.vocabulary.size,
+            head.objective,
+        )
+    return loss, lse
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class LogitsAgain:
 
     head: Head
     hidden: Tensor  # [tokens, d]
-    targets: Targets
+    targets: Tensor  # [tokens]
     lse: Tensor  # [tokens]
     grad: Tensor  # [tokens], of the losses
 
@@ -70,14 +81,16 @@ class LogitsAgain:
         workspace = Workspace(weight, tokens, self.head.objective, slopes=True)
         for chunk in slices(self.hidden.shape[0], tokens):
             logits = workspace.logits(self.hidden[chunk], weight)
+            where = self.head.locate(self.targets[chunk])
+            grad = self.head.gradient(self.grad[chunk], self.targets[chunk], where)
             yield (
                 chunk,
                 workspace.gradient(
                     logits.sub_(self.lse[chunk, None]).exp_(),
                     None,
                     self.lse[chunk],
-                    self.targets.of(chunk, rows),
-                    self.grad[chunk],
+                    where.among(rows),
+                    grad,
                     self.head.vocabulary.size,
                 ),
             )
@@ -121,7 +134,7 @@ def _some_rows(again: LogitsAgain, rows: slice) -> Tensor:
 
 
 def loss_and_gradients(
-    head: Head, hidden: Tensor, targets: Targets, grad: Tensor, *, with_weight: bool
+    head: Head, hidden: Tensor, targets: Tensor, grad: Tensor, *, with_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return losses, log-sum-exps and the gradients for the given `grad` of the losses.
 
@@ -131,8 +144,8 @@ def loss_and_gradients(
     loss, lse = torch.empty_like(grad), torch.empty_like(grad)
     d_hidden = torch.empty_like(hidden)
     d_weight = OwnSum(head.weight)
-    for chunk in head.chunks(hidden):
-        where = targets.of(chunk)
+    for chunk in slices(hidden.shape[0], head.chunking.tokens):
+        where = head.locate(targets[chunk])
         logits = workspace.logits(hidden[chunk], head.weight)
         of_shard = workspace.statistics(logits, where)
         loss[chunk], lse[chunk] = losses(

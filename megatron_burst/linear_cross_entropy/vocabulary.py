@@ -21,14 +21,11 @@ class Targets:
     counted: Tensor  # bool: not ignored
     known: Tensor  # bool: in the vocabulary, or ignored
 
-    def of(self, tokens: slice, rows: slice | None = None) -> "Targets":
-        """Take those of some tokens, as seen by some rows of the shard or by all of it."""
-        column, mine = self.column[tokens], self.mine[tokens]
-        if rows is not None:
-            column = column - rows.start
-            mine = mine & (column >= 0) & (column < rows.stop - rows.start)
-            column.mul_(mine)
-        return Targets(column, mine, self.counted[tokens], self.known[tokens])
+    def among(self, rows: slice) -> "Targets":
+        """Return them as seen by some rows of the shard."""
+        column = self.column - rows.start
+        mine = self.mine & (column >= 0) & (column < rows.stop - rows.start)
+        return Targets(column.mul_(mine), mine, self.counted, self.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Vocabulary:
         lost = ~where.known & (grad != 0)
         if lost.device.type == "cpu" and lost.any():
             raise ValueError(
-                f"target {int(targets.reshape(-1)[lost][0])} is outside the vocabulary of "
+                f"target {int(targets[lost][0])} is outside the vocabulary of "
                 f"{self.size} rows, and its loss counts: mask it, or give it ignore_index"
             )
         return grad.masked_fill(lost, torch.nan)

@@ -44,7 +44,7 @@ def test_a_token_of_logits_in_every_copy_that_lives() -> None:
     }
     for (dtype, slopes), most in expected.items():
         sizes = dataclasses.replace(SIZES, dtype=dtype, slopes=slopes)
-        assert 0 <= sizes.for_a_token_of_the_chunk() - most <= 80
+        assert 0 <= sizes.for_a_token_of_the_chunk() - most <= 104
 
 
 def test_one_token_that_does_not_fit_is_an_error_with_what_is_needed() -> None:
@@ -52,6 +52,22 @@ def test_one_token_that_does_not_fit_is_an_error_with_what_is_needed() -> None:
     with pytest.raises(ValueError, match=r"too small for one token of 1000.*at least 5 MiB"):
         within(tight, 4 * MIB, in_forward=False)
     assert within(tight, 5 * MIB, in_forward=False).tokens == 1
+
+
+@pytest.mark.parametrize("tokens", [4 * 2**20, 2**30])
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_no_length_is_refused_for_its_statistics(tokens: int, ranks: int) -> None:
+    """They take an eighth of the limit, however many ranks they come from."""
+    for limit in (64, 512):
+        sizes = dataclasses.replace(SIZES, tokens=tokens, ranks=ranks, vocabulary=16 * 1024)
+        found = within(sizes, limit * MIB, in_forward=False)
+        assert found.peak <= limit * MIB and found.tokens >= 64
+        assert found.combined * sizes.for_a_token_of_statistics <= limit * MIB // 8
+        assert found.combined % found.tokens == 0 and found.combined > 4 * found.tokens
+
+
+def test_short_sequences_are_combined_at_once() -> None:
+    assert within(SIZES, 64 * MIB, in_forward=False).combined == SIZES.tokens
 
 
 def test_sums_of_dw_that_do_not_fit_are_made_in_blocks() -> None:

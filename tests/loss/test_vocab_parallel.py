@@ -138,6 +138,21 @@ def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     assert early.collectives == [*["all_gather_into_tensor"] * 2, "all_reduce"]
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("objective", ["plain", "all"])
+def test_statistics_combined_block_by_block_are_the_same(
+    workers: WorkerPool, objective: str, sequence_parallel: bool
+) -> None:
+    arguments = OBJECTIVES[objective]
+    case = make_case((64, 8), vocabulary=4096)
+    options = {"memory_mb": 0.25, "gradients": "backward", **arguments}
+    shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
+    gathers = shares[0].collectives.count("all_gather_into_tensor")
+    assert gathers - 2 * sequence_parallel > 2, "the case has several blocks"
+    found = together(shares, sequence_parallel)
+    assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
+
+
 def test_a_gradient_of_another_direction_is_computed_again(workers: WorkerPool) -> None:
     case = make_case((8, 3))
     options = {"chunk_size": 5, "gradients": "forward"}
