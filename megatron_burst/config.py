@@ -263,7 +263,7 @@ class LmHeadConfig:
         default=None, metadata={"flag": "--lm-head-memory-mb", "shown": "512"}
     )
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
-    the weight and their gradients (default: 512)."""
+    the weight, their gradients and up to 32 bytes a token (default: 512)."""
 
     def __post_init__(self) -> None:
         """Check every value; a string becomes a member of its enum."""

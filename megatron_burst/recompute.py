@@ -26,8 +26,8 @@ class AttentionMemory:
 
     fraction: float
     """ρ, the share of the sequence that runs again; rounded to whole chunks."""
-    offload: bool = False
-    """Keep in the host's memory what a GPU has computed."""
+    host: "HostMemory | None" = None
+    """Where what a GPU has computed is kept; None: where it is."""
     kept: "Kept | None" = None
 
     def __post_init__(self) -> None:
@@ -37,11 +37,16 @@ class AttentionMemory:
     def keep(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Keep the results from `row` on."""
         late = out_BSHD[:, row:], lse_BHS[:, :, row:]
-        if self.offload:
-            self.kept = _on_host(row, *late)
+        if self.host is not None:
+            self.kept = self.host.store(row, *late)
         else:
             out, lse = (x.clone() for x in late)  # the whole is to be freed
             self.kept = Kept(row, out, lse)
+
+    def fetch(self) -> None:
+        """Start to bring what is kept back from the host, ahead of the second pass."""
+        if self.host is not None and self.kept is not None:
+            self.kept = self.host.fetch(self.kept)
 
     def recall(self) -> "Kept | None":
         """Return what is kept and forget it; None before the first pass."""
@@ -56,7 +61,8 @@ class Kept:
     row: int
     out_BSHD: Tensor
     lse_BHS: Tensor
-    ready: torch.cuda.Event | None = None  # when they are in the host's memory
+    ready: torch.cuda.Event | None = None  # when they are where they were copied to
+    on_host_of: torch.device | None = None  # the GPU's, if they are in the host's memory
 
     @property
     def nbytes(self) -> int:
@@ -66,9 +72,52 @@ class Kept:
     def put(self, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Write the kept rows into the results of the others."""
         if self.ready is not None:
-            torch.cuda.current_stream(out_BSHD.device).wait_event(self.ready)
+            stream = torch.cuda.current_stream(out_BSHD.device)
+            stream.wait_event(self.ready)
+            if self.on_host_of is None:  # fetched: memory of the copy stream
+                self.out_BSHD.record_stream(stream)
+                self.lse_BHS.record_stream(stream)
         out_BSHD[:, self.row :].copy_(self.out_BSHD, non_blocking=True)
         lse_BHS[:, :, self.row :].copy_(self.lse_BHS, non_blocking=True)
+
+
+class HostMemory:
+    """Copies results to the host's pinned memory and back, on one stream a device.
+
+    Shared by all memories of a model: CUDA has 32 streams to give, and NCCL's come from them, too.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def store(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> Kept:
+        """Start to copy results to the host, when they are computed."""
+        device, copies = out_BSHD.device, []
+        side = self._stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for x in (out_BSHD, lse_BHS):
+                copies.append(torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
+                copies[-1].copy_(x, non_blocking=True)
+                x.record_stream(side)
+        out, lse = copies
+        return Kept(row, out, lse, side.record_event(), device)
+
+    def fetch(self, kept: Kept) -> Kept:
+        """Start to copy them back; what is back already stays as it is."""
+        if kept.on_host_of is None:
+            return kept
+        side = self._stream(kept.on_host_of)
+        with torch.cuda.stream(side):
+            out, lse = (
+                x.to(kept.on_host_of, non_blocking=True) for x in (kept.out_BSHD, kept.lse_BHS)
+            )
+        return Kept(kept.row, out, lse, side.record_event())
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
 
 def boundary(layout: Layout, fraction: float) -> int:
@@ -96,17 +145,3 @@ def first_kept_row(layout: Layout, rank: int, stop: int) -> int:
     if any(b and not all(complete[:i]) for i, b in enumerate(before)):
         raise ValueError(f"the rows of rank {rank} are not in the order of the sequence")
     return row
-
-
-def _on_host(row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> Kept:
-    """Start to copy to pinned memory, on a stream of its own."""
-    side = torch.cuda.Stream(out_BSHD.device)
-    side.wait_stream(torch.cuda.current_stream(out_BSHD.device))
-    copies = []
-    with torch.cuda.stream(side):
-        for x in (out_BSHD, lse_BHS):
-            copies.append(torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
-            copies[-1].copy_(x, non_blocking=True)
-            x.record_stream(side)
-    out, lse = copies
-    return Kept(row, out, lse, side.record_event())

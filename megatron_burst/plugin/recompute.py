@@ -7,6 +7,8 @@ graph does, no other forward can find it, and where nothing is found all of atte
 That is so, too, where two calls save the same storage, for then nobody could tell them apart.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +16,29 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
-from megatron_burst.recompute import AttentionMemory
+from megatron_burst.recompute import AttentionMemory, HostMemory
 
-type _Call = dict[int, AttentionMemory | None]  # of a checkpointed call, by id of the attention
+
+class _Call(dict[int, AttentionMemory | None]):
+    """What each attention of a checkpointed call keeps, by its id, in their order."""
+
+    def __init__(self, before: "_Call | None") -> None:
+        super().__init__()
+        self._before = _weakly(before)
+
+    def first(self) -> AttentionMemory | None:
+        """Return what the next second pass will want: of this call, or of the one before."""
+        call: _Call | None = self
+        while call is not None:
+            for memory in call.values():
+                if memory is not None:
+                    return memory
+            call = call._before()
+        return None
+
+
+def _weakly(call: _Call | None) -> Callable[[], _Call | None]:
+    return (lambda: None) if call is None else weakref.ref(call)
 
 
 class Checkpoints:
@@ -28,15 +50,16 @@ class Checkpoints:
     """
 
     def __init__(self, fraction: float, offload: bool) -> None:
-        self._fraction, self._offload = fraction, offload
+        self._fraction, self._host = fraction, HostMemory() if offload else None
         self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
         self._current = _nothing()  # what the current call's checkpoint saves
         self._left = _nothing()  # what the last layer returned
         self._is_second = False  # the pass in which the current call is
+        self._last = _weakly(None)  # the call that began last in this forward
 
     def begin_forward(self) -> None:
         """A model's forward begins: nothing that runs belongs to an earlier call any more."""
-        self._current = _nothing()
+        self._current, self._last = _nothing(), _weakly(None)
 
     def enter_layer(self, hidden: Tensor) -> None:
         """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
@@ -65,15 +88,21 @@ class Checkpoints:
         if call is None:
             return None
         if again:
-            return call.pop(id(attention), None)
+            memory = call.pop(id(attention), None)
+            for wanted in (memory, call.first()):  # the other one while this layer runs
+                if wanted is not None:
+                    wanted.fetch()
+            return memory
         twice = id(attention) in call  # a shared layer: which of them the second pass is in?
-        call[id(attention)] = None if twice else AttentionMemory(self._fraction, self._offload)
+        call[id(attention)] = None if twice else AttentionMemory(self._fraction, self._host)
         return call[id(attention)]
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         """A pass begins; the first one's call is new."""
         if not torch.is_grad_enabled():
-            self._calls[storage] = None if storage in self._calls else {}
+            call = None if storage in self._calls else _Call(self._last())
+            self._calls[storage] = call
+            self._last = _weakly(call)
 
 
 def _nothing() -> WeakIdRef:

@@ -5,7 +5,9 @@ Megatron's does; tests/training runs the same with Megatron itself.
 """
 
 import gc
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
+from megatron_burst.recompute import AttentionMemory
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -89,7 +92,7 @@ class Layer(torch.nn.Module):
 class Model(GPTModel):
     """A model as far as the hooks know one."""
 
-    def __init__(self, fraction: float | None) -> None:
+    def __init__(self, fraction: float | None, offload: bool = False) -> None:
         torch.nn.Module.__init__(self)
         torch.manual_seed(0)
         self.config = SimpleNamespace(cuda_graph_impl="none")  # Megatron's main asks in every call
@@ -99,7 +102,7 @@ class Model(GPTModel):
         self.embedding = torch.nn.Linear(SIZE, SIZE)
         self.checkpoints: Any = None
         if fraction is not None:
-            pool.checkpoints = self.checkpoints = Counting(fraction)
+            pool.checkpoints = self.checkpoints = Counting(fraction, offload)
             assert RecomputeHooks(pool.checkpoints)([self]) == [self]
 
     def forward(self, x: Tensor, run: Run) -> Tensor:
@@ -337,3 +340,92 @@ def test_without_checkpoints_nothing_is_kept() -> None:
 def test_a_fraction_of_1_needs_no_checkpoints() -> None:
     assert ContextPool(BurstConfig(recompute_fraction=1.0)).checkpoints is None
     assert ContextPool(BurstConfig()).checkpoints is None
+
+
+class Stream:
+    """A copy stream that does its work at once."""
+
+    made = 0
+
+    def __init__(self, device: torch.device) -> None:
+        type(self).made += 1
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def record_event(self) -> str:
+        return "recorded"
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is fetched from the host and what is put into results, in order, by number of layer."""
+    log: list[str] = []
+    numbers: dict[int, int] = {}  # of layers, by memory
+    kept = itertools.count()
+    keep, fetch, recall = (getattr(AttentionMemory, n) for n in ("keep", "fetch", "recall"))
+
+    def keeping(memory: AttentionMemory, *arguments: Any) -> None:
+        numbers[id(memory)] = next(kept) % LAYERS
+        keep(memory, *arguments)
+
+    def fetching(memory: AttentionMemory) -> None:
+        before = memory.kept
+        fetch(memory)
+        if memory.kept is not before:
+            log.append(f"fetch {numbers[id(memory)]}")
+
+    def recalling(memory: AttentionMemory) -> Any:
+        if memory.kept:
+            log.append(f"put {numbers[id(memory)]}")
+        return recall(memory)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.__new__(Stream))
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(AttentionMemory, "keep", keeping)
+    monkeypatch.setattr(AttentionMemory, "fetch", fetching)
+    monkeypatch.setattr(AttentionMemory, "recall", recalling)
+    monkeypatch.setattr(Stream, "made", 0)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("run", "order"),
+    [
+        (uniform, "fetch 3, fetch 2, put 3, fetch 1, put 2, fetch 0, put 1, put 0"),
+        # A call's second pass goes through its layers as the first does.
+        (in_pairs, "fetch 2, fetch 3, put 2, fetch 0, put 3, fetch 1, put 0, put 1"),
+    ],
+)
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_what_waits_on_the_host_is_fetched_a_layer_ahead_on_one_stream(
+    copies: list[str], run: Run, order: str, in_flight: int
+) -> None:
+    model = Model(0.5, offload=True)
+    losses = [model(batch(number), run) for number in range(in_flight)]
+    assert not copies, "nothing is fetched in a forward"
+    for loss in losses:
+        loss.backward()
+    assert ", ".join(copies) == ", ".join([order] * in_flight)
+    assert Stream.made == 1
+    check(model, expected(*range(in_flight), run=run), found=LAYERS * in_flight)
+
+
+def test_a_forward_between_backwards_is_not_fetched_early(copies: list[str]) -> None:
+    """One forward, one backward, as pipelines alternate them."""
+    model = Model(0.5, offload=True)
+    losses = [model(batch(0), uniform), model(batch(1), uniform)]
+    losses[0].backward()
+    losses.append(model(batch(2), uniform))
+    for loss in losses[1:]:
+        loss.backward()
+    a_backward = "fetch 3, fetch 2, put 3, fetch 1, put 2, fetch 0, put 1, put 0"
+    assert ", ".join(copies) == ", ".join([a_backward] * 3)
+    check(model, expected(0, 1, 2), found=3 * LAYERS)
