@@ -28,7 +28,7 @@ class LayoutExchange:
 
     def __init__(self, context: BurstContext) -> None:
         self._context = context
-        self._rows: dict[tuple[int, bool], Tensor] = {}
+        self._rows: dict[tuple[int, bool, torch.device], Tensor] = {}
 
     def to_ours(self, x: Tensor) -> Tensor:
         """Return this rank's rows in our layout of [batch, local tokens] in Megatron's zigzag.
@@ -49,16 +49,17 @@ class LayoutExchange:
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
-        rows = self._find(x.shape[1] * group.size(), to_ours)
-        return torch.cat(shards, dim=1).index_select(1, rows.to(x.device))
+        rows = self._find(x.shape[1] * group.size(), to_ours, x.device)
+        return torch.cat(shards, dim=1).index_select(1, rows)
 
-    def _find(self, tokens: int, to_ours: bool) -> Tensor:
-        if (tokens, to_ours) not in self._rows:
+    def _find(self, tokens: int, to_ours: bool, device: torch.device) -> Tensor:
+        key = tokens, to_ours, device
+        if key not in self._rows:
             megatrons = zigzag(tokens, self._context.ranks)
             ways = (megatrons, self._context.layout(tokens))
             held, wanted = ways if to_ours else ways[::-1]
-            self._rows[tokens, to_ours] = rows_elsewhere(held, wanted, self._context.rank)
-        return self._rows[tokens, to_ours]
+            self._rows[key] = rows_elsewhere(held, wanted, self._context.rank).to(device)
+        return self._rows[key]
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,6 +24,7 @@ class Positions:
     def __init__(self, context: BurstContext) -> None:
         self._context = context
         self._last: tuple[WholeSequence, Tensor] | None = None  # every layer may ask for the same
+        self._on_device: dict[torch.device, Tensor] = {}  # of the last
 
     def of(self, sequence: WholeSequence) -> Tensor:
         """Return int64 [local tokens], on the host."""
@@ -31,8 +32,15 @@ class Positions:
             positions = self._context.positions(sequence.tokens)
             if sequence.bounds is not None:
                 positions = within_documents(positions, sequence.bounds)
-            self._last = sequence, positions
+            self._last, self._on_device = (sequence, positions), {}
         return self._last[1]
+
+    def on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
+        """Return them on a device, copied once a sequence: the host waits for such a copy."""
+        positions = self.of(sequence)
+        if device not in self._on_device:
+            self._on_device[device] = positions.to(device)
+        return self._on_device[device]
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:
@@ -85,7 +93,7 @@ class RotaryAtPositions(torch.nn.Module):
         positions = self._positions.of(sequence)
         table = self.rotary.get_emb(int(positions.max()) + 1)
         table, *scale = table if isinstance(table, tuple) else (table,)
-        rows = table.index_select(0, positions.to(table.device))
+        rows = table.index_select(0, self._positions.on(table.device, sequence))
         if self._in_layer and sequence.bounds is not None:
             rows = rows.squeeze(1)
         return (rows, *scale) if scale else rows

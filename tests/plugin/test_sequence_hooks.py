@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
 from megatron_burst.layout import contiguous, segmented_zigzag, striped, zigzag
@@ -176,8 +178,47 @@ def test_layers_share_positions() -> None:
 
 
 class FakeRotary(torch.nn.Module):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.device = device
+
     def get_emb(self, length: int) -> Tensor:
-        return torch.zeros(length, 1, 1, 2)
+        return torch.zeros(length, 1, 1, 2, device=self.device)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that go from the host to a device, for which the host may wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten._to_copy:
+            self.count += args[0].device != result.device
+        return result
+
+
+def test_positions_go_to_the_device_once_a_sequence() -> None:
+    positions = Positions(Context(BurstConfig(), 2, 0))
+    layers = [RotaryAtPositions(FakeRotary("meta"), positions) for _ in range(3)]
+    for number, bounds in enumerate((None, (0, 5, 16)), start=1):
+        with Copies() as copies:
+            for layer in layers:
+                layer(WholeSequence(16, bounds))
+        assert copies.count == 1, number
+
+
+def test_rows_go_to_the_device_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
+    group = SimpleNamespace(size=lambda: 2)
+    layout = lambda tokens: make_layout(SEGMENTED, tokens, 2)  # noqa: E731
+    context = SimpleNamespace(group=group, ranks=2, rank=0, layout=layout)
+    exchange: Any = LayoutExchange(context)
+    with Copies() as copies:
+        for _ in range(3):
+            there = exchange.to_ours(torch.zeros(1, 8, device="meta"))
+            assert exchange.to_megatrons(there).shape == (1, 8)
+    assert copies.count == 2, "one each way"
 
 
 def test_inference_is_refused() -> None:
