@@ -4,12 +4,12 @@
     .venv/bin/python scripts/build_transformer_engine.py
 
 Its kernels come ready-made; its bindings to torch are compiled here, by g++ alone, unoptimized and
-one file at a time (about 10 minutes of one core, 2 GB of memory). The tests then build Megatron's
-TransformerEngine layers with it; nothing can be computed. The last line printed sets the variables
-that show it to a Python; an environment that is not told stays without it.
+one file at a time (about 10 minutes of one core). Layers can then be built, saved and loaded; they
+cannot compute. The last line printed sets the variables with which this Python finds it; nothing is
+installed into its environment.
 
-What pip needs to find is at the version of the extra `gpu` in pyproject.toml. Run again, it goes on
-where it was interrupted.
+pip fetches the version that the extra `gpu` of pyproject.toml names, and the CUDA headers that
+torch leaves out; 2 GB of disk. Run again, the script goes on where it was interrupted.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata, util
 from pathlib import Path
 
@@ -43,16 +43,16 @@ def main() -> None:
     if lacking := missing():
         sys.exit("TransformerEngine cannot be built here:\n  " + "\n  ".join(lacking))
     version = pinned_version()
-    site, build = directory / "site", directory / "build"
-    build.mkdir(parents=True, exist_ok=True)
-    source = download_source(version, directory)
-    install_headers(directory / "headers")
-    install_packages(version, site)
-    includes = include_flags(source, directory / "headers")
-    link(compile_all(source, build, includes), site)
+    # What is there is used again, as long as it is for the same versions.
+    directory /= f"{version}-torch{metadata.version('torch')}-{sys.implementation.cache_tag}"
+    source = once(directory / "source", download_source, version) / f"{EXTENSION}-{version}"
+    headers = once(directory / "headers", install_headers)
+    site = once(directory / "site", install_packages, version)
+    includes = include_flags(source, headers)
+    link(compile_all(source, directory / "objects", includes), site)
     variables = {"PYTHONPATH": str(site)}
     if not has_driver():
-        variables["LD_LIBRARY_PATH"] = str(make_driver_stub(directory / "no_driver"))
+        variables["LD_LIBRARY_PATH"] = str(once(directory / "no_driver", make_driver_stub))
     found = run([sys.executable, "-W", "ignore", "-c", CHECK], env=os.environ | variables)
     print(f"TransformerEngine {found.strip()} can be imported with", flush=True)
     print("export", *(f"{name}={value}" for name, value in variables.items()))
@@ -88,29 +88,35 @@ def pinned_version() -> str:
     return requirement.split("==")[1]
 
 
-def download_source(version: str, directory: Path) -> Path:
+def once(directory: Path, make: Callable[..., None], *arguments: str) -> Path:
+    """Let `make` fill a directory, unless an earlier run has."""
+    if not directory.exists():
+        unfinished = directory.with_name(f"unfinished_{directory.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        make(unfinished, *arguments)
+        unfinished.rename(directory)
+    return directory
+
+
+def download_source(directory: Path, version: str) -> None:
     """The bindings' source, unpacked."""
-    source = directory / f"{EXTENSION}-{version}"
-    if not source.exists():
-        # Without isolation, or pip would install a second torch to ask the source for its name.
-        options = "--no-deps --no-build-isolation --no-binary :all:".split()
-        pip("download", *options, "--dest", str(directory), f"{EXTENSION}=={version}")
-        shutil.unpack_archive(directory / f"{source.name}.tar.gz", directory, filter="data")
-    return source
+    # Without isolation, or pip would install a second torch to ask the source for its name.
+    options = "--no-deps --no-build-isolation --no-binary :all:".split()
+    pip("download", *options, "--dest", str(directory), f"{EXTENSION}=={version}")
+    archive = directory / f"{EXTENSION}-{version}.tar.gz"
+    shutil.unpack_archive(archive, directory, filter="data")
 
 
-def install_headers(headers: Path) -> None:
+def install_headers(directory: Path) -> None:
     """The CUDA headers that torch's own packages leave out."""
-    if not headers.exists():
-        names = [f"{name}=={cuda_version()}.*" for name in ("nvidia-cuda-crt", "nvidia-cuda-cccl")]
-        pip("install", "--no-deps", "--target", str(headers), *names)
+    names = [f"{name}=={cuda_version()}.*" for name in ("nvidia-cuda-crt", "nvidia-cuda-cccl")]
+    pip("install", "--no-deps", "--target", str(directory), *names)
 
 
-def install_packages(version: str, site: Path) -> None:
+def install_packages(site: Path, version: str) -> None:
     """TransformerEngine's Python and kernels, and what it imports beside torch."""
-    if site.exists():
-        return
-    constraints = site.parent / "constraints.txt"  # no second version of what is here already
+    constraints = site.with_name("constraints.txt")  # no second version of what is here already
     installed = sorted({f"{d.name}=={d.version}" for d in metadata.distributions()})
     constraints.write_text("\n".join(line for line in installed if "+" not in line))
     for names in (
@@ -136,6 +142,7 @@ def include_flags(source: Path, headers: Path) -> list[str]:
 
 def compile_all(source: Path, build: Path, includes: list[str]) -> list[Path]:
     """Compile what is not compiled yet, one after the other; return the object files."""
+    build.mkdir(exist_ok=True)
     command = ["g++", *FLAGS, f"-DTORCH_EXTENSION_NAME={EXTENSION}", *includes]
     header = build / "all.h"  # compiled once: torch's headers take longer than any file
     header.write_text('#include "common.h"\n#include "extensions.h"\n')
@@ -174,23 +181,11 @@ def has_driver() -> bool:
     return True
 
 
-def make_driver_stub(directory: Path) -> Path:
+def make_driver_stub(directory: Path) -> None:
     """A driver without functions: TransformerEngine's library will not load without one."""
-    directory.mkdir(exist_ok=True)
-    name = "libcuda.so.1"
-    run(
-        [
-            "g++",
-            "-shared",
-            "-x",
-            "c++",
-            "/dev/null",
-            f"-Wl,-soname,{name}",
-            "-o",
-            f"{directory}/{name}",
-        ]
-    )
-    return directory
+    library = directory / "libcuda.so.1"
+    options = ["-shared", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    run(["g++", *options, "-x", "c++", os.devnull])
 
 
 def pip(*arguments: str) -> None:
