@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst.config import Algorithm
 from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool
 from megatron_burst.plugin.layer_algorithms import MEGATRONS
-from megatron_burst.plugin.sink import has_extra_state
 
 # Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
 _REPLACEABLE = (DotProductAttention, TEDotProductAttention)
@@ -66,7 +65,7 @@ class CoreAttentionByCommType:
         return BurstCoreAttention(
             pool=pool,
             algorithm=algorithm,
-            saves_extra_state=has_extra_state(stood),
+            saves_extra_state=stood is TEDotProductAttention,
             **parameters,
             **given,
         )

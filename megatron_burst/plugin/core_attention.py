@@ -138,7 +138,7 @@ class BurstCoreAttention(MegatronModule):
     gives, follow from the tensors.
 
     Args:
-        saves_extra_state: whether to write it beside a sink, as what stood in the spec does.
+        saves_extra_state: whether TransformerEngine's attention stood in the spec.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.

@@ -41,12 +41,6 @@ def add_softmax_offset(module: MegatronModule, pg_collection: Any) -> None:
     module.register_parameter("softmax_offset", parameter)
 
 
-def has_extra_state(attention: type) -> bool:
-    """Whether a core attention's class saves an `_extra_state`, as TransformerEngine's does."""
-    base = torch.nn.Module
-    return getattr(attention, "get_extra_state", base.get_extra_state) is not base.get_extra_state
-
-
 def sharded_softmax_offset(
     module: MegatronModule,
     pg_collection: Any,

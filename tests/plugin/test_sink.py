@@ -12,30 +12,25 @@ from megatron_burst import BurstConfig
 from tests import oracle
 
 pytest.importorskip("megatron.core")
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
-from megatron_burst.plugin.sink import has_extra_state  # noqa: E402
+from megatron_burst.plugin.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.core_attention import ContextPool  # noqa: E402
 
 
 def group(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
-class WithExtraState(torch.nn.Module):
-    """Saves what TransformerEngine's attention saves without FP8."""
-
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-
 def build(
     softmax_type: str,
     tp_rank: int = 0,
     tp_size: int = 1,
-    stood_there: type[torch.nn.Module] = torch.nn.Module,
+    stood_there: type = DotProductAttention,
     **changes: Any,
 ) -> Any:
     config = TransformerConfig(
@@ -46,9 +41,9 @@ def build(
         softmax_type=softmax_type,
         **changes,
     )
-    return BurstCoreAttention(
+    return CoreAttentionByCommType(
         pool=ContextPool(BurstConfig()),
-        saves_extra_state=has_extra_state(stood_there),
+        fallback=stood_there,
         config=config,
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
@@ -102,19 +97,19 @@ def test_checkpoints_hold_a_shard_of_each_tensor_parallel_rank(
 def test_an_extra_state_in_a_checkpoint_is_read_over(softmax_type: str) -> None:
     """TransformerEngine writes one a layer: test_transformer_engine.py has the real one."""
     module = torch.nn.ModuleDict({"core_attention": build(softmax_type)})
-    extra = WithExtraState().state_dict(prefix="core_attention.")
+    extra = {"core_attention._extra_state": torch.empty(0, dtype=torch.uint8)}
     module.load_state_dict({**module.state_dict(), **extra}, strict=True)
 
 
-def test_an_extra_state_is_saved_beside_a_sink_where_that_which_stood_there_has_one() -> None:
-    module = build("learnable", stood_there=WithExtraState)
+def test_an_extra_state_is_saved_beside_a_sink_where_transformer_engines_attention_stood() -> None:
+    module = build("learnable", stood_there=TEDotProductAttention)
     assert list(module.state_dict()) == ["softmax_offset"]
-    state = module.sharded_state_dict("core_attention.", metadata={"dp_cp_group": group(0, 1)})
+    metadata = {"dp_cp_group": group(0, 1)}
+    state = module.sharded_state_dict("core_attention.", metadata=metadata)
     assert list(state) == ["core_attention.softmax_offset", "core_attention._extra_state"]
-    assert state["core_attention._extra_state"].data.equal(WithExtraState().get_extra_state())
-    assert not build("vanilla", stood_there=WithExtraState).sharded_state_dict(
-        metadata={"dp_cp_group": group(0, 1)}
-    )
+    assert state["core_attention._extra_state"].data.numel() == 0
+    without_sink = build("vanilla", stood_there=TEDotProductAttention)
+    assert not without_sink.sharded_state_dict(metadata=metadata)
 
 
 def inputs(tokens: int = 6) -> tuple[Tensor, ...]:
