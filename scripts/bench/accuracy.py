@@ -31,7 +31,7 @@ from megatron_burst.cost import Shape, traffic
 from megatron_burst.kernels import Kernel, Request, select_kernel
 from megatron_burst.layout import zigzag
 from megatron_burst.mask import Relation
-from megatron_burst.plan import Item, Kind, Receive, Step
+from megatron_burst.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.ring_attention.backward import backward
 from megatron_burst.ring_attention.forward import forward
 from megatron_burst.rings import Ring
@@ -71,7 +71,7 @@ class MemoryCommunicator(Communicator):
         super().__init__((), {}, PATIENCE_SECONDS)
         self._rank, self._wires = rank, wires
 
-    def begin(self, name: str, like: Callable[[Item], Block]) -> Flight:
+    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
         return MemoryFlight(self._rank, self._wires)
 
 

@@ -75,7 +75,7 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, like: Callable[[Item], Block]) -> Flight:
+    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
         return LocalFlight(self._buffers, like)
 
 

@@ -213,7 +213,7 @@ def test_one_document_may_be_said_to_be_padded() -> None:
 
 def _with_a_group(team: Team) -> list[str]:
     """Our group brought as another object, the group of the job, and sizes alone."""
-    same = team.channels[Channel.READ_WITHIN]
+    same = team.groups.channels[Channel.READ_WITHIN]
     static = packed(0, 8, cp_group=same, local_cp_size=team.group.size())
     assert read_documents(static, team.group, 2).bounds == (0, 8)
     errors = []

@@ -24,7 +24,7 @@ def main() -> None:
     inspect.getsource = functools.cache(inspect.getsource)
     os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
     with contextlib.redirect_stdout(io.StringIO()):
-        launch.prepare()
+        launch.prepare(own_entry=True)
         from megatron.training import arguments
 
         configs, found = Configs.read(), {}
