@@ -310,22 +310,19 @@ def gather_objects[T](
     return values
 
 
-def warm_up(channels: Mapping[Channel, dist.ProcessGroup], timeout_seconds: float) -> None:
+def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     """Let all members of every channel meet; all ranks of the job's groups call it together.
 
     NCCL wants every rank of a group at its first use, and messages are between few of them.
 
     Raises:
-        CommunicationError: as `gather_objects`.
+        CommunicationError: a rank does not come within the group's own time limit.
     """
     for channel in Channel:  # one order for all ranks, whose groups overlap
         if channel in channels:
             group = channels[channel]
             with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
-                if dist.get_backend(group) == dist.Backend.GLOO:
-                    _wait_for_all(group, timeout_seconds)
-                else:
-                    dist.barrier(group)
+                dist.barrier(group)
 
 
 def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:

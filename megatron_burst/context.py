@@ -123,7 +123,7 @@ class BurstContext:
         along_grid = hierarchy is not None and groups is None
         if groups is None:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
-        warm_up(groups.channels, config.timeout_seconds)
+        warm_up(groups.channels)
         ranks = dist.get_process_group_ranks(group)
         communicator = Communicator(ranks, groups.channels, config.timeout_seconds, recorder)
         return cls(
