@@ -297,8 +297,8 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
         "torch.distributed.ProcessGroupGloo.__init__",
         with_one_worker,
         "The two threads that gloo gives a group both write the name of the collective that ended "
-        "last, without a lock; overlapped reduce-scatters and coalesced collectives, whose names "
-        "are on the heap, free it twice. One thread runs them in the order in which they began.",
+        "last, without a lock. Names of coalesced collectives are on the heap; where these "
+        "overlap, one is freed twice. One thread runs them in the order in which they began.",
     ),
 )
 
