@@ -101,7 +101,7 @@ patch_megatron() {
  --build-context megatron-lm=DIR gives one"
     say "compiling the data-set helpers of $megatron"
     "$python" -c 'import pathlib, sys
-from megatron_burst.plugin import dataset_helpers
+from megatron_burst.plugin.files import dataset_helpers
 dataset_helpers.build(pathlib.Path(sys.argv[1]))' "$megatron/megatron/core/datasets"
     say "patching $megatron"
     PYTHON=$(command -v "$python") bash "$source_dir/scripts/patch_megatron.sh" --megatron "$megatron"

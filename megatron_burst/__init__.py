@@ -4,12 +4,12 @@ Importing this package needs torch and numpy alone; what touches Megatron lives 
 `megatron_burst.plugin`.
 """
 
+from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import BurstConfig
-from megatron_burst.context import BurstContext
-from megatron_burst.linear_cross_entropy import linear_cross_entropy
-from megatron_burst.mask import Mask
-from megatron_burst.ring_attention import ring_attention
-from megatron_burst.torch_version import check_torch_version
+from megatron_burst.kernels.torch_version import check_torch_version
+from megatron_burst.loss.function import linear_cross_entropy
+from megatron_burst.plans.mask import Mask
 
 __all__ = ["BurstConfig", "BurstContext", "Mask", "linear_cross_entropy", "ring_attention"]
 

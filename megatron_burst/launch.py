@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 
-from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import asks_for_us
+from megatron_burst.plugin.cpu import platform as cpu_platform
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ takes every flag of Megatron's pretrain_gpt.py; those of the plug-in are the gro
 import sys
 from typing import Any
 
-from megatron_burst import failure, launch
+from megatron_burst import launch
+from megatron_burst.transport import failure
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_burst import failure, launch
+from megatron_burst import launch
+from megatron_burst.transport import failure
 
 
 def main() -> None:

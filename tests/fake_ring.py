@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst import context as contexts
-from megatron_burst.comm import Communicator
-from megatron_burst.context import AttentionCall
-from megatron_burst.groups import channels_of
-from megatron_burst.ring_attention.backward import backward
-from megatron_burst.ring_attention.forward import forward
-from megatron_burst.topology import choose_grid
+from megatron_burst.attention import context as contexts
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.forward import forward
+from megatron_burst.plans.topology import choose_grid
+from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.groups import channels_of
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "bench"))
 

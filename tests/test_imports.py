@@ -17,25 +17,24 @@ import pytest
 import torch
 
 import megatron_burst
-from megatron_burst.torch_version import check_torch_version
+from megatron_burst.kernels.torch_version import check_torch_version
 
 ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
-# A module may import from its own layer and from the ones before it.
-LAYERS = (
-    ("config", "layout", "dtypes", "torch_version", "watchdog", "timeline", "dense"),
-    ("mask", "topology", "head_parallel", "blocks", "recompute"),
-    ("plan",),
-    ("tiles", "trace"),
-    ("rings", "direct", "comm", "kernels", "cost", "simulator", "chrome_trace"),
-    ("groups",),
-    ("planning",),
-    ("context", "recompute_cost", "verify"),
-    ("ring_attention", "linear_cross_entropy"),
-    ("",),  # megatron_burst/__init__.py
-    ("plugin", "tools"),
-    ("launch", "failure"),
-    ("run", "pretrain_gpt"),
+# The rooms, from the ground up: a module may import from its own and from those before it.
+ROOMS = (
+    "config",
+    "plans",
+    "kernels",
+    "transport",
+    "attention",
+    "loss",
+    "",  # megatron_burst/__init__.py
+    "plugin",
+    "launch",
+    "pretrain_gpt",
+    "run",
+    "tools",
 )
 
 
@@ -99,26 +98,33 @@ def part(module: str) -> str:
     return f"{module}.".split(".")[1]
 
 
-def layer(module: str) -> int:
-    (found,) = [i for i, parts in enumerate(LAYERS) if part(module) in parts]
-    return found
-
-
 def test_the_walk_sees_the_package() -> None:
-    assert {"megatron_burst.plan", "megatron_burst.kernels.cpu", "megatron_burst"} <= set(MODULES)
-    assert "megatron_burst.layout" in imports("megatron_burst.mask", only_when_loaded=True)
+    assert {"megatron_burst.plans.plan", "megatron_burst.kernels.cpu", "megatron_burst"} <= set(
+        MODULES
+    )
+    assert "megatron_burst.plans.layout" in imports(
+        "megatron_burst.plans.mask", only_when_loaded=True
+    )
 
 
-def test_every_part_has_its_place_in_the_layers() -> None:
-    placed = [name for parts in LAYERS for name in parts]
-    assert sorted(placed) == sorted({part(module) for module in MODULES})
+def test_every_module_is_in_a_room() -> None:
+    assert set(ROOMS) == {part(module) for module in MODULES}
+
+
+def test_at_most_six_modules_lie_at_the_root() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 6
+
+
+@pytest.mark.parametrize("room", [p for p in sorted(ROOT.rglob("__init__.py"))], ids=str)
+def test_a_room_says_what_it_is(room: Path) -> None:
+    assert ast.get_docstring(ast.parse(room.read_text()))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_to_earlier_layers(module: str) -> None:
+def test_imports_point_to_earlier_rooms(module: str) -> None:
     # A module inside a folder loads the folder's __init__, too; that is no edge of its own.
     named = within_the_package(imports(module, only_when_loaded=False))
-    wrong = {name for name in named if layer(name) > layer(module)}
+    wrong = {name for name in named if ROOMS.index(part(name)) > ROOMS.index(part(module))}
     assert not wrong, f"{module} imports {wrong}"
 
 
@@ -259,11 +265,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import ContextPool
 from megatron_burst.plugin.layer_spec import burst_layer_spec
-from megatron_burst.plugin.lm_head import ChunkedHead
-from megatron_burst.plugin.recompute import RecomputeHooks
-from megatron_burst.plugin.sequence_hooks import SequenceHooks
+from megatron_burst.plugin.hooks.lm_head import ChunkedHead
+from megatron_burst.plugin.attention.recompute import RecomputeHooks
+from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 pool = ContextPool(BurstConfig(recompute_fraction=0.5))

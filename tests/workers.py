@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.groups import Groups
-from megatron_burst.plan import Channel
+from megatron_burst.plans.plan import Channel
+from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
 

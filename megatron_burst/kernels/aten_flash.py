@@ -11,7 +11,7 @@ from megatron_burst.kernels.requirements import (
     on_gpu,
     one_head_size,
 )
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 
 class AtenFlashKernel:

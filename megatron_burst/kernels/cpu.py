@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_burst.dtypes import accumulation_dtype
+from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.protocol import Request
 from megatron_burst.kernels.requirements import no_soft_cap, one_head_size
-from megatron_burst.layout import Interval
-from megatron_burst.mask import Relation
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.mask import Relation
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 

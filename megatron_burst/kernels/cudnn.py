@@ -10,7 +10,7 @@ from megatron_burst.kernels.requirements import (
     no_soft_cap,
     on_gpu,
 )
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
 

@@ -11,7 +11,7 @@ from megatron_burst.kernels.requirements import (
     on_gpu,
     one_head_size,
 )
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 # The signatures are those of 2.7.0 and later; Blackwell was refused before 2.7.4.
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.4", "2.9")

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request
 from megatron_burst.kernels.requirements import half_precision, head_sizes_to, on_gpu
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 # Before 3.0.0 signatures changed while the version stayed 3.0.0b1.
 PACKAGE = Package("flash_attn_3", "flash_attn_interface", "3.0.0", "3.1")

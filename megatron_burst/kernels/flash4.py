@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request
 from megatron_burst.kernels.requirements import half_precision, head_sizes_to, on_gpu
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
 _MLA = (192, 128)

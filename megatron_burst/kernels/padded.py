@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_burst.kernels.protocol import Kernel, Request
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 
 @dataclass(frozen=True, slots=True)

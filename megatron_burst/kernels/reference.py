@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Request
-from megatron_burst.mask import Relation
+from megatron_burst.plans.mask import Relation
 
 
 class ReferenceKernel:

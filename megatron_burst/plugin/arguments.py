@@ -18,14 +18,14 @@ from megatron_burst.config import (
     all_flags,
     flags,
 )
-from megatron_burst.head_parallel import kv_head_copies
 from megatron_burst.kernels import check_kernel_name
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Mask
-from megatron_burst.planning import make_layout
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.block_mask import load_block_mask
-from megatron_burst.plugin.layer_algorithms import algorithms, check_layers, config_of
+from megatron_burst.plugin.attention.block_mask import load_block_mask
+from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
 logger = logging.getLogger(__name__)

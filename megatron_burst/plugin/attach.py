@@ -13,7 +13,7 @@ import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_burst.config import LayoutName
-from megatron_burst.plugin import compat, cpu_platform, whole_checkpoints
+from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
@@ -24,16 +24,18 @@ from megatron_burst.plugin.arguments import (
     refuse_limits,
     say_dropouts,
 )
-from megatron_burst.plugin.core_attention import ContextPool
-from megatron_burst.plugin.data_files import check_data_files
+from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.recompute import RecomputeHooks
+from megatron_burst.plugin.cpu import platform as cpu_platform
+from megatron_burst.plugin.files import whole_checkpoints
+from megatron_burst.plugin.files.data_files import check_data_files
+from megatron_burst.plugin.files.whole_checkpoints import original
+from megatron_burst.plugin.hooks.lm_head import ChunkedHead
+from megatron_burst.plugin.hooks.recompute_log import RecomputeLog
+from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
+from megatron_burst.plugin.hooks.trace import TraceSteps
+from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
-from megatron_burst.plugin.lm_head import ChunkedHead
-from megatron_burst.plugin.recompute import RecomputeHooks
-from megatron_burst.plugin.recompute_log import RecomputeLog
-from megatron_burst.plugin.sequence_hooks import SequenceHooks
-from megatron_burst.plugin.trace import TraceSteps
-from megatron_burst.plugin.verify_positions import PositionHooks
-from megatron_burst.plugin.whole_checkpoints import original
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_burst.plugin import dataset_helpers
+from megatron_burst.plugin.files import dataset_helpers
 from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.attention_choice import CoreAttentionByCommType
-from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
+from megatron_burst.plugin.attention.core_attention import ContextPool
 from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer
 
-from megatron_burst.plugin.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import ContextPool
 
 
 def write_run_figures(args: Any, pool: ContextPool | None) -> None:

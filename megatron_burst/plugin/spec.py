@@ -15,8 +15,8 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.core_attention import ContextPool
-from megatron_burst.plugin.layer_algorithms import algorithms, check_layers
+from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 from megatron_burst.plugin.limits import refusals
 

@@ -22,16 +22,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron_burst.attention.head_exchange import exchange_plan
 from megatron_burst.config import GradDtype, GradientReturn, Topology
-from megatron_burst.cost import Shape, Traffic, traffic
-from megatron_burst.head_parallel import kv_head_copies
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Mask
-from megatron_burst.plan import Hop, Kind
-from megatron_burst.ring_attention.head_exchange import exchange_plan
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
-from megatron_burst.topology import choose_grid
+from megatron_burst.plans.cost import Shape, Traffic, traffic
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Hop, Kind
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import choose_grid
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from megatron_burst.chrome_trace import (
+from megatron_burst.plans.timeline import Message, Step, timeline
+from megatron_burst.transport.chrome_trace import (
     CALL,
     RECEIVE,
     SEND,
@@ -24,8 +25,7 @@ from megatron_burst.chrome_trace import (
     file_of,
     read,
 )
-from megatron_burst.timeline import Message, Step, timeline
-from megatron_burst.trace import Activity
+from megatron_burst.transport.trace import Activity
 
 
 @dataclass(frozen=True, slots=True)

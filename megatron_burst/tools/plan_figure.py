@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.layout import Interval, Layout, zigzag
-from megatron_burst.mask import Mask, Relation
-from megatron_burst.plan import Channel, Kind, Plan, Send, Tile
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
+from megatron_burst.plans.layout import Interval, Layout, zigzag
+from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
 from megatron_burst.tools.extras import extra
-from megatron_burst.topology import Grid
 
 with extra("plot", __name__):
     import matplotlib.path

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Topology
-from megatron_burst.cost import Shape
 from megatron_burst.kernels import KERNELS, Kernel, Request
-from megatron_burst.mask import Mask
-from megatron_burst.planning import choose, make_layout
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import choose, make_layout
+from megatron_burst.plans.simulator import simulate
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
 from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, Limit
-from megatron_burst.simulator import simulate
-from megatron_burst.tiles import Tiling
-from megatron_burst.topology import Grid
 
 YES = "yes"
 RANKS, TOKENS = 4, 64

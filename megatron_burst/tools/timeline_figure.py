@@ -8,10 +8,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_burst.chrome_trace import RECEIVE
 from megatron_burst.tools.exposure import CallTrace
 from megatron_burst.tools.picture import save
-from megatron_burst.trace import Activity
+from megatron_burst.transport.chrome_trace import RECEIVE
+from megatron_burst.transport.trace import Activity
 
 MOST_RANKS = 8
 """More ranks than this cannot be read at the width of a page."""

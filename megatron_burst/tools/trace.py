@@ -22,8 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.chrome_trace import TraceError, file_of
-from megatron_burst.plan import Channel
+from megatron_burst.plans.plan import Channel
 from megatron_burst.tools.exposure import (
     CallTrace,
     Exposure,
@@ -33,6 +32,7 @@ from megatron_burst.tools.exposure import (
     quickest,
 )
 from megatron_burst.tools.extras import extra
+from megatron_burst.transport.chrome_trace import TraceError, file_of
 
 with extra("plot", __name__):
     from megatron_burst.tools.timeline_figure import MOST_RANKS, draw_timeline

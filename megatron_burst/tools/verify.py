@@ -24,11 +24,11 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.comm import gather_objects
+from megatron_burst.attention.dense import Dense, Visibility
+from megatron_burst.attention.verify import Finding, cell, compare, margin, spread_of, worst
 from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
-from megatron_burst.dense import Dense, Visibility
 from megatron_burst.kernels import KERNELS
-from megatron_burst.verify import Finding, cell, compare, margin, spread_of, worst
+from megatron_burst.transport.comm import gather_objects
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MASKS = ("causal", "full", "window", "documents", "blocks")

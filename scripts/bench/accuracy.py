@@ -23,20 +23,20 @@ from page import Page, Row, add_output, origin, output, table
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.blocks import Block
-from megatron_burst.comm import Communicator, Flight
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.context import AttentionCall
-from megatron_burst.cost import Shape, traffic
 from megatron_burst.kernels import Kernel, Request, select_kernel
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Relation
-from megatron_burst.plan import Item, Kind, Plan, Receive, Step
-from megatron_burst.ring_attention.backward import backward
-from megatron_burst.ring_attention.forward import forward
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
-from megatron_burst.topology import Grid, by_node
+from megatron_burst.plans.cost import Shape, traffic
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, by_node
+from megatron_burst.transport.blocks import Block
+from megatron_burst.transport.comm import Communicator, Flight
 
 RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from ranks import PATIENCE_SECONDS
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.head_parallel import kv_head_copies
-from megatron_burst.plan import Kind
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.plan import Kind
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks

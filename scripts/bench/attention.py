@@ -39,7 +39,7 @@ from ranks import join, launch, under_torchrun
 from turns import check_load, in_turns, spread
 
 from megatron_burst import BurstContext, Mask
-from megatron_burst.cost import visible_pairs
+from megatron_burst.plans.cost import visible_pairs
 
 MASKS = ("causal", "full", "window", "documents", "blocks")
 WINDOW = 8  # a query sees this part of the sequence

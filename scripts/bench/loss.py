@@ -28,8 +28,8 @@ from torch import Tensor
 from turns import in_turns, spread
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.linear_cross_entropy import products
-from megatron_burst.linear_cross_entropy.chunk_size import MIB
+from megatron_burst.loss import products
+from megatron_burst.loss.chunk_size import MIB
 
 ALL_LOGITS = "all logits"
 TARGETS = {"in backward": 1.4, "in forward": 1.05}

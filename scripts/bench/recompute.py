@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from turns import in_turns, spread
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.cost import Shape
-from megatron_burst.plugin.recompute import Checkpoints
-from megatron_burst.recompute import boundary
-from megatron_burst.recompute_cost import Prediction, predict
-from megatron_burst.topology import flat_grid
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.recompute import boundary
+from megatron_burst.plans.recompute_cost import Prediction, predict
+from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plugin.attention.recompute import Checkpoints
 
 MIB = 2**20
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)

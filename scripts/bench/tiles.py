@@ -26,19 +26,19 @@ from torch import Tensor
 from turns import spread
 
 from megatron_burst import Mask
-from megatron_burst.blocks import Block
-from megatron_burst.comm import Communicator, Flight
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradientReturn
-from megatron_burst.context import AttentionCall
 from megatron_burst.kernels import Kernel, Request, select_kernel
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Relation
-from megatron_burst.plan import Item, Kind, Plan, Receive, Step, assemble
-from megatron_burst.ring_attention.backward import backward
-from megatron_burst.ring_attention.forward import forward
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling, thirds
-from megatron_burst.topology import flat_grid
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.topology import flat_grid
+from megatron_burst.transport.blocks import Block
+from megatron_burst.transport.comm import Communicator, Flight
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {

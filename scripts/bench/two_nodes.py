@@ -44,8 +44,8 @@ from torch import Tensor
 from turns import busy_share, check_load, in_turns, progress, spread
 
 from megatron_burst import BurstContext, Mask
-from megatron_burst.head_parallel import kv_head_copies
-from megatron_burst.plan import Tile
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.plan import Tile
 
 MESSAGE_BYTES = 8 * 10**6
 

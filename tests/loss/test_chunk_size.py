@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_burst.linear_cross_entropy.chunk_size import (
+from megatron_burst.loss.chunk_size import (
     MIB,
     Sizes,
     of_tokens,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.linear_cross_entropy import autograd, call
-from megatron_burst.linear_cross_entropy.expected import expected_factor
+from megatron_burst.loss import autograd, call
+from megatron_burst.loss.expected import expected_factor
 from tests.loss.oracle import Case, Result, errors, make_case, oracle
 
 TOLERANCE = 2e-6

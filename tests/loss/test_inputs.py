@@ -68,7 +68,7 @@ class OnAGpu(torch.Tensor):
 
 def test_it_makes_nan_where_looking_would_cost() -> None:
     """On a GPU the host does not look."""
-    from megatron_burst.linear_cross_entropy.vocabulary import Vocabulary
+    from megatron_burst.loss.vocabulary import Vocabulary
 
     vocabulary, targets = Vocabulary(10, None, False), torch.tensor([3, 10, -1, -100])
     grad = torch.tensor([1.0, 0.0, 1.0, 1.0]).as_subclass(OnAGpu)

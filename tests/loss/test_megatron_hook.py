@@ -17,15 +17,15 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers  # noqa: E402
 
 from megatron_burst.config import LmHeadConfig  # noqa: E402
-from megatron_burst.linear_cross_entropy.products import LogitsGradient  # noqa: E402
-from megatron_burst.linear_cross_entropy.weight_sum import OwnSum  # noqa: E402
-from megatron_burst.plugin import lm_head  # noqa: E402
-from megatron_burst.plugin.lm_head import (  # noqa: E402
+from megatron_burst.loss.products import LogitsGradient  # noqa: E402
+from megatron_burst.loss.weight_sum import OwnSum  # noqa: E402
+from megatron_burst.plugin.hooks import lm_head  # noqa: E402
+from megatron_burst.plugin.hooks.lm_head import (  # noqa: E402
     ChunkedHead,
     ChunkedOutput,
     wait_for_weights,
 )
-from megatron_burst.plugin.main_grad import MainGradSum, fused_kernel, weight_sum  # noqa: E402
+from megatron_burst.plugin.hooks.main_grad import MainGradSum, fused_kernel, weight_sum  # noqa: E402
 from tests.loss.oracle import from_logits  # noqa: E402
 
 TOKENS, BATCH, ROWS, SIZE = 6, 2, 20, 8

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.linear_cross_entropy import autograd, products
-from megatron_burst.linear_cross_entropy.call import Call
-from megatron_burst.linear_cross_entropy.chunk_size import MIB, Chunking
-from megatron_burst.linear_cross_entropy.objective import Objective
+from megatron_burst.loss import autograd, products
+from megatron_burst.loss.call import Call
+from megatron_burst.loss.chunk_size import MIB, Chunking
+from megatron_burst.loss.objective import Objective
 from tests.loss.oracle import OBJECTIVES
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
@@ -125,7 +125,7 @@ def test_computing_in_vain_stays_within_the_limit(dtype: torch.dtype) -> None:
 
 
 def call_of(call: Call, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from megatron_burst.linear_cross_entropy.call import apply
+    from megatron_burst.loss.call import apply
 
     return apply(hidden, weight, targets, None, call)
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from megatron_burst.linear_cross_entropy import products
-from megatron_burst.linear_cross_entropy.products import (
+from megatron_burst.loss import products
+from megatron_burst.loss.products import (
     LogitsGradient,
     add_product,
     best_way,

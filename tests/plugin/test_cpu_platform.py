@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_burst.plugin import cpu_arguments, cpu_platform
-from megatron_burst.plugin.cpu_platform import REQUEST
-from megatron_burst.plugin.cpu_platform_table import MEGATRON_STAND_INS, TORCH_STAND_INS
+from megatron_burst.plugin.cpu import arguments as cpu_arguments
+from megatron_burst.plugin.cpu import platform as cpu_platform
+from megatron_burst.plugin.cpu.platform import REQUEST
+from megatron_burst.plugin.cpu.table import MEGATRON_STAND_INS, TORCH_STAND_INS
 
 TABLE = (*TORCH_STAND_INS, *MEGATRON_STAND_INS)
 ROOT = Path(__file__).parents[2]
@@ -134,7 +135,7 @@ def test_a_node_of_several_without_a_gpu_is_named_and_ends() -> None:
 ACTIVATED = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
-from megatron_burst.plugin import cpu_platform as platform
+from megatron_burst.plugin.cpu import platform as platform
 assert not platform.cpu_platform_active()
 platform.activate()
 platform.activate()
@@ -184,7 +185,7 @@ def test_activated_platform_behaves_like_cuda_on_the_cpu() -> None:
     run = python("-c", ACTIVATED, RANK="3")
     assert run.returncode == 0, run.stderr
     assert (
-        run.stderr.count(f"WARNING:megatron_burst.plugin.cpu_platform:{HERE} runs on the CPU") == 1
+        run.stderr.count(f"WARNING:megatron_burst.plugin.cpu.platform:{HERE} runs on the CPU") == 1
     )
     assert "CPU RNG state changed" not in run.stderr
 
@@ -192,7 +193,7 @@ def test_activated_platform_behaves_like_cuda_on_the_cpu() -> None:
 def test_activation_after_megatron_is_refused() -> None:
     run = python(
         "-c",
-        "import megatron.core; from megatron_burst.plugin.cpu_platform import activate; activate()",
+        "import megatron.core; from megatron_burst.plugin.cpu.platform import activate; activate()",
     )
     assert run.returncode != 0
     assert "before megatron.core is imported" in run.stderr
@@ -202,7 +203,7 @@ def test_importing_the_platform_replaces_nothing() -> None:
     run = python(
         "-c",
         "import sys, torch; before = torch.zeros, torch.cuda.Stream\n"
-        "import megatron_burst.plugin.cpu_platform\n"
+        "import megatron_burst.plugin.cpu.platform\n"
         "assert before == (torch.zeros, torch.cuda.Stream) and 'megatron' not in sys.modules",
     )
     assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ import pytest
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
-from megatron_burst.plugin.data_files import check_data_files  # noqa: E402
+from megatron_burst.plugin.files.data_files import check_data_files  # noqa: E402
 
 
 def arguments(*data_path: str, **changes: Any) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.plugin import dataset_helpers
-from megatron_burst.plugin.dataset_helpers import build, is_built
+from megatron_burst.plugin.files import dataset_helpers
+from megatron_burst.plugin.files.dataset_helpers import build, is_built
 
 # A compiler that takes a moment, notes its arguments and makes what follows -o.
 COMPILER = """#!/bin/sh

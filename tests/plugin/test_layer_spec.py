@@ -27,8 +27,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Windows, documents and block masks in our core attention, layer by layer. (fast tier)
 
-Against dense float64 attention on one rank; tests/core has the rings, tests/training the rest.
+Against dense float64 attention on one rank; tests/attention has the rings, tests/training the rest.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.plan import Channel
+from megatron_burst.plans.plan import Channel
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
@@ -21,9 +21,9 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from megatron_burst.plugin.block_mask import load_block_mask  # noqa: E402
-from megatron_burst.plugin.core_attention import ContextPool  # noqa: E402
-from megatron_burst.plugin.documents import Documents, read_documents  # noqa: E402
+from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.documents import Documents, read_documents  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
 TOKENS = 24

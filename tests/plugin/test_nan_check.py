@@ -15,8 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
-from megatron_burst.plugin.nan_check import (  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
     MADE,

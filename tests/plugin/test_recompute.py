@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
-from megatron_burst.recompute import AttentionMemory
+from megatron_burst.attention.saved import AttentionMemory
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
-from megatron_burst.plugin.recompute import Checkpoints, RecomputeHooks  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.recompute import Checkpoints, RecomputeHooks  # noqa: E402
 
 TOKENS, SIZE, LAYERS = 12, 16, 4
 type Run = Callable[["Model", Tensor], Tensor]  # the layers of a model

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_burst.cost import Shape
+from megatron_burst.plans.cost import Shape
 
 pytest.importorskip("megatron.training.models.gpt")
-from megatron_burst.plugin.recompute_log import (  # noqa: E402
+from megatron_burst.plugin.hooks.recompute_log import (  # noqa: E402
     _checkpointed,
     _micro_batches,
     _shape,

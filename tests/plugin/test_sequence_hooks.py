@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
-from megatron_burst.layout import contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.planning import make_layout
+from megatron_burst.plans.layout import contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.planning import make_layout
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -27,16 +27,16 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  
 )
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
-from megatron_burst.plugin.documents import Documents  # noqa: E402
-from megatron_burst.plugin.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
-from megatron_burst.plugin.rotary import (  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
+from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
     RotaryAtPositions,
     WholeSequence,
     within_documents,
 )
-from megatron_burst.plugin.sequence_hooks import (  # noqa: E402
+from megatron_burst.plugin.hooks.sequence_hooks import (  # noqa: E402
     SequenceHooks,
     _check_core_attention,
     _flatten_input,

@@ -18,8 +18,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.core_attention import ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import ContextPool  # noqa: E402
 
 
 def group(rank: int, size: int) -> Any:

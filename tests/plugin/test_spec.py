@@ -14,7 +14,7 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 
 from megatron_burst.plugin import spec  # noqa: E402
-from megatron_burst.plugin.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 

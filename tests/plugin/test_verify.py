@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
-from megatron_burst.comm import Flight
-from megatron_burst.head_parallel import HeadGroups
-from megatron_burst.ring_attention.gradient_sums import GradientSums
-from tests.core import test_verify as faults
+from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.plans.head_parallel import HeadGroups
+from megatron_burst.transport.comm import Flight
+from tests.attention import test_verify as faults
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -31,11 +31,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
-from megatron_burst.plugin.documents import Documents  # noqa: E402
-from megatron_burst.plugin.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
-from megatron_burst.plugin.verify_positions import PositionHooks  # noqa: E402
-from megatron_burst.verify import VerificationError  # noqa: E402
+from megatron_burst.attention.verify import VerificationError  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
+from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
 
 LOCAL, HEADS, KV_HEADS, DIM, VALUE_DIM = 24, 4, 2, 8, 6
 BOUNDS = (0, 1, 30, 31, 2 * LOCAL)
@@ -114,7 +114,7 @@ def log_of_verify() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_burst.plugin.verify")
+    logger = logging.getLogger("megatron_burst.plugin.attention.verify")
     logger.addHandler(handler)
     try:
         yield lines

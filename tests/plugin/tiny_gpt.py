@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 
-from megatron_burst.plugin import compat, cpu_platform
+from megatron_burst.plugin import compat
+from megatron_burst.plugin.cpu import platform as cpu_platform
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from megatron_burst import Mask
 from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.cost import visible_pairs
 from megatron_burst.kernels import KERNELS
-from megatron_burst.plan import Kind
-from megatron_burst.topology import Grid
+from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.topology import Grid
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 sys.path.append(str(BENCH))

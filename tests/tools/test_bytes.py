@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst.comm import Communicator
 from megatron_burst.config import Algorithm, GradientReturn, Topology
-from megatron_burst.cost import Shape, bytes_sent
-from megatron_burst.layout import zigzag
-from megatron_burst.plan import Kind, Plan
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
+from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.plan import Kind, Plan
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import choose_grid
 from megatron_burst.tools import bytes as command
-from megatron_burst.topology import choose_grid
+from megatron_burst.transport.comm import Communicator
 
 RINGS = [
     *("ring flat", "ring double", "burst query flat", "burst query double", "burst kv double"),

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Mask, Relation
-from megatron_burst.plan import Channel, Kind, Send
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.plan import Channel, Kind, Send
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
 from megatron_burst.tools import plan_figure
-from megatron_burst.topology import Grid
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from megatron_burst.config import BurstConfig, GradientReturn
-from megatron_burst.direct import Direct
-from megatron_burst.layout import zigzag
-from megatron_burst.mask import Mask
-from megatron_burst.plan import Kind
-from megatron_burst.planning import Way
-from megatron_burst.rings import Ring
-from megatron_burst.tiles import Tiling
+from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.planning import Way
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, flat_grid
 from megatron_burst.tools.plan import __main__ as command
 from megatron_burst.tools.plan import memory, page, timing, validation
 from megatron_burst.tools.plan.configs import Configs, parsed
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.workload import Cluster, Flags, Model, Workload, workload_of
-from megatron_burst.topology import Grid, flat_grid
 
 CONFIGS = Configs.read()
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"

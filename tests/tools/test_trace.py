@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, ring_attention
-from megatron_burst.chrome_trace import RankTrace, TraceError, file_of, write
-from megatron_burst.mask import Mask
-from megatron_burst.plan import Plan
-from megatron_burst.timeline import Message, Step, timeline
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.timeline import Message, Step, timeline
 from megatron_burst.tools import trace
 from megatron_burst.tools.exposure import calls_of, exposures, load
-from megatron_burst.trace import DeviceClock, HostClock, Recorder
+from megatron_burst.transport.chrome_trace import RankTrace, TraceError, file_of, write
+from megatron_burst.transport.trace import DeviceClock, HostClock, Recorder
 from tests.workers import Team, WorkerPool
 
 RANKS = 4

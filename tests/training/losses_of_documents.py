@@ -59,7 +59,7 @@ class Losses:
     def __call__(self, tokens: Tensor, labels: Tensor, bounds: tuple[int, ...] | None) -> Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        from megatron_burst.layout import zigzag
+        from megatron_burst.plans.layout import zigzag
 
         layout, rank = zigzag(tokens.shape[1], self.group.size()), self.group.rank()
         positions = torch.arange(tokens.shape[1])[None]

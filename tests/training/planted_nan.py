@@ -15,7 +15,7 @@ from torch import Tensor
 
 def main() -> None:
     from megatron_burst import pretrain_gpt
-    from megatron_burst.plugin import core_attention
+    from megatron_burst.plugin.attention import core_attention
 
     layer, rank, where = sys.argv.pop().split(":")
     calls = itertools.count(1)

@@ -15,7 +15,7 @@ import megatron.training.training as training  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
-from megatron_burst.plugin.whole_checkpoints import (  # noqa: E402
+from megatron_burst.plugin.files.whole_checkpoints import (  # noqa: E402
     NoWholeCheckpointError,
     WholeOnly,
     attach,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from megatron_burst import pretrain_gpt
-from megatron_burst.ring_attention.gradient_sums import GradientSums
-from megatron_burst.verify import VerificationError
-from tests.core import test_verify as faults
+from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.verify import VerificationError
+from tests.attention import test_verify as faults
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.cpu import platform as cpu_platform
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

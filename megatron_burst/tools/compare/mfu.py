@@ -15,8 +15,8 @@ not count: that is work of the method, not of the model. The backward is twice t
 import re
 from collections.abc import Mapping
 
-from megatron_burst.cost import visible_pairs
-from megatron_burst.mask import Mask
+from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.mask import Mask
 
 PEAK_TFLOPS = (
     ("H100 PCIe", 756.0),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_burst.chrome_trace import TraceError
 from megatron_burst.tools.compare.mfu import step_flops
 from megatron_burst.tools.report import Difference, largest_difference, summarize
 from megatron_burst.tools.runlog import (
@@ -21,6 +20,7 @@ from megatron_burst.tools.runlog import (
     read_scalars,
 )
 from megatron_burst.tools.trace import summary
+from megatron_burst.transport.chrome_trace import TraceError
 
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
 _PACKAGES = (

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_burst.chrome_trace import TraceError
 from megatron_burst.tools.compare.results import FAILED, LEFT_OUT, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
 from megatron_burst.tools.runlog import RunLogError
+from megatron_burst.transport.chrome_trace import TraceError
 
 _LOOK_SECONDS = 0.5
 _LONGEST = 1000  # characters of a reason

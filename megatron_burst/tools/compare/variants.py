@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from megatron_burst.config import Topology
-from megatron_burst.head_parallel import head_groups, kv_head_copies
-from megatron_burst.topology import choose_grid
+from megatron_burst.plans.head_parallel import head_groups, kv_head_copies
+from megatron_burst.plans.topology import choose_grid
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""

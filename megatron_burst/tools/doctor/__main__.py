@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_burst.kernels import Request
-from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import command, hardware, installed, kernels, settings, silent
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine, split

@@ -9,11 +9,11 @@ import torch
 
 from megatron_burst.config import BurstConfig, LmHeadLoss
 from megatron_burst.kernels import Request
-from megatron_burst.mask import Mask
-from megatron_burst.planning import make_layout
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plugin.arguments import burst_config_from_args
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
-from megatron_burst.tiles import Tiling
 from megatron_burst.tools.doctor import divisibility, nodes, settings, silent
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine

@@ -18,7 +18,9 @@ from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
 
-from megatron_burst.plugin import compat, cpu_arguments, cpu_platform
+from megatron_burst.plugin import compat
+from megatron_burst.plugin.cpu import arguments as cpu_arguments
+from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.kernels import on_the_target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.cost import Shape, bytes_sent, visible_pairs
-from megatron_burst.mask import Mask
-from megatron_burst.plan import Item, Plan, Tile, assemble
-from megatron_burst.plan import Step as PlannedStep
-from megatron_burst.planning import Choice, Way, choose, make_layout
-from megatron_burst.recompute import boundary
-from megatron_burst.tiles import Tiling
-from megatron_burst.timeline import Message, Step, timeline
+from megatron_burst.plans.cost import Shape, bytes_sent, visible_pairs
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Item, Plan, Tile, assemble
+from megatron_burst.plans.plan import Step as PlannedStep
+from megatron_burst.plans.planning import Choice, Way, choose, make_layout
+from megatron_burst.plans.recompute import boundary
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.timeline import Message, Step, timeline
+from megatron_burst.plans.topology import Grid
 from megatron_burst.tools.plan.workload import Workload
-from megatron_burst.topology import Grid
 
 _SUM_BYTES = 4  # of an element of a sum
 

@@ -16,15 +16,15 @@ from megatron_burst.config import (
     Topology,
     flags,
 )
-from megatron_burst.cost import Shape
-from megatron_burst.head_parallel import kv_head_copies
-from megatron_burst.layout import Layout
-from megatron_burst.linear_cross_entropy.call import Call
-from megatron_burst.linear_cross_entropy.chunk_size import Chunking, Sizes
-from megatron_burst.linear_cross_entropy.objective import Objective
-from megatron_burst.mask import Mask
-from megatron_burst.planning import make_layout
-from megatron_burst.topology import Grid, choose_grid
+from megatron_burst.loss.call import Call
+from megatron_burst.loss.chunk_size import Chunking, Sizes
+from megatron_burst.loss.objective import Objective
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.topology import Grid, choose_grid
 
 type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels import KERNELS, Request
-from megatron_burst.plugin import cpu_platform
+from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.__main__ import main
 from megatron_burst.tools.doctor.installed import parts

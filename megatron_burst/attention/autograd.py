@@ -1,0 +1,223 @@
+"""The public function: checks its input and joins the forward and backward loops for autograd."""
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall, BurstContext
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.head_exchange import HeadExchange
+from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.sink import sink_gradient
+from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.mask import Mask
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    sink: Tensor | None = None,
+    memory: AttentionMemory | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the whole sequence, each rank holding the tokens of its shard.
+
+    Equals, on every rank of the context's group,
+
+        whole = [context.unshard(x, dim=1) for x in (q, k, v)]
+        out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
+
+    (a soft cap changes the scores before the mask, a sink the sum under the softmax: see below),
+    without ever holding more than a few ranks' K and V: its own, and in buffers those in use and
+    those arriving, two more on a flat ring, four on a double ring, whatever the mask. `allgather`
+    holds all; where a sparse mask's rows go straight to who needs them, a rank holds all that it
+    needs. With as many kv heads as query heads, in bfloat16, what lives beside inputs and output is
+    at most, in multiples of q, on a flat ring 8.1 in the forward and in the backward 20.6 (kv) or
+    18.2 (query); on a double ring 11.2, and 38.6 or 29.2.
+    Shapes, dtype and mask may change from call to call, on all ranks together.
+
+    Args:
+        q: [batch, local tokens, query heads, head size].
+        k: [batch, local tokens, kv heads, head size]; the query heads are a multiple of these.
+        v: [batch, local tokens, kv heads, value head size].
+        context: made once by `BurstContext.create` on all ranks of the group.
+        mask: `Mask.causal()` or `Mask.full()`.
+        softmax_scale: 1/√(head size) if None.
+        soft_cap: scores become soft_cap · tanh(scores / soft_cap) after the scale, before the mask.
+        sink: [query heads], one score a head that every query of the sequence sees beside its keys
+            and that has no value: softmax's denominator grows by exp(sink). Its gradient on a rank
+            is the part of the rank's own tokens; like that of any parameter it is summed or
+            averaged over the group, which Megatron's all-reduce over CP x DP does. Zeros without a
+            gradient are the off-by-one softmax.
+        memory: for a call that runs twice, as in a checkpointed layer. Into an empty one the call
+            puts the results of the late rows; with a full one it takes them out and computes only
+            the early rows, its messages cut to what those need.
+        return_lse: also return the log-sum-exp of every row's scores.
+
+    Returns:
+        out, [batch, local tokens, query heads, value head size] in q's dtype; with `return_lse`
+        also lse, [batch, query heads, local tokens], natural logarithm, float32 (float64 for
+        float64 inputs), the sink included, without a gradient.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, the soft cap is not positive, or no kernel can
+            serve them.
+        CommunicationError: a peer died or took longer than the time limit.
+    """
+    _check_tensors(q, k, v)
+    _check_scores(q, soft_cap, sink)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if context.heads.size > 1:
+        out, lse = _over_heads(q, k, v, sink, memory, context, mask, scale, soft_cap, return_lse)
+    else:
+        call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
+        out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
+    return (out, lse) if return_lse else out
+
+
+def _over_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    memory: AttentionMemory | None,
+    context: BurstContext,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    exchange = _exchange(q.shape[1], context)
+    copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+    q, k, v = exchange.to_heads(q, k, v)
+    if sink is not None:
+        sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are spread
+    call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
+    out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
+    if return_lse:
+        (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
+        lse = rows[..., 0].transpose(1, 2)
+    (out,) = exchange.to_tokens(out)
+    return out, lse
+
+
+def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
+    group, index = context.heads.place(context.rank)
+    members = context.heads.member_layout(context.layout(local_tokens * context.ranks), group)
+    return HeadExchange(index, members, context.communicator.among(context.heads.groups[group]))
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: AttentionCall,
+        memory: AttentionMemory | None,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
+        with call.communicator.record("forward", call.forward_plan):
+            out, lse = forward(q, k, v, call, sink)
+        if memory is not None:
+            if kept := memory.recall():
+                kept.put(out, lse)
+            else:
+                memory.keep(call.first_kept_row, out, lse)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
+        call: AttentionCall = ctx.call
+        with call.communicator.record("backward", call.backward_plan):
+            gradients = backward(dout, q, k, v, out, lse, call)
+        return *gradients, dsink, None, None
+
+
+def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"a soft cap is positive and finite, got {soft_cap}; None is no cap")
+    if sink is None:
+        return
+    if sink.shape != q.shape[2:3]:
+        raise ValueError(
+            f"a sink has one score a query head, [{q.shape[2]}]; got {tuple(sink.shape)}"
+        )
+    if not sink.is_floating_point() or sink.device != q.device:
+        raise ValueError(
+            f"a sink is a floating-point tensor where q is, on {q.device}; got {sink.dtype} on "
+            f"{sink.device}"
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, tokens, heads, head size], got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
+                f"{name} has {x.dtype} on {x.device}"
+            )
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"q, k and v must agree in batch and tokens, k and v in heads; {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have one head size; {shapes}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of kv heads; {shapes}")

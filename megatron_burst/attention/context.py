@@ -1,0 +1,307 @@
+"""What attention calls of one context-parallel group share: who is in it, and what was planned."""
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
+from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.head_parallel import HeadGroups, head_groups
+from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.planning import Choice, Plans, choose, make_layout, mib
+from megatron_burst.plans.recompute import boundary, first_kept_row
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
+from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
+from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.trace import Recorder
+
+logger = logging.getLogger(__name__)
+
+_PLANS_KEPT = 64  # of one context: more than the masks of one step
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """All of one attention call but its tensors."""
+
+    forward_plan: Plan
+    backward_plan: Plan
+    kernel: Kernel
+    scale: float
+    communicator: Communicator
+    gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
+    soft_cap: float | None = None
+    first_kept_row: int = 0  # of a call with a memory: see `recompute`
+
+
+class BurstContext:
+    """One context-parallel group as this rank sees it; made by `create`, once a group."""
+
+    def __init__(
+        self,
+        config: BurstConfig,
+        group: dist.ProcessGroup | None,
+        grid: Grid,
+        nodes: Sequence[Hashable],
+        communicator: Communicator,
+        heads: HeadGroups | None = None,
+        *,
+        along_grid: bool = False,
+        agreement: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.config = config
+        self.group = group  # None: this process alone
+        self.rank = 0 if group is None else group.rank()
+        self.heads = heads or HeadGroups(tuple((rank,) for rank in range(grid.ranks)))
+        self.ranks = grid.ranks * self.heads.size
+        self.grid = grid  # of the ranks of one ring
+        self.communicator = communicator
+        self.nodes = nodes  # of the ranks of one ring
+        self.along_grid = along_grid  # whether messages keep to its rows and columns
+        self._agreement = agreement  # None: nobody to agree with
+        self._calls = 0
+        self._plans: dict[str, Plans] = {}
+        self._logged: set[tuple[Shape, Mask]] = set()
+
+    @classmethod
+    def create(
+        cls,
+        config: BurstConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hierarchy: Sequence[dist.ProcessGroup] | None = None,
+        groups: Groups | None = None,
+        recorder: Recorder | None = None,
+    ) -> "BurstContext":
+        """Make the context of `group`: a collective call of all ranks of the job.
+
+        Every rank calls it at the same time with the group that it is in, because the rings use
+        process groups of their own, and torch makes those with the whole job.
+
+        Args:
+            config: the same on every rank.
+            group: the context-parallel group; None takes all ranks of the job, or this process
+                alone where torch.distributed is not initialised.
+            hierarchy: process groups to adopt, as Megatron makes them: this rank's group within its
+                node and the one between the nodes.
+            groups: process groups of the same ranks made beforehand; then the call is a collective
+                of `group` alone.
+            recorder: of what the calls do and when, if it is started; see `trace`.
+
+        Raises:
+            ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
+                configuration makes no double ring of the given hierarchy.
+        """
+        check_kernel_name(config.kernel)
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None or group.size() == 1:
+            _head_groups(config, (0,))
+            alone = Communicator((), {}, config.timeout_seconds, recorder)
+            return cls(config, None, flat_grid(1), (0,), alone)
+        check_agreement(group, "the configuration", str(config), config.timeout_seconds)
+        nodes = nodes_of_ranks(config, group, hierarchy)
+        heads = _head_groups(config, nodes)
+        nodes = [nodes[members[0]] for members in heads.groups]
+        grid, why_flat = choose_grid(_topology(config), nodes)
+        if why_flat and group.rank() == 0:
+            logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
+        if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
+            raise ValueError(
+                f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
+                f"given, but the configuration makes a {grid}; take --burst-topology double"
+            )
+        along_grid = hierarchy is not None and groups is None
+        if groups is None:
+            groups = make_groups(config, group, grid, hierarchy, heads.size)
+        warm_up(groups.channels)
+        ranks = dist.get_process_group_ranks(group)
+        communicator = Communicator(ranks, groups.channels, config.timeout_seconds, recorder)
+        return cls(
+            *(config, group, grid, nodes, communicator, heads),
+            along_grid=along_grid,
+            agreement=groups.agreement,
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self.communicator.bytes_sent
+
+    def layout(self, tokens: int) -> Layout:
+        """Return which tokens of a sequence each rank holds.
+
+        Raises:
+            ValueError: the sequence does not divide over the ranks.
+        """
+        return make_layout(self.config, tokens, self.ranks)
+
+    def positions(self, tokens: int) -> Tensor:
+        """Return the positions of this rank's rows in a sequence: int64 [local tokens]."""
+        return self.layout(tokens).positions(self.rank)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows of the whole tensor `x` along `dim`."""
+        return self.layout(x.shape[dim]).shard(x, self.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """Gather the shards of all ranks: the inverse of `shard`, a collective, no gradient."""
+        x = x.detach().contiguous()
+        shards = [x]
+        if self.group is not None:
+            shards = [torch.empty_like(x) for _ in range(self.ranks)]
+            dist.all_gather(shards, x, group=self.group)
+        return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None = None,
+        memory: AttentionMemory | None = None,
+    ) -> AttentionCall:
+        """Choose the kernel and the plans for these tensors; see `ring_attention`."""
+        if memory is not None:
+            return self._prepare_with_memory(q, k, v, mask, scale, soft_cap, memory)
+        shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
+        shapes += "" if soft_cap is None else f", soft cap {soft_cap}"
+        self._calls += 1
+        plans = self._plans.get(shapes)
+        if plans is None:
+            self._compare(f"call {self._calls} of {shapes}")
+            plans = self._make_plans(q, k, v, mask, soft_cap)
+        self._remember(shapes, plans)
+        request = _request(q, k, v, mask, soft_cap, plans)
+        kernel = select_kernel(self.config.kernel, request)
+        travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
+        _, index = self.heads.place(self.rank)
+        ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
+        return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
+
+    def _compare(self, call: str) -> None:
+        """Compare a call with those of the other ranks, which new shapes or a new mask begin.
+
+        A rank that has met them before sends, and does not come: both give up within the time
+        limit. If it comes later, the numbers of the calls differ.
+        """
+        if self._agreement is not None:
+            limit, what = self.config.timeout_seconds, "the shapes or the mask"
+            check_agreement(self._agreement, what, call, limit, f"attention {call}")
+
+    def _prepare_with_memory(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None,
+        memory: AttentionMemory,
+    ) -> AttentionCall:
+        """Prepare one of two passes: the first is whole, the second's forward stops early."""
+        call = self.prepare(q, k, v, mask, scale, soft_cap)
+        tokens = q.shape[1] * self.grid.ranks
+        stop = boundary(self.layout(tokens), memory.fraction)
+        ring = self.heads.ring_layout(self.layout(tokens))
+        row = first_kept_row(ring, self.heads.place(self.rank)[0], stop)
+        if memory.kept is None or stop == tokens:
+            return replace(call, first_kept_row=row)
+        early = self.prepare(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
+        return replace(call, forward_plan=early.forward_plan, first_kept_row=row)
+
+    def _remember(self, shapes: str, plans: Plans) -> None:
+        """Keep the plans that were used last: with documents every batch has a mask of its own."""
+        self._plans.pop(shapes, None)
+        self._plans[shapes] = plans
+        while len(self._plans) > _PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+
+    def _make_plans(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
+    ) -> Plans:
+        """Choose the cheaper ways, make this rank's plans and say once what they are."""
+        layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
+        tiling = Tiling(layout, mask)
+        shape = self._shape(q, k, v)
+        choice = choose(
+            self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
+        )
+        plans = choice.plans(self.heads.place(self.rank)[0])
+        # With documents every micro-batch has a mask of its own: one line for all of them.
+        said = shape, replace(mask, documents=mask.documents and (0,))
+        if self.rank == 0 and said not in self._logged:
+            self._logged.add(said)
+            self._log(_request(q, k, v, mask, soft_cap, plans), choice, shape)
+        return plans
+
+    def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+        wide = accumulation_dtype(q.dtype).itemsize
+        return Shape(
+            tokens=q.shape[0] * q.shape[1],
+            query_heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=k.shape[3],
+            value_head_dim=v.shape[3],
+            element_bytes=q.element_size(),
+            gradient_bytes=q.element_size() if self.config.grad_dtype is GradDtype.MODEL else wide,
+            row_bytes=wide,
+        )
+
+    def _log(self, request: Request, choice: Choice, shape: Shape) -> None:
+        """Say what was chosen and what it costs a layer."""
+        kernel = select_kernel(self.config.kernel, request)
+        reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
+        logger.info(
+            "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
+            self.config.algorithm,
+            self.ranks,
+            self.config.layout,
+            f"heads over {self.heads.size} ranks, " if self.heads.size > 1 else "",
+            self.grid,
+            f"{kernel.name} ({reasons})" if reasons else kernel.name,
+            choice,
+            self._exchange_log(shape),
+        )
+
+    def _exchange_log(self, shape: Shape) -> str:
+        if self.heads.size == 1:
+            return ""
+        return (
+            f"; the all-to-all over the heads sends {mib(shape.exchange_bytes(self.heads.size))} "
+            "a rank forward and backward each"
+        )
+
+
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None, plans: Plans
+) -> Request:
+    documents = mask.documents is not None
+    return Request.of(
+        *(q, k, v), is_banded=plans.is_banded, soft_cap=soft_cap, has_documents=documents
+    )
+
+
+def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:
+    """Ulysses spreads the heads over all ranks, be they of one node or not."""
+    if config.algorithm is Algorithm.ULYSSES:
+        return head_groups([0] * len(nodes), len(nodes))
+    return head_groups(nodes, config.head_parallel_size)
+
+
+def _topology(config: BurstConfig) -> Topology:
+    """A baseline is flat unless a double ring is asked for."""
+    baseline = config.algorithm is not Algorithm.BURST
+    return Topology.FLAT if baseline and config.topology is Topology.AUTO else config.topology

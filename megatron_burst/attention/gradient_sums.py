@@ -1,0 +1,113 @@
+"""The gradients that a rank sums, of its own tokens and of those that visit it."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Item, Kind, Send
+from megatron_burst.transport.blocks import Block, rows_of
+
+
+class GradientSums:
+    """Sums of gradients by item, in float32 (float64 for float64 inputs).
+
+    Args:
+        rank: whose sums; what belongs to another rank is a visitor's.
+        shaped: for each kind of gradient, tensors of the shapes of one rank's sums.
+        travel_dtype: what a sum is rounded to when it is sent; None sends it as it is.
+    """
+
+    def __init__(
+        self, rank: int, shaped: Mapping[Kind, Block], travel_dtype: torch.dtype | None
+    ) -> None:
+        self._rank, self._shaped, self._travel_dtype = rank, shaped, travel_dtype
+        self._sums: dict[Item, Block] = {}
+        # A single partial stays as it came: what arrives may become the sum, or nothing more comes.
+        self._single: dict[Item, tuple[Interval, Block]] = {}
+        self._adopted: set[Item] = set()  # visitors' sums that live where they arrived
+
+    def like(self, item: Item) -> Block:
+        """Return tensors without storage of the shapes and dtypes in which an item arrives."""
+        return tuple(
+            t.new_empty((1,), dtype=self._travel_dtype or accumulation_dtype(t.dtype)).expand(
+                t.shape
+            )
+            for t in self._shape(item)
+        )
+
+    def add(self, item: Item, rows: Interval, parts: Block) -> None:
+        """Add a tile's gradients to the given rows of the item; the tensors become ours."""
+        if item not in self._sums and item not in self._single:
+            self._single[item] = (rows, parts)
+        else:
+            _accumulate(self._sum(item), rows, parts)
+
+    def take(self, item: Item, block: Block) -> None:
+        """Add what has arrived.
+
+        The first arrival of a visitor's gradient becomes the sum, and its memory is in use until
+        the sum has been sent; `plan` keeps buffers by the same rule.
+        """
+        if item.owner == self._rank:
+            whole = item._replace(part=None)
+            _accumulate(self._sum(whole), item.part or self._all_rows(whole), block)
+            return
+        if item in self._adopted:
+            _accumulate(self._sum(item), self._all_rows(item), block)
+            return
+        whole_sum = (self._all_rows(item), self._sums.pop(item, ()))
+        rows, mine = self._single.pop(item, whole_sum)
+        self._sums[item] = tuple(t.to(accumulation_dtype(t.dtype)) for t in block)
+        self._adopted.add(item)
+        if mine:
+            _accumulate(self._sums[item], rows, mine)
+
+    def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
+        """Return, as they travel, the sums of every gradient among `sends`; they start anew."""
+        return {s.item: self._pop_to_travel(s.item) for s in sends if s.item.kind.is_gradient}
+
+    def total(self, item: Item) -> Block:
+        """Return the item's sum, or its single partial where that covers all rows."""
+        if item in self._single and self._single[item][0] == self._all_rows(item):
+            return self._single[item][1]
+        return self._sum(item)
+
+    def _pop_to_travel(self, item: Item) -> Block:
+        total = self._sum(item)
+        del self._sums[item]
+        self._adopted.discard(item)
+        return tuple(t.to(self._travel_dtype or t.dtype) for t in total)
+
+    def _sum(self, item: Item) -> Block:
+        """Return the item's sum, made of its single partial or of nothing if there is none yet."""
+        if item not in self._sums:
+            rows, parts = self._single.pop(item, (Interval(0, 0), ()))
+            if rows == self._all_rows(item):
+                self._sums[item] = tuple(map(_widened, parts))
+            else:
+                self._sums[item] = tuple(map(_zeros, self._shape(item)))
+                if parts:
+                    _accumulate(self._sums[item], rows, parts)
+        return self._sums[item]
+
+    def _all_rows(self, item: Item) -> Interval:
+        return Interval(0, self._shape(item)[0].shape[1])
+
+    def _shape(self, item: Item) -> Block:
+        return rows_of(self._shaped[item.kind], item.part)
+
+
+def _widened(part: Tensor) -> Tensor:
+    return part.to(accumulation_dtype(part.dtype)).contiguous()  # messages are
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape, dtype=accumulation_dtype(like.dtype))
+
+
+def _accumulate(total: Block, rows: Interval, parts: Block) -> None:
+    for sums, part in zip(total, parts, strict=True):
+        sums[:, rows.rows] += part

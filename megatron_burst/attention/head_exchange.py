@@ -1,0 +1,101 @@
+"""An all-to-all that trades a rank's share of the tokens for a share of the heads.
+
+Each rank of a group then has all tokens of the group for its heads: with all ranks in one group,
+whole sequences, and attention needs no further messages (Ulysses).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, assemble
+from megatron_burst.transport.comm import Communicator
+
+# Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
+_PEERS_AT_A_TIME = 42
+
+
+def exchange_plan(rank: int, ranks: int) -> Plan:
+    """Plan one all-to-all: part t of what rank s has goes to rank t.
+
+    All is posted at the start, in groups of as many peers as NCCL bears. A group is that of all
+    ranks at the same distances, so that both ends of a message have it in the same one.
+    """
+    hops = []
+    for distance in range(1, ranks):
+        group = (distance - 1) // _PEERS_AT_A_TIME
+        for source in (rank, (rank - distance) % ranks):
+            target = (source + distance) % ranks
+            hops.append(Hop(_share(source, target), source, target, Channel.READ_WITHIN, 0, group))
+    return assemble(rank, hops, {})
+
+
+def _share(source: int, target: int) -> Item:
+    """The item that `source` has for `target`."""
+    return Item(Kind.HEADS, source, Interval(target, target + 1))
+
+
+class HeadExchange:
+    """The all-to-all of one group as one of its ranks sees it.
+
+    Args:
+        rank: this rank's number in the group.
+        layout: which of the group's tokens each of its ranks holds.
+        communicator: of the ranks of the group.
+    """
+
+    def __init__(self, rank: int, layout: Layout, communicator: Communicator) -> None:
+        self.rank, self.ranks = rank, layout.ranks
+        self._layout, self._communicator = layout, communicator
+        self._plan = exchange_plan(rank, layout.ranks)
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
+
+        Equals the tensors of all ranks put together by the layout and cut along the heads, which
+        must divide by the ranks. Differentiable; gradients travel in the tensors' dtype.
+        """
+        return _Exchange.apply(self, True, *tensors)
+
+    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Undo `to_heads`."""
+        return _Exchange.apply(self, False, *tensors)
+
+    def exchange(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
+        """Carry out one all-to-all; what goes from rank to rank goes together."""
+        parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
+        outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
+        flight = self._communicator.begin("head exchange", self._plan, lambda _: parts[self.rank])
+        with self._communicator.record("head exchange", self._plan):
+            for number, step in enumerate(self._plan.steps):
+                flight.post(number, step, outgoing)
+                for item, block in flight.land(number):
+                    parts[item.owner] = block
+        return tuple(self._join(of_one, to_heads) for of_one in zip(*parts, strict=True))
+
+    def _cut(self, x: Tensor, to_heads: bool) -> list[Tensor]:
+        if to_heads:
+            return [part.contiguous() for part in x.chunk(self.ranks, dim=2)]
+        return [self._layout.shard(x, rank, dim=1).contiguous() for rank in range(self.ranks)]
+
+    def _join(self, parts: tuple[Tensor, ...], to_heads: bool) -> Tensor:
+        return self._layout.unshard(parts, dim=1) if to_heads else torch.cat(parts, dim=2)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = exchange, to_heads
+        return exchange.exchange(tensors, to_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, to_heads = ctx.arguments
+        return None, None, *exchange.exchange(gradients, not to_heads)

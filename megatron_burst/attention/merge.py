@@ -1,0 +1,65 @@
+"""Joins partial attention results of the same queries against different keys."""
+
+import torch
+from torch import Tensor
+
+from megatron_burst.attention.sink import add_sink
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.layout import Interval
+
+
+class PartialResults:
+    """The running (out, lse) of a rank's queries.
+
+    Equals softmax over all keys seen so far: with m = logaddexp of the lse's,
+    out = Σ exp(lse_i - m) out_i. Kept in float32 (float64 for float64 inputs), because a sum in
+    bfloat16 would round once a tile. A row that sees nothing ends with out = 0 and lse = -inf.
+    """
+
+    def __init__(self, q: Tensor, value_head_dim: int) -> None:
+        self._q = q
+        self._shape = (*q.shape[:3], value_head_dim)
+        self._out_BSHD: Tensor | None = None
+        self._lse_BHS: Tensor | None = None
+
+    def add(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Add the result of one tile to the queries in `rows`; the tensors become ours."""
+        # Of a row that sees nothing kernels return an lse of -inf or +inf, and as out anything.
+        blind = lse_BHS.isinf()
+        lse_BHS.masked_fill_(blind, float("-inf"))
+        out_BSHD.masked_fill_(_per_row(blind), 0.0)
+        if self._out_BSHD is None and rows.length == self._shape[1]:
+            self._out_BSHD, self._lse_BHS = out_BSHD, lse_BHS  # with one tile it stays at that
+            return
+        total_out_BSHD, total_lse_BHS = self._wide_totals()
+        total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
+        merged = torch.logaddexp(total_lse, lse_BHS)
+        # A row that has seen nothing stays at -inf; subtract 0 there, for -inf - -inf is NaN.
+        base = merged.masked_fill(merged.isneginf(), 0.0)
+        total_out.mul_(_per_row((total_lse - base).exp()))
+        total_out.addcmul_(_per_row((lse_BHS - base).exp()), out_BSHD)
+        total_lse.copy_(merged)
+
+    def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out in the queries' dtype, lse), each head's sink among the scores."""
+        if self._out_BSHD is None or self._lse_BHS is None:
+            self._wide_totals()
+        assert self._out_BSHD is not None and self._lse_BHS is not None
+        out_BSHD, lse_BHS = self._out_BSHD, self._lse_BHS
+        if sink is not None:
+            out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
+        return out_BSHD.to(self._q.dtype), lse_BHS
+
+    def _wide_totals(self) -> tuple[Tensor, Tensor]:
+        """Return the totals in the dtype of sums, made of nothing if there are none yet."""
+        wide = accumulation_dtype(self._q.dtype)
+        batch, tokens, heads, _ = self._shape
+        if self._out_BSHD is None or self._lse_BHS is None:
+            self._out_BSHD = self._q.new_zeros(self._shape, dtype=wide)
+            self._lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        self._out_BSHD, self._lse_BHS = self._out_BSHD.to(wide), self._lse_BHS.to(wide)
+        return self._out_BSHD, self._lse_BHS
+
+
+def _per_row(x_BHS: Tensor) -> Tensor:
+    return x_BHS.transpose(1, 2)[..., None]  # [B, S, H, 1]

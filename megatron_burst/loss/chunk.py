@@ -1,0 +1,96 @@
+"""One chunk on one rank: its logits, the statistics they leave, and their gradient, in place."""
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.loss.objective import Objective
+from megatron_burst.loss.products import LogitsGradient
+from megatron_burst.loss.vocabulary import Targets
+
+
+class Workspace:
+    """The buffers that all chunks of a pass share, so that one chunk of logits exists at a time.
+
+    Products are made in the dtype of the weight, everything else in the dtype of sums.
+    """
+
+    def __init__(self, weight: Tensor, tokens: int, objective: Objective, *, slopes: bool) -> None:
+        """Make buffers for the logits of `tokens` and all rows of `weight`."""
+        wide = accumulation_dtype(weight.dtype)
+        room = tokens * weight.shape[0]
+        self._objective = objective
+        self._narrow = weight.new_empty(room)
+        self._wide = self._narrow if wide == weight.dtype else weight.new_empty(room, dtype=wide)
+        slopes = slopes and objective.logit_softcap is not None
+        self._slopes = weight.new_empty(room, dtype=wide) if slopes else None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return scaled and capped logits [tokens, rows] in the dtype of sums."""
+        product = self._take(self._narrow, hidden, weight)
+        torch.mm(hidden, weight.t(), out=product)
+        logits = product
+        if self._wide is not self._narrow:
+            logits = self._take(self._wide, hidden, weight).copy_(product)
+        if self._objective.logit_scale != 1.0:
+            logits.mul_(self._objective.logit_scale)
+        if cap := self._objective.logit_softcap:
+            logits.div_(cap).tanh_()
+            if self._slopes is not None:  # 1 - tanh²
+                slopes = self._take(self._slopes, hidden, weight)
+                torch.square(logits, out=slopes).neg_().add_(1.0)
+            logits.mul_(cap)
+        return logits
+
+    def statistics(self, logits: Tensor, targets: Targets) -> Tensor:
+        """Return [statistics, tokens]; leaves exp(logits - their largest) in `logits`.
+
+        They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
+        target is in no column, and for label smoothing the sum of the logits.
+        """
+        target = logits.gather(1, targets.column[:, None])[:, 0].mul_(targets.mine)
+        sums = [logits.sum(1)] if self._objective.label_smoothing else []
+        highest = logits.amax(1)
+        logits.sub_(highest[:, None]).exp_()
+        return torch.stack([highest, logits.sum(1), target, *sums])
+
+    def gradient(
+        self,
+        exponentials: Tensor,
+        to_probability: Tensor | None,
+        lse: Tensor,
+        targets: Targets,
+        grad: Tensor,
+        vocabulary: int,
+    ) -> LogitsGradient:
+        """Return the gradient of the unscaled, uncapped logits.
+
+        Args:
+            exponentials: [tokens, rows], overwritten.
+            to_probability: [tokens], by which they become probabilities; None where they are.
+            lse: [tokens], of the whole vocabulary.
+            targets: of these tokens among these rows.
+            grad: [tokens], the gradient of the losses; 0 for what is ignored.
+            vocabulary: rows of the whole vocabulary.
+        """
+        grad = grad * self._objective.logit_scale
+        smoothing, z_loss = self._objective.label_smoothing, self._objective.z_loss
+        factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad
+        if to_probability is not None:
+            factor = factor * to_probability
+        exponentials.mul_(factor[:, None])
+        if smoothing:
+            exponentials.sub_((grad * (smoothing / vocabulary))[:, None])
+        hit = grad * (smoothing - 1.0) * targets.mine
+        exponentials.scatter_add_(1, targets.column[:, None], hit[:, None])
+        if self._slopes is not None:
+            exponentials.mul_(self._slopes[: exponentials.numel()].view_as(exponentials))
+        narrow = exponentials
+        if self._wide is not self._narrow:
+            narrow = self._narrow[: narrow.numel()].view_as(narrow).copy_(exponentials)
+        return LogitsGradient(narrow, exponentials)
+
+    @staticmethod
+    def _take(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        shape = hidden.shape[0], weight.shape[0]
+        return buffer[: shape[0] * shape[1]].view(shape)

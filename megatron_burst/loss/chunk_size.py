@@ -1,0 +1,164 @@
+"""How many tokens a chunk has: from a memory limit, or as asked for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_burst.kernels.dtypes import accumulation_dtype
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What the memory of a call depends on."""
+
+    tokens: int
+    vocabulary: int  # rows of the weight on this rank
+    hidden: int
+    dtype: torch.dtype  # of hidden and weight
+    ranks: int = 1  # of the vocabulary
+    statistics: int = 3  # numbers a token's logits leave
+    slopes: bool = False  # the soft cap's derivative is kept beside the logits
+    sums_apart: bool = False  # dW is summed in memory that is not its gradient's
+
+    @property
+    def for_each_token(self) -> int:
+        """Most bytes of a token in all of the call: loss, lse, target, gradient; of no limit."""
+        return 4 * self._wide + 16
+
+    @property
+    def for_a_token_of_statistics(self) -> int:
+        """Bytes of a token whose statistics are combined: those of all ranks, and its loss."""
+        return self._wide * (self.statistics * (2 * self.ranks + 2) + 8) + 32
+
+    def for_a_token_of_the_chunk(self, rows: int | None = None) -> int:
+        """Bytes of a token in the chunk: its logits, in every copy that lives at a time.
+
+        The logits in the dtype of sums, beside them those in a narrower dtype in which products are
+        made, and the soft cap's slopes. Where there is a narrower dtype the hidden states are
+        widened, too.
+
+        Args:
+            rows: of the weight, where not all of this rank's are used at a time.
+        """
+        narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
+        copies = self._wide * (2 if self.slopes else 1) + narrow
+        widened = self.hidden * self._wide if narrow else 0
+        return copies * (rows or self.vocabulary) + widened + 8 * self._wide + 40
+
+    @property
+    def sums(self) -> int:
+        """Bytes of all of dW in the dtype of sums."""
+        return self.vocabulary * self.hidden * self._wide
+
+    @property
+    def row_of_sums(self) -> int:
+        """Bytes of one row of dW in the dtype of sums."""
+        return self.hidden * self._wide
+
+    @property
+    def _wide(self) -> int:
+        return accumulation_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunking:
+    """What a call does at a time.
+
+    `peak` is the most bytes it has beside its inputs, the weight, their gradients and
+    `for_each_token`: tokens combined x `for_a_token_of_statistics` + tokens of the chunk x
+    `for_a_token_of_the_chunk`, and the sums of dW where these are apart from its gradient.
+    """
+
+    tokens: int  # of a chunk
+    combined: int  # whole chunks, whose statistics the ranks combine at a time
+    rows: int | None  # of dW that are summed at a time; None: all
+    tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
+    in_forward: bool  # gradients are made in forward
+    peak: int  # bytes
+
+    @property
+    def products(self) -> int:
+        """How many products of a token with the weight's size are made, forward and backward.
+
+        Logits, dh and dW; in backward the logits again, and a third time for blocks of rows.
+        """
+        return 3 if self.in_forward else 4 if self.rows is None else 5
+
+    def __str__(self) -> str:
+        made = "in forward" if self.in_forward else "from logits computed again"
+        blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
+        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB, gradients {made}{blocks}"
+
+
+def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
+    """Return the chunking of `chunk_size` tokens, whatever memory it takes.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
+    tokens = min(chunk_size, max(sizes.tokens, 1))
+    sums = sizes.sums if in_forward or sizes.sums_apart else 0
+    statistics = sizes.tokens * sizes.for_a_token_of_statistics
+    return Chunking(
+        tokens=tokens,
+        combined=max(sizes.tokens, 1),
+        rows=None,
+        tokens_of_rows=tokens,
+        in_forward=in_forward,
+        peak=statistics + tokens * sizes.for_a_token_of_the_chunk() + sums,
+    )
+
+
+def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
+    """Return the largest even chunks that stay within `limit` bytes.
+
+    Sums of dW that are apart from its gradient get half of the limit at most; where that is not
+    enough for all rows they are made block by block, for which the logits are computed once more.
+    Statistics get an eighth, and are combined as often as that takes.
+
+    Raises:
+        ValueError: one token does not fit, with the number of MiB that one needs.
+    """
+    rows, sums = sizes.vocabulary, 0
+    if in_forward or sizes.sums_apart:
+        if not in_forward:
+            rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
+        sums = rows * sizes.row_of_sums
+    each, of_statistics = sizes.for_a_token_of_the_chunk(), sizes.for_a_token_of_statistics
+    room = min(limit // 8, limit - sums - each)
+    combined = max(1, min(sizes.tokens, room // of_statistics))
+    fixed = combined * of_statistics + sums
+    if limit < fixed + each:
+        raise ValueError(
+            f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token of "
+            f"{sizes.tokens}, with a vocabulary of {sizes.vocabulary} rows on this rank: at least "
+            f"{-(-(fixed + each) // MIB)} MiB"
+        )
+    tokens = _even(sizes.tokens, min(combined, (limit - fixed) // each))
+    return Chunking(
+        tokens=tokens,
+        combined=combined if combined == sizes.tokens else combined // tokens * tokens,
+        rows=rows if rows < sizes.vocabulary else None,
+        tokens_of_rows=_even(sizes.tokens, tokens * each // sizes.for_a_token_of_the_chunk(rows)),
+        in_forward=in_forward,
+        peak=fixed + tokens * each,
+    )
+
+
+def _even(tokens: int, most: int) -> int:
+    """Return the size of the fewest chunks of at most `most` tokens, the last hardly smaller."""
+    tokens = max(tokens, 1)
+    return -(-tokens // -(-tokens // min(most, tokens)))
+
+
+def pays_in_forward(sizes: Sizes, limit: int | None) -> bool:
+    """Say whether gradients should be made in forward: a quarter less work, if there is room.
+
+    The unscaled dW, in the dtype of sums, waits for backward; it may take half of the limit.
+    Over several ranks every chunk would have to wait for a collective of its own.
+    """
+    return limit is not None and sizes.ranks == 1 and sizes.sums <= limit // 2

@@ -1,0 +1,100 @@
+"""The public function."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.loss.call import Call, Gradients, apply
+from megatron_burst.loss.objective import Objective
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_size: int | None = None,
+    memory_mb: float | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    loss_mask: Tensor | None = None,
+    gradients: Gradients | str = Gradients.AUTO,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """Loss of every token from its hidden state, a chunk of tokens at a time.
+
+    On one rank it equals, without the tensor of all logits:
+
+        logits = F.linear(hidden, weight).float() * logit_scale
+        if logit_softcap is not None:
+            logits = logit_softcap * torch.tanh(logits / logit_softcap)
+        logits, flat = logits.reshape(-1, len(weight)), targets.reshape(-1)
+        loss = F.cross_entropy(logits, flat, reduction="none", ignore_index=ignore_index,
+                               label_smoothing=label_smoothing)
+        loss = loss + z_loss * logits.logsumexp(-1).square() * (flat != ignore_index)
+        return loss.view(targets.shape)
+
+    Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
+    once. Backward computes the logits of each chunk again. Gradients made in forward save that, a
+    quarter of all work, but fit only one direction: that the gradient of the losses will be
+    `loss_mask` times one factor. If it is not, backward finds out and computes the logits again.
+
+    Args:
+        hidden: [..., d] in float32, bfloat16, float16 or float64.
+        weight: [vocabulary, d] in the same dtype; over a group this rank's shard of rows, equal on
+            all ranks and in order of the ranks.
+        targets: [...], integers; the same on all ranks of the group.
+        chunk_size: tokens a chunk.
+        memory_mb: limit in MiB for all that is alive beside the inputs, the weight, their
+            gradients (under sequence parallelism `hidden` counts whole) and up to 32 bytes a token
+            (48 for float64: loss, lse, target, gradient), so that no length is too great; chunks
+            are as large as it allows. 512 if neither this nor chunk_size is given. Where the weight
+            is narrower than float32 the sum of dW counts; if it takes more than half of the limit,
+            dW is made in blocks of rows, for which the logits are computed once more.
+        ignore_index: targets that make no loss and no gradient.
+        label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread
+            (Megatron's own smooths over a rank's part, so its loss depends on the ranks).
+        z_loss: weight of the squared log-sum-exp.
+        logit_softcap: logits are bounded by this, smoothly.
+        logit_scale: factor of the logits, before the soft cap.
+        loss_mask: of targets' shape: what the losses will be multiplied with (None: all alike). It
+            changes no result, only whether gradients made in forward can be used. Where `hidden`
+            is narrower than float32 they are rounded once more, unless the factor is a power of
+            two: pass the mask divided by what the loss is divided by.
+        gradients: "forward", "backward", or "auto": in forward on one rank if dW in the dtype of
+            sums takes no more than half of the memory limit.
+        group: the ranks over which the vocabulary is spread; None is this rank alone.
+        sequence_parallel: `hidden` is this rank's part of the first dimension; targets are whole.
+
+    Returns:
+        Losses of targets' shape in float32 (float64 for float64), the same on all ranks of the
+        group. A target outside the vocabulary has the loss 1e30, which a mask of 0 makes 0. If its
+        loss counts after all, the gradients are NaN; on the CPU backward raises a ValueError.
+
+    Raises:
+        ValueError: shapes, dtypes or numbers that do not fit, both chunk_size and memory_mb, or a
+            memory limit too small for one token.
+    """
+    if chunk_size is not None and memory_mb is not None:
+        raise ValueError(
+            f"chunk_size = {chunk_size} and memory_mb = {memory_mb} both say how large a chunk is: "
+            "give one of them"
+        )
+    call = Call(
+        objective=Objective(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logit_softcap=logit_softcap,
+            logit_scale=logit_scale,
+        ),
+        chunk_size=chunk_size,
+        memory_mb=memory_mb,
+        gradients=Gradients(gradients),
+        group=group,
+        sequence_parallel=sequence_parallel,
+    )
+    return apply(hidden, weight, targets, loss_mask, call)

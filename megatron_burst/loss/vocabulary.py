@@ -1,0 +1,119 @@
+"""The vocabulary spread over ranks: whose targets are whose, and what the shards sum to."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.loss.objective import Objective
+
+LOSS_OUTSIDE = 1e30
+"""Of a target outside the vocabulary: a loss mask of 0 makes it 0, and nobody overlooks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The targets as one rank sees them: [tokens] each."""
+
+    column: Tensor  # of this rank's shard; 0 where the target is another's
+    mine: Tensor  # bool: the target is in this rank's shard
+    counted: Tensor  # bool: not ignored
+    known: Tensor  # bool: in the vocabulary, or ignored
+
+    def among(self, rows: slice) -> "Targets":
+        """Return them as seen by some rows of the shard."""
+        column = self.column - rows.start
+        mine = self.mine & (column >= 0) & (column < rows.stop - rows.start)
+        return Targets(column.mul_(mine), mine, self.counted, self.known)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`shard` rows of the vocabulary on each rank of `group`, in order; None is one rank alone."""
+
+    shard: int
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool  # the tokens are spread over the same ranks
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def size(self) -> int:
+        """Rows of all ranks."""
+        return self.shard * self.ranks
+
+    def locate(self, targets: Tensor, ignore_index: int) -> Targets:
+        """Find the targets [tokens] in this rank's shard."""
+        counted = targets != ignore_index
+        known = ~counted | ((targets >= 0) & (targets < self.size))
+        column = targets - (0 if self.group is None else self.group.rank() * self.shard)
+        mine = counted & (column >= 0) & (column < self.shard)
+        return Targets(column.mul_(mine), mine, counted, known)
+
+    def check_gradient(self, grad: Tensor, targets: Tensor, where: Targets) -> Tensor:
+        """Return the gradient of the losses [tokens], NaN where a target outside of it counts.
+
+        Raises:
+            ValueError: instead of NaN on the CPU, where looking costs nothing.
+        """
+        lost = ~where.known & (grad != 0)
+        if lost.device.type == "cpu" and lost.any():
+            raise ValueError(
+                f"target {int(targets[lost][0])} is outside the vocabulary of "
+                f"{self.size} rows, and its loss counts: mask it, or give it ignore_index"
+            )
+        return grad.masked_fill(lost, torch.nan)
+
+    def combine(self, statistics: Tensor) -> Tensor:
+        """Return the statistics [statistics, tokens] of all shards together: one collective."""
+        if self.group is None:
+            return statistics
+        numbers, tokens = statistics.shape
+        gathered = statistics.new_empty(self.ranks * numbers, tokens)
+        dist.all_gather_into_tensor(gathered, statistics, group=self.group)
+        of_ranks = gathered.view(self.ranks, numbers, tokens)
+        highest = of_ranks[:, 0].amax(0)
+        of_ranks[:, 1] *= (of_ranks[:, 0] - highest).exp_()
+        total = of_ranks.sum(0)
+        total[0] = highest
+        return total
+
+    def gather_tokens(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens, in order, from those that this rank holds."""
+        if self.group is None or not self.sequence_parallel:
+            return hidden
+        whole = hidden.new_empty(self.ranks * hidden.shape[0], *hidden.shape[1:])
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
+        return whole
+
+    def sum_gradient(self, d_hidden: Tensor) -> Tensor:
+        """Sum the gradient of all tokens over the ranks; return that of this rank's tokens."""
+        if self.group is None:
+            return d_hidden
+        if not self.sequence_parallel:
+            dist.all_reduce(d_hidden, group=self.group)
+            return d_hidden
+        mine = d_hidden.new_empty(d_hidden.shape[0] // self.ranks, d_hidden.shape[1])
+        dist.reduce_scatter_tensor(mine, d_hidden, group=self.group)
+        return mine
+
+
+def losses(
+    statistics: Tensor, targets: Targets, vocabulary: int, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """Return losses and log-sum-exps, [tokens] each, from the statistics of the whole vocabulary.
+
+    A target outside the vocabulary has the loss `LOSS_OUTSIDE`.
+    """
+    lse = statistics[0] + statistics[1].log()
+    loss = lse - statistics[2]
+    if smoothing := objective.label_smoothing:
+        loss += smoothing * (statistics[2] - statistics[3] / vocabulary)
+    if objective.z_loss:
+        loss += objective.z_loss * lse.square()
+    loss.masked_fill_(~targets.counted, 0.0).masked_fill_(~targets.known, LOSS_OUTSIDE)
+    return loss, lse

@@ -1,0 +1,116 @@
+"""What plans cost, counted: bytes that ranks send and pairs of tokens that they compute."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_burst.plans.layout import contiguous
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Hop, Item, Kind, Plan
+from megatron_burst.plans.tiles import Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of one rank's tensors decides how many bytes an item has."""
+
+    tokens: int  # batch x tokens of a rank
+    query_heads: int  # of a rank, after tensor and head parallelism
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+    element_bytes: int
+    gradient_bytes: int  # of an element of a gradient while it travels
+    row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
+
+    def item_bytes(self) -> dict[Kind, int]:
+        """Return the payload bytes of one item of each kind that a ring sends.
+
+        A hop of the kv backward is n·Hkv·(dk + dv)·(e + g), one of the query backward
+        n·Hq·(e·(dk + dv) + g·dk + 8).
+        """
+        queries, keys = self.tokens * self.query_heads, self.tokens * self.kv_heads
+        dims = self.head_dim + self.value_head_dim
+        return {
+            Kind.KV: keys * dims * self.element_bytes,
+            Kind.D_KV: keys * dims * self.gradient_bytes,
+            Kind.QUERY: queries * (dims * self.element_bytes + 2 * self.row_bytes),
+            Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
+        }
+
+    def exchange_bytes(self, head_parallel_size: int) -> int:
+        """Return what a rank sends of q, k, v and the output for its heads of `size` ranks' tokens.
+
+        n·(Hq + Hkv)·(dk + dv)·e·(U - 1)/U, in the backward as in the forward.
+        """
+        heads, dims = self.query_heads + self.kv_heads, self.head_dim + self.value_head_dim
+        held = self.tokens * heads * dims * self.element_bytes
+        return held * (head_parallel_size - 1) // head_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload bytes that leave: the most of any rank, rank's card or node.
+
+    A rank has a network card of its own, which only messages to other nodes pass; `node` is for
+    machines whose ranks share one.
+    """
+
+    rank: int
+    card: int
+    node: int
+
+    @property
+    def busiest_link(self) -> int:
+        """The bytes on the busiest link that is in use: a card's, or within one node a rank's."""
+        return self.card or self.rank
+
+
+def traffic(
+    hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 0
+) -> Traffic:
+    """Count what these hops put on the links.
+
+    Args:
+        hops: of all ranks.
+        sizes: the bytes of a whole item of each kind.
+        nodes: each rank's node.
+        local_tokens: the rows of a whole item, where parts of items travel.
+    """
+    sent, through_card = [0] * len(nodes), [0] * len(nodes)
+    through_node = dict.fromkeys(nodes, 0)
+    for hop in hops:
+        size = _bytes(hop.item, sizes, local_tokens)
+        sent[hop.source] += size
+        if nodes[hop.source] != nodes[hop.target]:
+            through_card[hop.source] += size
+            through_node[nodes[hop.source]] += size
+    return Traffic(max(sent), max(through_card), max(through_node.values()))
+
+
+def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
+    """Return the payload bytes that the plan's rank sends; see `traffic`."""
+    return sum(_bytes(send.item, sizes, local_tokens) for send in plan.sends)
+
+
+def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
+    if item.part is None or item.kind is Kind.HEADS:
+        return sizes[item.kind]
+    assert local_tokens, f"{item} is a part, but of how many rows was not said"
+    return sizes[item.kind] * item.part.length // local_tokens
+
+
+def pairs_computed(plan: Plan) -> int:
+    """Return how many visible (query, key) pairs the plan's rank computes, per head."""
+    return sum(tile.pairs for tile in plan.tiles)
+
+
+def visible_pairs(mask: Mask, tokens: int) -> int:
+    """Return how many (query, key) pairs of a sequence the mask lets through."""
+    return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))
+
+
+def imbalance(tiling: Tiling) -> float:
+    """Return max / mean over the ranks of the pairs they compute; 1.0 is perfect."""
+    ranks = range(tiling.ranks)
+    pairs = [sum(t.pairs for owner in ranks for t in tiling(rank, owner)) for rank in ranks]
+    return max(pairs) * len(pairs) / sum(pairs) if any(pairs) else 1.0

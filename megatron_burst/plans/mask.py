@@ -1,0 +1,278 @@
+"""Which keys a query sees, as the relation of two ranges of positions."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_burst.plans.layout import Interval
+
+# How a piece of queries sees a piece of keys.
+NOT, PARTLY, FULLY = 0, 1, 2
+
+type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """What a tile's mask looks like to a kernel: query i sees the keys i - left … i + right.
+
+    Both are rows of the tile and at least 0, so that every query of a tile sees a key; None is no
+    limit on that side.
+    """
+
+    left: int | None
+    right: int | None
+
+    FULL: ClassVar["Relation"]  # every query sees every key
+    CAUSAL: ClassVar["Relation"]  # of a square tile: query i sees keys 0 … i
+
+    def is_banded(self, queries: int, keys: int) -> bool:
+        """Whether a tile of this size is neither full nor a causal square."""
+        return self != Relation.FULL and (self != Relation.CAUSAL or queries != keys)
+
+    def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
+        """Return (left, right) counted from the diagonal that ends in the tile's last corner.
+
+        So FlashAttention counts. Query i sees i + keys - queries - left … i + keys - queries +
+        right; neither is negative.
+        """
+        shift = keys - queries
+        left = None if self.left is None else self.left + shift
+        return left, None if self.right is None else self.right - shift
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """Return how many (query, key) pairs of a tile of this size are visible."""
+        hidden = 0
+        if self.right is not None:
+            above = keys - 1 - self.right  # keys that query 0 does not see at its right
+            hidden += _triangle(above) - _triangle(above - queries)
+        if self.left is not None:
+            hidden += _triangle(queries - 1 - self.left)
+        return queries * keys - hidden
+
+    def visible(self, queries: int, keys: int, device: torch.device | None = None) -> Tensor:
+        """Write the tile's mask out: bool [queries, keys]."""
+        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.right is not None:
+            seen &= distance <= self.right
+        if self.left is not None:
+            seen &= distance >= -self.left
+        return seen
+
+    def cut(
+        self, queries: Interval, keys: Interval
+    ) -> "tuple[Interval, Interval, Relation] | None":
+        """Return the least tile that holds all pairs of these rows; None if they see nothing.
+
+        The rows are counted in this relation's own tile, and may reach beyond it.
+        """
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            return None
+        if self.right is not None:  # the first query that sees the first key, the last key seen
+            queries = Interval(max(queries.start, keys.start - self.right), queries.stop)
+            keys = Interval(keys.start, min(keys.stop, queries.stop + self.right))
+        if self.left is not None:
+            keys = Interval(max(keys.start, queries.start - self.left), keys.stop)
+            queries = Interval(queries.start, min(queries.stop, keys.stop + self.left))
+        if queries.length <= 0 or keys.length <= 0:
+            return None
+        shift = keys.start - queries.start
+        left = None if self.left is None else self.left + shift
+        right = None if self.right is None else self.right - shift
+        relation = Relation(
+            None if left is None or left >= queries.length - 1 else left,
+            None if right is None or right >= keys.length - 1 else right,
+        )
+        return queries, keys, relation
+
+
+Relation.FULL = Relation(None, None)
+Relation.CAUSAL = Relation(None, 0)
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2 if side > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Which blocks of keys each block of queries sees; a block is 1 / `blocks` of the sequence."""
+
+    blocks: int
+    bits: bytes = field(repr=False)  # one byte a pair, row after row
+    digest: str
+
+    @classmethod
+    def of(cls, table: Tensor) -> "BlockTable":
+        """Make it of a boolean tensor [blocks of queries, blocks of keys].
+
+        Raises:
+            ValueError: the tensor is not square or not boolean.
+        """
+        if table.ndim != 2 or table.shape[0] != table.shape[1] or table.dtype != torch.bool:
+            raise ValueError(
+                f"a block mask is a square table of booleans, got {tuple(table.shape)} of "
+                f"{table.dtype}"
+            )
+        bits = table.cpu().numpy().tobytes()
+        return cls(table.shape[0], bits, hashlib.sha256(bits).hexdigest()[:16])
+
+    @property
+    def array(self) -> NDArray[np.bool]:
+        """The table: [blocks of queries, blocks of keys]."""
+        return np.frombuffer(self.bits, np.bool).reshape(self.blocks, self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The attention mask of a whole sequence, never built as a matrix.
+
+    Query i sees key j if all that is given allows it: j <= i where causal, i - j <= window, both in
+    one document, and block_table[block of i, block of j].
+    """
+
+    is_causal: bool
+    window: int | None = None
+    documents: tuple[int, ...] | None = field(default=None, repr=False)
+    block_table: BlockTable | None = None
+    query_stop: int | None = None
+    """Queries at this position and later see nothing: their results are known already."""
+
+    @classmethod
+    def causal(
+        cls,
+        *,
+        window: int | None = None,
+        documents: Sequence[int] | None = None,
+        block_table: Tensor | None = None,
+    ) -> "Mask":
+        """Let position i see the positions up to and including i, as far as the rest allows.
+
+        Args:
+            window: how many positions back, beside itself: Megatron's `window_size[0]`.
+            documents: where documents begin, and last where the sequence ends: `cu_seqlens`.
+            block_table: bool [n, n] over n equal blocks of the sequence.
+
+        Raises:
+            ValueError: a negative window, boundaries that do not grow from 0, a table not square.
+        """
+        return cls._checked(True, window, documents, block_table)
+
+    @classmethod
+    def full(
+        cls,
+        *,
+        window: int | None = None,
+        documents: Sequence[int] | None = None,
+        block_table: Tensor | None = None,
+    ) -> "Mask":
+        """Let every position see every position, as far as the rest allows; see `causal`."""
+        return cls._checked(False, window, documents, block_table)
+
+    @classmethod
+    def _checked(
+        cls,
+        is_causal: bool,
+        window: int | None,
+        documents: Sequence[int] | None,
+        block_table: Tensor | None,
+    ) -> "Mask":
+        if window is not None and window < 0:
+            raise ValueError(f"a window of {window} positions is negative; None is no window")
+        bounds = None if documents is None else tuple(map(int, documents))
+        if bounds is not None:
+            grow = all(a < b for a, b in pairwise(bounds))
+            if len(bounds) < 2 or bounds[0] != 0 or not grow:
+                raise ValueError(
+                    f"document boundaries grow from 0 to the end of the sequence, got {bounds[:8]}"
+                )
+        return cls(
+            is_causal, window, bounds, None if block_table is None else BlockTable.of(block_table)
+        )
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.is_causal else "full"]
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.documents is not None:
+            parts.append(f"{len(self.documents) - 1} documents ({_digest(self.documents)})")
+        if self.block_table is not None:
+            parts.append(f"{self.block_table.blocks} blocks ({self.block_table.digest})")
+        if self.query_stop is not None:
+            parts.append(f"queries before {self.query_stop}")
+        return ", ".join(parts)
+
+    def check_length(self, tokens: int) -> None:
+        """Raise a ValueError if the documents or blocks are of a sequence of another length."""
+        if self.documents is not None and self.documents[-1] != tokens:
+            raise ValueError(
+                f"the documents end at {self.documents[-1]}, the sequence has {tokens} tokens"
+            )
+        if self.block_table is not None and tokens % self.block_table.blocks:
+            raise ValueError(
+                f"{tokens} tokens do not divide into the block mask's {self.block_table.blocks} "
+                "blocks: change --seq-length or --burst-block-mask"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether something but causality hides keys."""
+        return (self.window, self.documents, self.block_table, self.query_stop) != (None,) * 4
+
+    def cuts(self, tokens: int) -> list[int]:
+        """Return the positions at which documents and blocks begin, in order, 0 left out."""
+        cuts = set(self.documents[1:-1]) if self.documents else set()
+        if self.block_table is not None:
+            size = tokens // self.block_table.blocks
+            cuts |= set(range(size, tokens, size))
+        if self.query_stop is not None:
+            cuts.add(self.query_stop)
+        return sorted(cuts)
+
+    def overview(self, queries: Bounds, keys: Bounds, tokens: int) -> NDArray[np.int8]:
+        """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.
+
+        Each side is the first and the last position of its pieces, which cross none of
+        `cuts(tokens)`. Of what is seen PARTLY, `relation` tells more.
+        """
+        (first, last), (key_first, key_last) = [x[:, None] for x in queries], keys
+        fully = np.ones((len(first), len(key_first)), bool)
+        never = ~fully
+        if self.is_causal:
+            fully &= key_last <= first
+            never |= key_first > last
+        if self.window is not None:
+            fully &= last - key_first <= self.window
+            never |= first - key_last > self.window
+        if self.documents is not None:
+            starts = np.array(self.documents)
+            numbers = [np.searchsorted(starts, x, "right") for x in (first, key_first)]
+            never |= numbers[0] != numbers[1]
+        if self.block_table is not None:
+            size = tokens // self.block_table.blocks
+            never |= ~self.block_table.array[first // size, key_first // size]
+        if self.query_stop is not None:
+            never |= first >= self.query_stop
+        return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
+
+    def relation(self, query: range, key: range) -> tuple[Interval, Interval, Relation] | None:
+        """Return the least tile with all pairs that causality and window leave; None if none is.
+
+        The rows of the tile are counted in the two ranges, which have one step.
+        """
+        distance = query.start - key.start
+        left = None if self.window is None else (self.window - distance) // query.step
+        right = distance // query.step if self.is_causal else None
+        return Relation(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
+
+
+def _digest(values: Sequence[int]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

@@ -1,0 +1,265 @@
+"""Who sends what to whom and computes which tile when: frozen data, no torch, no processes.
+
+A plan is one rank's whole forward or backward. It is put together from the hops of all ranks, so
+that a send and its receive come from one line, and says for every message the step at whose start
+it is posted, the step at whose end it has landed, and the buffer it lands in.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.mask import Relation
+
+
+class Kind(StrEnum):
+    """What an item is made of."""
+
+    KV = "kv"
+    QUERY = "query"
+    D_KV = "d_kv"
+    D_QUERY = "d_query"
+    HEADS = "heads"  # what an all-to-all over the heads moves
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether items of this kind are sums that grow, not blocks that are read."""
+        return self in (Kind.D_KV, Kind.D_QUERY)
+
+    @property
+    def gradient(self) -> "Kind":
+        """The kind of the gradient of a block of this kind."""
+        return {Kind.KV: Kind.D_KV, Kind.QUERY: Kind.D_QUERY}[self]
+
+
+class Channel(StrEnum):
+    """One of the communicators of a group; messages of one channel stay in order."""
+
+    READ_WITHIN = "reads within the node"
+    READ_BETWEEN = "reads between nodes"
+    GRADIENT_WITHIN = "gradients within the node"
+    GRADIENT_BETWEEN = "gradients between nodes"
+
+
+class Item(NamedTuple):
+    """Something that can travel: the tensors of one kind that belong to one rank's tokens."""
+
+    kind: Kind
+    owner: int
+    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
+
+    def __str__(self) -> str:
+        what = "heads" if self.kind is Kind.HEADS else "rows"
+        part = f", {what} {self.part.start} to {self.part.stop}" if self.part else ""
+        return f"{self.kind} of rank {self.owner}{part}"
+
+
+class Hop(NamedTuple):
+    """One message as both of its ends see it."""
+
+    item: Item
+    source: int
+    target: int
+    channel: Channel
+    leaves: int  # the step at whose start both ends post it
+    lands: int  # the step at whose end both ends wait for it
+
+
+class Send(NamedTuple):
+    """An item on its way to a peer; what holds it must not change until it has landed."""
+
+    item: Item
+    peer: int
+    channel: Channel
+    lands: int
+
+
+class Receive(NamedTuple):
+    """An item on its way from a peer into one of the buffers of its kind."""
+
+    item: Item
+    peer: int
+    channel: Channel
+    lands: int
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One kernel call: rows of one rank's queries against rows of one rank's keys.
+
+    The rows are counted in the whole of what the owner has. Where only a part of it comes, the part
+    is named, and `query_slice` and `key_slice` count in it.
+    """
+
+    query_owner: int
+    key_owner: int
+    query_rows: Interval
+    key_rows: Interval
+    relation: Relation
+    query_part: Interval | None = None
+    key_part: Interval | None = None
+
+    @property
+    def pairs(self) -> int:
+        """How many (query, key) pairs the tile's mask lets through."""
+        return self.relation.pairs(self.query_rows.length, self.key_rows.length)
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether the tile is neither full nor a causal square."""
+        return self.relation.is_banded(self.query_rows.length, self.key_rows.length)
+
+    @property
+    def blocks(self) -> tuple[Item, Item]:
+        """The query and the key block that it reads."""
+        return (
+            Item(Kind.QUERY, self.query_owner, self.query_part),
+            Item(Kind.KV, self.key_owner, self.key_part),
+        )
+
+    @property
+    def gradients(self) -> tuple[Item, Item]:
+        """The query and the key gradient that it adds to."""
+        return (
+            Item(Kind.D_QUERY, self.query_owner, self.query_part),
+            Item(Kind.D_KV, self.key_owner, self.key_part),
+        )
+
+    def reading(self, kind: Kind, part: Interval) -> "Tile":
+        """Return the tile that reads its KV or QUERY block from this part of the owner's rows."""
+        if kind is Kind.KV:
+            return replace(self, key_part=part)
+        return replace(self, query_part=part)
+
+    @property
+    def query_slice(self) -> Interval:
+        """The rows of the query block."""
+        return self.query_rows.within(self.query_part)
+
+    @property
+    def key_slice(self) -> Interval:
+        """The rows of the key block."""
+        return self.key_rows.within(self.key_part)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Messages that are posted together and the tiles that are computed while they travel.
+
+    A block can be used in the steps after the one in which it landed. A gradient that lands is
+    added to what the rank has of it. A gradient that is sent is handed on: the rank's sum is empty.
+    """
+
+    receives: tuple[Receive, ...] = ()
+    sends: tuple[Send, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's forward or backward, step by step."""
+
+    rank: int
+    steps: tuple[Step, ...]
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All tiles in the order they are computed."""
+        return tuple(tile for step in self.steps for tile in step.tiles)
+
+    @property
+    def sends(self) -> tuple[Send, ...]:
+        """All messages that leave, in the order they are posted."""
+        return tuple(send for step in self.steps for send in step.sends)
+
+    @property
+    def receives(self) -> tuple[Receive, ...]:
+        """All messages that arrive, in the order they are posted."""
+        return tuple(receive for step in self.steps for receive in step.receives)
+
+    @property
+    def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
+        """For each buffer, by kind and number, the largest item that lands in it."""
+        largest: dict[tuple[Kind, int], Item] = {}
+        for item, *_, buffer in self.receives:
+            known = largest.setdefault((item.kind, buffer), item)
+            if known.part and (item.part is None or item.part.length > known.part.length):
+                largest[item.kind, buffer] = item
+        return largest
+
+
+def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]) -> Plan:
+    """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.
+
+    Steps in which nothing happens are dropped. Hops that the two ends post in one step must come in
+    one order, the same for all ranks.
+    """
+    ours = [hop for hop in hops if rank in (hop.source, hop.target)]
+    busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
+    number = {step: index for index, step in enumerate(sorted(busy))}
+    ours = [hop._replace(leaves=number[hop.leaves], lands=number[hop.lands]) for hop in ours]
+    buffers = _buffers(rank, ours, {number[t]: tiles[t] for t in tiles if tiles[t]})
+    receives: dict[int, list[Receive]] = defaultdict(list)
+    sends: dict[int, list[Send]] = defaultdict(list)
+    for hop in ours:
+        if hop.target == rank:
+            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[hop])
+            receives[hop.leaves].append(receive)
+        else:
+            sends[hop.leaves].append(Send(hop.item, hop.target, hop.channel, hop.lands))
+    return Plan(
+        rank,
+        tuple(
+            Step(tuple(receives[index]), tuple(sends[index]), tuple(tiles.get(step, ())))
+            for step, index in number.items()
+        ),
+    )
+
+
+def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[Hop, int]:
+    """Give each message that arrives the first buffer of its kind that is free by then."""
+    last_use = _last_uses(rank, hops, tiles)
+    busy_until: dict[Kind, list[int]] = defaultdict(list)
+    chosen = {}
+    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: h.leaves):
+        ends = busy_until[hop.item.kind]
+        free = (index for index, end in enumerate(ends) if end < hop.leaves)
+        index = next(free, len(ends))
+        ends[index : index + 1] = [last_use[hop]]
+        chosen[hop] = index
+    return chosen
+
+
+def _last_uses(
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
+) -> dict[Hop, int]:
+    """Return for each message that arrives the last step in which its buffer is needed.
+
+    A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
+    becomes the sum (see `ring_attention.backward.GradientSums`) and stays until the sum has been
+    sent; what arrives after it, or at home, is added at once.
+    """
+    read: dict[Item, int] = {}
+    for step, computed in tiles.items():
+        for tile in computed:
+            read |= {item: max(step, read.get(item, 0)) for item in tile.blocks}
+    sent: dict[Item, list[Hop]] = defaultdict(list)
+    for hop in hops:
+        if hop.source == rank:
+            sent[hop.item].append(hop)
+    last, held = {}, set()
+    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: (h.lands, h.leaves)):
+        last[hop] = hop.lands
+        if not hop.item.kind.is_gradient:
+            sends = [s.lands for s in sent[hop.item]]
+            last[hop] = max(hop.lands, read.get(hop.item, 0), *sends)
+        elif hop.item.owner != rank:
+            leaving = next((s for s in sent[hop.item] if s.leaves > hop.lands), None)
+            if leaving and leaving not in held:
+                held.add(leaving)
+                last[hop] = leaving.lands
+    return last

@@ -1,0 +1,253 @@
+"""Carry out the plans of all ranks on symbols, without processes, and fail where they are wrong."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step, Tile
+
+type _Sum = Counter[Tile]
+type _Buffer = tuple[Kind, int]
+
+
+class PlanError(Exception):
+    """A set of plans that would hang or compute something wrong."""
+
+
+def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None) -> None:
+    """Run one plan a rank and check that together they do the whole work, once.
+
+    Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
+    lets through, where these are given; a send meets a receive of the same item in the same order,
+    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer
+    is overwritten while its content is needed or on its way, a tile reads only blocks that its rank
+    has, nothing is left over, and (backward) every gradient is at home at the end with each tile's
+    partial in it exactly once.
+
+    Raises:
+        PlanError: with the rank, the step and the item.
+    """
+    machine = _Machine([_Rank(plan, backward) for plan in plans])
+    while any(not rank.done for rank in machine.ranks):
+        machine.move_queues()
+        moved = [machine.advance(rank) for rank in machine.ranks]
+        if not any(moved):
+            waiting = [str(rank) for rank in machine.ranks if not rank.done]
+            raise PlanError(f"nobody can go on: {'; '.join(waiting)}")
+    machine.check_nothing_left()
+    _check_tiles(plans, pairs)
+    if backward:
+        _check_gradients(machine.ranks)
+
+
+@dataclass
+class _Message:
+    """One transfer at one of its ends."""
+
+    transfer: Send | Receive
+    posted: int  # the step
+    payload: _Sum = field(default_factory=Counter)  # of a gradient that is sent
+    buffer: _Buffer | None = None  # what must not be overwritten until it has landed
+    other_end: "_Message | None" = None
+    active: bool = False  # its batch is at the head of its rank's queue
+
+    @property
+    def through(self) -> bool:
+        return self.other_end is not None and self.active and self.other_end.active
+
+    def __str__(self) -> str:
+        verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
+        return f"{verb} {self.transfer.item} {side} rank {self.transfer.peer}"
+
+
+@dataclass
+class _Rank:
+    plan: Plan
+    backward: bool
+    step: int = 0
+    posted: bool = False
+    blocks: dict[Item, _Buffer | None] = field(default_factory=dict)  # None: the rank's own tensors
+    sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
+    adopted: dict[Item, _Buffer] = field(default_factory=dict)  # sums that live in a buffer
+    flying: list[_Message] = field(default_factory=list)
+    queue: list[list[_Message]] = field(default_factory=list)  # batches that are not through
+
+    def __post_init__(self) -> None:
+        self.blocks = {Item(kind, self.plan.rank): None for kind in (Kind.KV, Kind.QUERY)}
+
+    @property
+    def done(self) -> bool:
+        return self.step == len(self.plan.steps)
+
+    @property
+    def current(self) -> Step:
+        return self.plan.steps[self.step]
+
+    def compute(self) -> None:
+        for tile in self.current.tiles:
+            for item in tile.blocks:
+                if item not in self.blocks:
+                    raise self.error(f"computes with {item}, which it does not have")
+            if self.backward:
+                for item in tile.gradients:
+                    self.sums[item][tile] += 1
+
+    def post(self) -> list[_Message]:
+        sends = [self._send(send) for send in self.current.sends]
+        receives = [self._receive(receive) for receive in self.current.receives]
+        # What goes together, and in which order, is as in `comm.Flight.post`.
+        batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
+        for message in (*receives, *sends):
+            batches[message.transfer.channel, message.transfer.lands].append(message)
+        order = list(Channel)
+        for key in sorted(batches, key=lambda key: (order.index(key[0]), key[1])):
+            self.queue.append(batches[key])
+        return sends + receives
+
+    def _send(self, send: Send) -> _Message:
+        item = send.item
+        held = item if item in self.blocks else item._replace(part=None)
+        if item not in self.sums if item.kind.is_gradient else held not in self.blocks:
+            raise self.error(f"sends {item}, which it does not have")
+        if not item.kind.is_gradient:
+            return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
+        payload, buffer = self.sums.pop(item), self.adopted.pop(item, None)
+        return self._fly(_Message(send, self.step, payload, buffer))
+
+    def _receive(self, receive: Receive) -> _Message:
+        buffer = (receive.item.kind, receive.buffer)
+        taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
+        taken += [item for item, held in self.adopted.items() if held == buffer]
+        if taken:
+            raise self.error(f"receives {receive.item} over {', '.join(map(str, taken))}")
+        self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
+        return self._fly(_Message(receive, self.step, buffer=buffer))
+
+    def _fly(self, message: _Message) -> _Message:
+        self.flying.append(message)
+        return message
+
+    @property
+    def landing(self) -> list[_Message]:
+        """What has to be through before the step can end."""
+        return [m for m in self.flying if m.transfer.lands == self.step]
+
+    def land(self) -> None:
+        landing = self.landing
+        self.flying = [m for m in self.flying if m.transfer.lands != self.step]
+        for message in landing:
+            assert message.other_end
+            if isinstance(message.transfer, Receive):
+                self._take(message.transfer, message.other_end)
+
+    def _take(self, receive: Receive, sent: _Message) -> None:
+        item, arrived = receive.item, sent.transfer.item
+        if arrived != item:
+            raise self.error(f"expects {item} from rank {receive.peer}, gets {arrived}")
+        buffer = (item.kind, receive.buffer)
+        if not item.kind.is_gradient:
+            if item in self.blocks:
+                raise self.error(f"gets {item} twice")
+            self.blocks[item] = buffer
+            return
+        at_home = item.owner == self.plan.rank
+        self.sums[item._replace(part=None) if at_home else item].update(sent.payload)
+        if not at_home:
+            self.adopted.setdefault(item, buffer)
+
+    def __str__(self) -> str:
+        waiting = ", ".join(str(message) for message in self.landing if not message.through)
+        return f"rank {self.plan.rank}, step {self.step} waits to {waiting}"
+
+    def error(self, what: str) -> PlanError:
+        return PlanError(f"rank {self.plan.rank}, step {self.step}: {what}")
+
+
+@dataclass
+class _Machine:
+    ranks: list[_Rank]
+    # By source, target and channel: the messages of either end whose other end is still missing.
+    unmatched: dict[tuple[int, int, Channel], list[_Message]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def advance(self, rank: _Rank) -> bool:
+        """Post the rank's step, or finish it if all it waits for is there; say if it moved."""
+        if rank.done:
+            return False
+        if not rank.posted:
+            for message in rank.post():
+                self._match(rank.plan.rank, message)
+            rank.compute()
+            rank.posted = True
+            return True
+        if not all(message.through for message in rank.landing):
+            return False
+        rank.land()
+        rank.step, rank.posted = rank.step + 1, False
+        return True
+
+    def _match(self, rank: int, message: _Message) -> None:
+        transfer = message.transfer
+        ends = (rank, transfer.peer) if isinstance(transfer, Send) else (transfer.peer, rank)
+        waiting = self.unmatched[*ends, transfer.channel]
+        if waiting and type(waiting[0].transfer) is not type(transfer):
+            message.other_end = waiting.pop(0)
+            message.other_end.other_end = message
+        else:
+            waiting.append(message)
+
+    def move_queues(self) -> None:
+        """Let every rank work on its first batch that is not through yet."""
+        moved = True
+        while moved:
+            moved = False
+            for batch in self._heads():
+                moved |= not batch[0].active
+                for message in batch:
+                    message.active = True
+
+    def _heads(self) -> Iterator[list[_Message]]:
+        for rank in self.ranks:
+            while rank.queue and all(message.through for message in rank.queue[0]):
+                rank.queue.pop(0)
+            yield from rank.queue[:1]
+
+    def check_nothing_left(self) -> None:
+        for rank in self.ranks:
+            for message in rank.flying:
+                raise PlanError(
+                    f"rank {rank.plan.rank}, step {message.posted}: is to {message} by step "
+                    f"{message.transfer.lands}, at whose end it does not wait any more"
+                )
+
+
+def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
+    computed: dict[Tile, str] = {}
+    for plan in plans:
+        for number, tile in ((n, tile) for n, step in enumerate(plan.steps) for tile in step.tiles):
+            where = f"rank {plan.rank}, step {number}"
+            if tile in computed:
+                raise PlanError(f"{where}: computes {tile}, as does {computed[tile]}")
+            computed[tile] = where
+    found = sum(tile.pairs for tile in computed)
+    if pairs is not None and found != pairs:
+        raise PlanError(f"the tiles have {found} pairs of tokens, the mask {pairs}")
+
+
+def _check_gradients(ranks: Sequence[_Rank]) -> None:
+    """Each tile adds to its query's and its key's gradient; both must be at home, once."""
+    expected: dict[Item, _Sum] = defaultdict(Counter)
+    for rank in ranks:
+        for tile in rank.plan.tiles:
+            for item in tile.gradients:
+                expected[item._replace(part=None)][tile] += 1
+    found = {item: total for rank in ranks for item, total in rank.sums.items()}
+    for rank in ranks:
+        for item in rank.sums:
+            if item.owner != rank.plan.rank:
+                raise rank.error(f"still has {item} at the end")
+    for item, total in expected.items():
+        there = found.get(item, Counter())
+        for tile in (total - there) + (there - total):
+            raise PlanError(f"{item} ends with the part of {tile} in it {there[tile]} times")

@@ -1,0 +1,189 @@
+"""Which tiles make up what one rank's queries see of another rank's keys."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.mask import FULLY, PARTLY, Mask, Relation
+from megatron_burst.plans.plan import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """One rank's rows in order, cut so that no piece crosses a border of a document or block."""
+
+    positions: Sequence[range]
+    rows: Sequence[Interval]
+    starts: NDArray[np.int64]  # the first and the last position of each piece
+    lasts: NDArray[np.int64]
+
+
+class _Cell(NamedTuple):
+    """What a piece of queries sees of a piece of keys, in local rows."""
+
+    queries: Interval
+    keys: Interval
+    relation: Relation
+
+
+class Tiling:
+    """The tiles of every pair of ranks under one layout and mask, made when asked for.
+
+    Raises:
+        ValueError: the mask is one of a sequence of another length.
+    """
+
+    def __init__(self, layout: Layout, mask: Mask) -> None:
+        mask.check_length(layout.tokens)
+        self.layout, self.mask = layout, mask
+        self.ranks, self.tokens, self.local_tokens = (
+            layout.ranks,
+            layout.tokens,
+            layout.local_tokens,
+        )
+        cuts = mask.cuts(layout.tokens)
+        self._pieces = [_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
+        self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
+
+    def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
+        """Return the fewest tiles that cover what one rank's queries see of another's keys.
+
+        Neighbouring rows that see the same share a tile, because few large kernel calls run faster
+        than many small ones. Every query of a tile sees at least one of its keys.
+        """
+        pair = (query_owner, key_owner)
+        if pair not in self._known:
+            rows = [row for row in self._rows(*pair) if row]
+            whole = _lower_triangle(rows, self.local_tokens)
+            cells = [whole] if whole else _joined(rows)
+            self._known[pair] = tuple(
+                Tile(query_owner, key_owner, cell.queries, cell.keys, cell.relation)
+                for cell in cells
+            )
+        return self._known[pair]
+
+    def all(self) -> Iterator[Tile]:
+        """Return the tiles of all pairs of ranks."""
+        ranks = range(self.ranks)
+        return (tile for pair in product(ranks, ranks) for tile in self(*pair))
+
+    def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
+        """What each piece of queries sees, from the first key to the last; full runs as one."""
+        queries, keys = self._pieces[query_owner], self._pieces[key_owner]
+        table = self.mask.overview(
+            (queries.starts, queries.lasts), (keys.starts, keys.lasts), self.tokens
+        )
+        for number, row in enumerate(table):
+            yield [cell for cell in self._cells(queries, number, keys, row) if cell]
+
+    def _cells(
+        self, queries: _Pieces, number: int, keys: _Pieces, row: NDArray[np.int8]
+    ) -> Iterator[_Cell | None]:
+        borders = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+        for start, stop in pairwise(borders):
+            if row[start] == FULLY:
+                every = Interval(keys.rows[start].start, keys.rows[stop - 1].stop)
+                yield _Cell(queries.rows[number], every, Relation.FULL)
+            elif row[start] == PARTLY:
+                yield from (self._cell(queries, number, keys, k) for k in range(start, stop))
+
+    def _cell(self, queries: _Pieces, q: int, keys: _Pieces, k: int) -> _Cell | None:
+        found = self.mask.relation(queries.positions[q], keys.positions[k])
+        if found is None:
+            return None
+        query_rows, key_rows, relation = found
+        return _Cell(
+            _shifted(query_rows, queries.rows[q].start),
+            _shifted(key_rows, keys.rows[k].start),
+            relation,
+        )
+
+
+def thirds(tile: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
+    """Cut a tile into a half and two quarters of its pairs, each a tuple of at most one tile.
+
+    A causal square falls into the full square below the diagonal and the two causal ones on it; any
+    other tile into rows. Of fewer than four rows some parts are empty.
+    """
+    rows, keys = tile.query_rows.length, tile.key_rows.length
+    middle = rows // 2
+    if tile.relation == Relation.CAUSAL and rows == keys:
+        low, high = Interval(0, middle), Interval(middle, rows)
+        return tile_part(tile, high, low), tile_part(tile, low, low), tile_part(tile, high, high)
+    cut, every = middle + (rows - middle) // 2, Interval(0, keys)
+    half, first, second = Interval(0, middle), Interval(middle, cut), Interval(cut, rows)
+    return (
+        tile_part(tile, half, every),
+        tile_part(tile, first, every),
+        tile_part(tile, second, every),
+    )
+
+
+def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]:
+    """Return what is left of a tile for some of its rows, counted in the tile; () if nothing is."""
+    found = tile.relation.cut(queries, keys)
+    if found is None:
+        return ()
+    queries, keys, relation = found
+    queries, keys = (
+        _shifted(queries, tile.query_rows.start),
+        _shifted(keys, tile.key_rows.start),
+    )
+    return (replace(tile, query_rows=queries, key_rows=keys, relation=relation),)
+
+
+def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> _Pieces:
+    pieces, rows = [], []
+    for positions, local in zip(layout.shards[rank], layout.local_rows(rank), strict=True):
+        start = 0
+        between = cuts[bisect_left(cuts, positions.start + 1) : bisect_left(cuts, positions.stop)]
+        for cut in (*between, positions.stop):
+            stop = min(len(positions), -((positions.start - cut) // positions.step))
+            if stop > start:
+                pieces.append(positions[start:stop])
+                rows.append(Interval(local.start + start, local.start + stop))
+                start = stop
+    starts, lasts = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, -1))
+    return _Pieces(pieces, rows, starts, lasts)
+
+
+def _shifted(rows: Interval, by: int) -> Interval:
+    return Interval(rows.start + by, rows.stop + by)
+
+
+def _lower_triangle(rows: Sequence[Sequence[_Cell]], tokens: int) -> _Cell | None:
+    """Return one causal square if the cells make it up, as those of a rank's own tile do."""
+    start = 0
+    for *before, last in rows:
+        square = _Cell(last.queries, last.queries, Relation.CAUSAL)
+        left = [_Cell(last.queries, Interval(0, start), Relation.FULL)] if start else []
+        if last.queries.start != start or [*before, last] != [*left, square]:
+            return None
+        start = last.queries.stop
+    everything = Interval(0, tokens)
+    return _Cell(everything, everything, Relation.CAUSAL) if start == tokens else None
+
+
+def _joined(rows: Sequence[Sequence[_Cell]]) -> list[_Cell]:
+    """Join the full cells of neighbouring queries that see the same keys."""
+    joined: list[Sequence[_Cell]] = []
+    for row in rows:
+        if joined and _see_the_same(joined[-1], row):
+            start = joined.pop()[0].queries.start
+            row = [c._replace(queries=Interval(start, c.queries.stop)) for c in row]
+        joined.append(row)
+    return [cell for row in joined for cell in row]
+
+
+def _see_the_same(above: Sequence[_Cell], below: Sequence[_Cell]) -> bool:
+    return (
+        above[0].queries.stop == below[0].queries.start
+        and all(cell.relation == Relation.FULL for cell in (*above, *below))
+        and [cell.keys for cell in above] == [cell.keys for cell in below]
+    )

@@ -1,0 +1,90 @@
+"""Which core attention a layer gets: ours, or the one that its spec had."""
+
+import functools
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_burst.config import Algorithm
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool
+from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
+
+# Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
+_REPLACEABLE = (DotProductAttention, TEDotProductAttention)
+
+
+class CoreAttentionByCommType:
+    """What stands in the spec: builds our core attention or the one that stood there before.
+
+    `cp_comm_type` decides, layer by layer: the name of one of our algorithms is ours, and so is
+    None (Megatron passes none at a CP size of 1), for the algorithm of the configuration; any other
+    value is left to what stood there.
+    A class, because Megatron's `build_module` takes nothing else.
+
+    Raises:
+        ValueError: ours would replace another class than DotProductAttention and
+            TEDotProductAttention, or what stood there would ignore the block mask.
+    """
+
+    def __new__(
+        cls,
+        *,
+        pool: ContextPool,
+        fallback: Any,
+        config: TransformerConfig,
+        layer_number: int,
+        cp_comm_type: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the module that handles `cp_comm_type`."""
+        given = {"config": config, "layer_number": layer_number, **kwargs}
+        stood, parameters = _class_and_parameters(fallback)
+        is_replaceable = any(stood is each for each in _REPLACEABLE)
+        name = cp_comm_type
+        if name is None and not is_replaceable:
+            name = _name_in(config, layer_number)
+        if name is not None and name not in list(Algorithm):
+            if pool.config.block_mask is not None:
+                raise ValueError(
+                    f"layer {layer_number} has {_called(stood)}, which knows no "
+                    "--burst-block-mask: drop it"
+                )
+            return fallback(cp_comm_type=cp_comm_type, **given)
+        if not is_replaceable:
+            raise ValueError(
+                f"layer {layer_number} has {_called(stood)} for its core attention, and ours does "
+                "not do what it does (only DotProductAttention and TEDotProductAttention are "
+                f"replaced): keep it by one of {', '.join(MEGATRONS)} for this layer in "
+                "--cp-comm-type (cp_comm_type of the TransformerConfig), or drop "
+                "--context-parallel-algo"
+            )
+        algorithm = Algorithm(name or pool.config.algorithm)
+        return BurstCoreAttention(
+            pool=pool,
+            algorithm=algorithm,
+            saves_extra_state=stood is TEDotProductAttention,
+            **parameters,
+            **given,
+        )
+
+
+def _class_and_parameters(core_attention: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class that a spec has for core attention, and the arguments it brings along."""
+    if isinstance(core_attention, ModuleSpec):
+        return get_module(core_attention), core_attention.params
+    if isinstance(core_attention, functools.partial):
+        return core_attention.func, core_attention.keywords
+    return core_attention, {}
+
+
+def _name_in(config: TransformerConfig, layer_number: int) -> str | None:
+    """Return a layer's cp_comm_type where Megatron passes none: CP 1, and MLA's base class."""
+    names = config.cp_comm_type
+    return names[layer_number - 1] if isinstance(names, list) else names
+
+
+def _called(core_attention: Any) -> str:
+    return getattr(core_attention, "__qualname__", repr(core_attention))

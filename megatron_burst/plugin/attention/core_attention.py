@@ -1,0 +1,309 @@
+"""Our attention in the core-attention slot of Megatron's layer spec."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.plans.mask import BlockTable, Mask
+from megatron_burst.plugin.attention.block_mask import load_block_mask
+from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
+from megatron_burst.plugin.attention.nan_check import with_nan_check
+from megatron_burst.plugin.attention.recompute import Checkpoints
+from megatron_burst.plugin.attention.sink import add_softmax_offset, sharded_softmax_offset
+from megatron_burst.plugin.attention.verify import LayerCheck, Verification
+from megatron_burst.plugin.limits import refusals
+from megatron_burst.transport.comm import check_agreement
+from megatron_burst.transport.trace import make_recorder
+
+_IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+_MASKS_KEPT = 64
+
+
+class ContextPool:
+    """What the layers of one model share: masks, and contexts, one a context-parallel group.
+
+    Raises:
+        ValueError: --burst-block-mask cannot be read.
+    """
+
+    def __init__(self, config: BurstConfig) -> None:
+        self.config = config
+        self.bytes_sent_in_evaluation = 0
+        self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
+        self.recorder = make_recorder()
+        self.verification = Verification(config) if config.verify else None
+        self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
+        fraction = config.recompute_fraction
+        self.checkpoints: Checkpoints | None = None
+        if fraction is not None and fraction < 1:
+            self.checkpoints = Checkpoints(fraction, config.recompute_offload)
+        file = config.block_mask
+        self._block_table = None if file is None else load_block_mask(file)
+        self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
+
+    def get(
+        self,
+        group: dist.ProcessGroup,
+        hierarchy: Sequence[dist.ProcessGroup] | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> BurstContext:
+        """Return the group's context, made at the first call by all ranks of the job together.
+
+        Args:
+            group: the context-parallel group.
+            hierarchy: Megatron's process groups within the node and between nodes, to be adopted.
+            algorithm: of the layer; None is the configuration's.
+        """
+        config = config_of(self.config, algorithm or self.config.algorithm)
+        key = group, config.algorithm
+        if key not in self._contexts:
+            self._compare_block_masks()
+            self._contexts[key] = BurstContext.create(
+                config, group, hierarchy=hierarchy, recorder=self.recorder
+            )
+        return self._contexts[key]
+
+    def get_megatrons(
+        self,
+        config: ModelParallelConfig,
+        pg_collection: Any = None,
+        algorithm: Algorithm | None = None,
+    ) -> BurstContext:
+        """Return the context of the context-parallel group that Megatron has made.
+
+        The first call makes those of all algorithms that layers of the model run: a pipeline stage
+        need not have layers of each.
+        """
+        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        hierarchy = None
+        if config.hierarchical_context_parallel_sizes:
+            hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
+        context = self.get(group, hierarchy)
+        for other in algorithms(getattr(config, "cp_comm_type", None)):
+            self.get(group, None, other)
+        return context if algorithm is None else self.get(group, None, algorithm)
+
+    def _make_mask(
+        self, is_causal: bool, window: int | None, bounds: tuple[int, ...] | None, samples: int
+    ) -> Mask:
+        """Return the mask of a layer: `mask` without its memory of the last ones.
+
+        Args:
+            is_causal: whether a query sees no key behind it.
+            window: how many keys before it a query sees; None is no limit.
+            bounds: where documents begin, and last where the sequence ends.
+            samples: how many samples, each under the block mask, the sequence is made of.
+        """
+        table = self._block_table
+        if table is not None and samples > 1:
+            table = torch.block_diag(*[table] * samples).bool()
+        make = Mask.causal if is_causal else Mask.full
+        return make(window=window, documents=bounds, block_table=table)
+
+    def _compare_block_masks(self) -> None:
+        if self._block_table is not None and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            digest = BlockTable.of(self._block_table).digest
+            what, limit = "the contents of --burst-block-mask", self.config.timeout_seconds
+            check_agreement(dist.group.WORLD, what, digest, limit)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent for attention so far."""
+        return sum(context.bytes_sent for context in self._contexts.values())
+
+
+class BurstCoreAttention(MegatronModule):
+    """`ring_attention` under the contract of Megatron's `CoreAttentionInterface`.
+
+    Its only parameter is the sink of --softmax-type learnable, under Megatron's name, so that
+    checkpoints fit any other core attention. TransformerEngine's also writes an `_extra_state`, the
+    scales of FP8 attention: to plain checkpoints always, to distributed ones only beside a sink.
+    Ours, which never runs in FP8, passes over it in a checkpoint. It writes none to plain ones,
+    where TransformerEngine can do without, and an empty one to distributed ones, where it cannot.
+    Takes the constructor arguments of Megatron's own classes; the head sizes among them, which MLA
+    gives, follow from the tensors.
+
+    Args:
+        saves_extra_state: whether TransformerEngine's attention stood in the spec.
+
+    Raises:
+        ValueError: the transformer config asks for what our attention cannot do.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: ContextPool,
+        algorithm: Algorithm | None = None,
+        saves_extra_state: bool = False,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        reasons = refusals(config)
+        if attention_dropout:
+            reasons.append(f"attention_dropout = {attention_dropout}: only 0 is possible")
+        if attention_type != "self":
+            reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
+        if reasons:
+            raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
+        self._pool = pool
+        self._context = pool.get_megatrons(config, pg_collection, algorithm)
+        self._attn_mask_type = attn_mask_type
+        self._softmax_scale = softmax_scale
+        self._window = _window(config, layer_number)
+        self._pg_collection = pg_collection
+        self._saves_extra_state = saves_extra_state
+        add_softmax_offset(self, pg_collection)
+        attend: Callable[..., Tensor] = ring_attention
+        self._check: LayerCheck | None = None
+        if pool.verification is not None:
+            self._check = pool.verification.of_layer(config, layer_number, softmax_scale)
+            attend = self._check.around(attend)
+        if pool.config.check_nan:
+            attend = with_nan_check(attend, layer_number)
+        self._attend = attend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend: query [s, b, heads, d], key [s, b, kv heads, d], value [s, b, kv heads, dv].
+
+        Returns [s, b, heads · dv]. `s` is this rank's part of the sequence in the layout's order.
+
+        Raises:
+            ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
+                which nobody moves the tokens.
+        """
+        if not self._pool.tokens_follow_layout and self._context.ranks > 1:
+            raise ValueError(
+                f"the tokens are in Megatron's zigzag, not in --burst-layout "
+                f"{self._pool.config.layout}: append SequenceHooks(pool) to the pre_wrap_hooks of "
+                "the model's config"
+            )
+        documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
+        mask_type = attn_mask_type or self._attn_mask_type
+        mask = self._mask(
+            mask_type,
+            documents.bounds if documents else None,
+            documents.samples if documents else 1,
+        )
+        _refuse_tensors(
+            {
+                "attention_mask": (attention_mask, "--no-create-attention-mask-in-dataloader"),
+                "attention_bias": (attention_bias, "no attention bias"),
+                "packed_seq_params": (
+                    None if documents else packed_seq_params,
+                    "--dataloader-inter-document-masking, or the pre-wrap hook SequenceHooks",
+                ),
+            }.items()
+        )
+        checkpoints = self._pool.checkpoints if self.training else None
+        memory = None if checkpoints is None else checkpoints.memory(self, query)
+        if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
+        if self._check is not None:
+            self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
+        sent = self._context.bytes_sent
+        out = self._attend(
+            q,
+            k,
+            v,
+            self._context,
+            mask=mask,
+            softmax_scale=self._softmax_scale,
+            sink=self.softmax_offset,
+            memory=memory,
+        )
+        if not self.training:
+            self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent
+        return out.transpose(0, 1).flatten(2)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's checkpoints: nothing, or the sink, a shard a TP rank."""
+        return sharded_softmax_offset(
+            self, self._pg_collection, self._saves_extra_state, prefix, sharded_offsets, metadata
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @property
+    def context(self) -> BurstContext:
+        """What this layer shares with others of the same algorithm and group."""
+        return self._context
+
+    def mask_of(self, bounds: tuple[int, ...] | None, samples: int) -> Mask:
+        """Return the mask of this layer for documents that begin at `bounds`, None for one."""
+        return self._mask(self._attn_mask_type, bounds, samples)
+
+    def _mask(self, mask_type: AttnMaskType, bounds: tuple[int, ...] | None, samples: int) -> Mask:
+        if mask_type not in _IS_CAUSAL:
+            raise ValueError(
+                f"attention mask type {mask_type.name} is not supported; there are: "
+                f"{', '.join(m.name for m in _IS_CAUSAL)}"
+            )
+        left, none_behind = self._window
+        return self._pool.mask(
+            _IS_CAUSAL[mask_type] or none_behind,
+            left,
+            bounds,
+            samples,
+        )
+
+
+def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
+    """Return how many keys before it a query of this layer sees, and whether none behind it.
+
+    Of Megatron's two numbers -1 is no limit.
+    """
+    size = config.window_size
+    if not is_layer_window_attention(size, config.window_attn_skip_freq, layer_number):
+        return None, False
+    left, right = size
+    return (None if left == -1 else left), right == 0
+
+
+def _refuse_tensors(inputs: Iterable[tuple[str, tuple[Any, str]]]) -> None:
+    for name, (given, instead) in inputs:
+        if given is not None:
+            raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")

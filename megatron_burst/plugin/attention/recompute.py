@@ -1,0 +1,139 @@
+"""Finds, in the second pass of a checkpointed layer, what attention kept in the first.
+
+Megatron runs a checkpointed function twice and says to nobody which second pass belongs to which
+first. But the checkpoint saves its input: the second pass starts from a detached alias of it, in
+the same storage. What is kept hangs on that storage, weakly: it lives as long as the forward's
+graph does, no other forward can find it, and where nothing is found all of attention runs again.
+That is so, too, where two calls save the same storage, for then nobody could tell them apart.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+from megatron_burst.attention.saved import AttentionMemory, HostMemory
+
+
+class _Call(dict[int, AttentionMemory | None]):
+    """What each attention of a checkpointed call keeps, by its id, in their order."""
+
+    def __init__(self, before: "_Call | None") -> None:
+        super().__init__()
+        self._before = _weakly(before)
+
+    def first(self) -> AttentionMemory | None:
+        """Return what the next second pass will want: of this call, or of the one before."""
+        call: _Call | None = self
+        while call is not None:
+            for memory in call.values():
+                if memory is not None:
+                    return memory
+            call = call._before()
+        return None
+
+
+def _weakly(call: _Call | None) -> Callable[[], _Call | None]:
+    return (lambda: None) if call is None else weakref.ref(call)
+
+
+class Checkpoints:
+    """The checkpointed calls of a model whose backward has not come yet.
+
+    Args:
+        fraction: ρ, see `recompute`.
+        offload: whether what is kept goes to the host's memory.
+    """
+
+    def __init__(self, fraction: float, offload: bool) -> None:
+        self._fraction, self._host = fraction, HostMemory() if offload else None
+        self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
+        self._current = _nothing()  # what the current call's checkpoint saves
+        self._left = _nothing()  # what the last layer returned
+        self._is_second = False  # the pass in which the current call is
+        self._last = _weakly(None)  # the call that began last in this forward
+
+    def begin_forward(self) -> None:
+        """A model's forward begins: nothing that runs belongs to an earlier call any more."""
+        self._current, self._last = _nothing(), _weakly(None)
+
+    def enter_layer(self, hidden: Tensor) -> None:
+        """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
+        storage = hidden.untyped_storage()
+        if _starts_a_pass(hidden):
+            self._begin(storage)
+            self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
+        elif self._left() is not storage:
+            self._current = _nothing()
+
+    def leave_layer(self, hidden: Tensor) -> None:
+        """A layer ends; the next one of the same call begins with what it returned."""
+        self._left = WeakIdRef(hidden.untyped_storage())
+
+    def memory(self, attention: object, query: Tensor) -> AttentionMemory | None:
+        """Return what carries this attention's results between the passes of the call it is in.
+
+        None outside of checkpointed calls, and in a second pass for which nothing was kept.
+        """
+        again = torch.is_grad_enabled()
+        storage = self._current() if self._is_second == again else None
+        if _starts_a_pass(query):  # Megatron's selective recompute checkpoints attention alone
+            storage = query.untyped_storage()
+            self._begin(storage)
+        call: _Call | None = None if storage is None else self._calls.get(storage)
+        if call is None:
+            return None
+        if again:
+            memory = call.pop(id(attention), None)
+            for wanted in (memory, call.first()):  # the other one while this layer runs
+                if wanted is not None:
+                    wanted.fetch()
+            return memory
+        twice = id(attention) in call  # a shared layer: which of them the second pass is in?
+        call[id(attention)] = None if twice else AttentionMemory(self._fraction, self._host)
+        return call[id(attention)]
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        """A pass begins; the first one's call is new."""
+        if not torch.is_grad_enabled():
+            call = None if storage in self._calls else _Call(self._last())
+            self._calls[storage] = call
+            self._last = _weakly(call)
+
+
+def _nothing() -> WeakIdRef:
+    return WeakIdRef(torch.UntypedStorage())
+
+
+class RecomputeHooks:
+    """A pre-wrap hook of Megatron's model builders that tells `Checkpoints` which layer runs."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def __call__(self, models: list[Any]) -> list[Any]:
+        """Attach to the layers of all pipeline stages among `models` and return them."""
+        for model in models:
+            model.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
+            for layer in model.decoder.layers if isinstance(model, GPTModel) else ():
+                layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+                layer.register_forward_hook(self._leave)
+        return models
+
+    def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._checkpoints.enter_layer(args[0] if args else kwargs["hidden_states"])
+
+    def _leave(self, _: Any, args: Any, output: Tensor | tuple[Tensor, Any]) -> None:
+        self._checkpoints.leave_layer(output[0] if isinstance(output, tuple) else output)
+
+
+def _starts_a_pass(x: Tensor) -> bool:
+    """Whether a checkpoint has saved `x`, or a detached alias of it is where a second pass begins.
+
+    Further inside a first pass nothing requires a gradient, and inside a second nothing is a leaf.
+    """
+    return x.requires_grad and (x.is_leaf or not torch.is_grad_enabled())

@@ -1,0 +1,352 @@
+"""The table of names that stand in for CUDA where Megatron trains without a GPU."""
+
+import functools
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_burst.plugin.cpu.arguments import with_cpu_arguments
+
+CPU = torch.device("cpu")
+# 10 or more is above all of Megatron's lower bounds, and it then does not ask for
+# CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
+COMPUTE_CAPABILITY = (10, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """One replaced name: `make(original)` is put where the dotted `target` was, for `reason`."""
+
+    target: str
+    make: Callable[[Any], Any]
+    reason: str
+
+
+class NoStream:
+    """A stream and a stream's context at once: on a CPU everything already ran in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> "NoStream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Wait for nothing: work of the other stream is finished."""
+
+    def wait_event(self, event: object) -> None:
+        """Wait for nothing: every event has happened."""
+
+    def record_event(self, event: "NoEvent | None" = None) -> "NoEvent":
+        """Return an event that has happened."""
+        return event or NoEvent()
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def query(self) -> bool:
+        """Say that all work is done."""
+        return True
+
+
+class NoEvent:
+    """An event that has always happened already."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Mark nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Wait for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def query(self) -> bool:
+        """Say that the event has happened."""
+        return True
+
+
+def returns(value: Any) -> Callable[[Any], Any]:
+    """Make a function that answers `value` to any call."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def replaced_by(substitute: Any) -> Callable[[Any], Any]:
+    """Put `substitute` itself in the original's place."""
+    return lambda original: substitute
+
+
+def allocated_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with a CUDA `device` read as the CPU and without `pin_memory`: it needs CUDA."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def reported_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type` whose answer without arguments names the CUDA tensor of the same dtype."""
+
+    @functools.wraps(tensor_type)
+    def type_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = tensor_type(tensor, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_or_cast
+
+
+class TorchOfTheCpu:
+    """`torch` as one module sees it, in which `torch.device("cuda:…")` is the CPU.
+
+    For modules that spell out the device; `torch.device` itself is a type and stays.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @staticmethod
+    def device(*args: Any) -> torch.device:
+        """Make a device."""
+        return CPU if str(args[0]).startswith("cuda") else torch.device(*args)
+
+
+def meshes_of_the_cpu(mesh: Any) -> Any:
+    """torch's DeviceMesh, as far as it is made from process groups, for the CPU's tensors."""
+
+    def from_group(*args: Any, **kwargs: Any) -> Any:
+        return mesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
+
+    return SimpleNamespace(from_group=from_group)
+
+
+def current_device() -> torch.device:
+    """The device Megatron works on. That torch.cuda holds this function says: active."""
+    return CPU
+
+
+def peak_resident_bytes(device: object = None) -> int:
+    """Peak resident memory of this process in bytes (Linux counts in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cpu_properties(device: object = None) -> SimpleNamespace:
+    """What Megatron asks of a device's properties, answered for this host."""
+    return SimpleNamespace(
+        name="cpu",
+        major=COMPUTE_CAPABILITY[0],
+        minor=COMPUTE_CAPABILITY[1],
+        multi_processor_count=os.cpu_count() or 1,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def generator_state(device: object = None, **graph_options: bool) -> torch.Tensor:
+    """State of the CPU generator, which is where dropout and initialisation draw from here."""
+    return torch.get_rng_state()
+
+
+def set_generator_state(state: torch.Tensor, device: object = None, **options: bool) -> None:
+    """Set the CPU generator; the partner of `generator_state`."""
+    torch.set_rng_state(state)
+
+
+def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
+    """`ProcessGroupGloo.__init__` that starts one thread for the group's collectives, not two."""
+    group: Any = torch.distributed.ProcessGroupGloo
+
+    @functools.wraps(make_group)
+    def made_with_one(
+        self: Any, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout
+    ) -> None:
+        options = group._Options()
+        options._timeout, options._threads = timeout, 1
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        options._devices = (
+            [group.create_device(interface=name) for name in interfaces.split(",")]
+            if interfaces
+            else [group.create_default_device()]
+        )
+        make_group(self, store, rank, size, options)
+
+    return made_with_one
+
+
+def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
+
+    @functools.wraps(move_to_cpu)
+    def converted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return converted
+
+
+def _same(names: str, make: Callable[[Any], Any], reason: str) -> tuple[StandIn, ...]:
+    return tuple(StandIn(target=name, make=make, reason=reason) for name in names.split())
+
+
+TORCH_STAND_INS: tuple[StandIn, ...] = (
+    *_same(
+        "torch.cuda.is_available",
+        returns(False),
+        "A CPU run asked for on a machine with a GPU must leave that GPU alone.",
+    ),
+    *_same(
+        "torch.cuda.device_count",
+        returns(1),
+        "Megatron makes its process groups and seeds its generators only where this is not 0.",
+    ),
+    *_same(
+        "torch.cuda.current_device",
+        replaced_by(current_device),
+        "Megatron allocates on, and moves tensors to, whatever this returns.",
+    ),
+    *_same(
+        "torch.cuda.set_device torch.cuda.synchronize torch.cuda.empty_cache",
+        returns(None),
+        "There is no device to choose, to wait for, or to free memory of.",
+    ),
+    *_same(
+        "torch.cuda.get_device_properties",
+        replaced_by(cpu_properties),
+        "Argument validation asks for the GPU's generation when TP or CP is above 1.",
+    ),
+    *_same(
+        "torch.cuda.get_device_capability",
+        returns(COMPUTE_CAPABILITY),
+        "Argument validation asks for it with --moe-grouped-gemm, which local layers do not need.",
+    ),
+    *_same(
+        "torch.cuda.Stream torch.cuda.stream",
+        replaced_by(NoStream),
+        "Gradient buffers and DDP make side streams and enter them.",
+    ),
+    *_same(
+        "torch.cuda.current_stream",
+        lambda original: NoStream,
+        "Gradient buffers order their communication with the current stream.",
+    ),
+    *_same(
+        "torch.cuda.Event",
+        replaced_by(NoEvent),
+        "MoE dispatch and gradient buffers record and wait for events.",
+    ),
+    *_same(
+        "torch.cuda.memory_stats",
+        lambda original: lambda device=None: defaultdict(int),
+        "--log-memory-to-tensorboard indexes the statistics, which torch leaves empty here.",
+    ),
+    *_same(
+        "torch.cuda.device_memory_used",
+        replaced_by(peak_resident_bytes),
+        "--log-device-memory-used asks the GPU's driver; the host's answer is resident memory.",
+    ),
+    *_same(
+        "torch.cuda.get_rng_state",
+        replaced_by(generator_state),
+        "Checkpoints and the tensor-parallel generators read CUDA's generator.",
+    ),
+    *_same(
+        "torch.cuda.set_rng_state",
+        replaced_by(set_generator_state),
+        "Checkpoints restore CUDA's generator.",
+    ),
+    *_same(
+        "torch.cuda.manual_seed",
+        replaced_by(torch.manual_seed),
+        "The tensor-parallel generators are made by seeding CUDA's generator.",
+    ),
+    *_same(
+        "torch.tensor torch.zeros torch.ones torch.empty torch.empty_like",
+        allocated_on_cpu,
+        "Megatron allocates with a literal device='cuda' (losses, counters, flags).",
+    ),
+    *_same(
+        "torch.Tensor.cuda torch.Tensor.pin_memory",
+        lambda original: lambda tensor, *args, **kwargs: tensor,
+        "Batches, model chunks and rotary indices are pinned and moved to the GPU.",
+    ),
+    *_same(
+        "torch.Tensor.type",
+        reported_as_cuda,
+        "The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.",
+    ),
+    *_same(
+        "torch.distributed.ProcessGroupGloo.__init__",
+        with_one_worker,
+        "The two threads that gloo gives a group both write the name of the collective that ended "
+        "last, without a lock. Names of coalesced collectives are on the heap; where these "
+        "overlap, one is freed twice. One thread runs them in the order in which they began.",
+    ),
+)
+
+_FSDP = "megatron.core.distributed.fsdp"
+
+MEGATRON_STAND_INS: tuple[StandIn, ...] = (
+    *_same(
+        f"{_FSDP}.mcore_fsdp_adapter.torch {_FSDP}.src.megatron_fsdp.megatron_fsdp.torch "
+        f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer.torch",
+        TorchOfTheCpu,
+        "Megatron-FSDP makes its device out of the word cuda and the number of the current one.",
+    ),
+    *_same(
+        f"{_FSDP}.mcore_fsdp_adapter.DeviceMesh",
+        meshes_of_the_cpu,
+        "Megatron-FSDP's meshes are of CUDA's devices, and its DTensors move their parts there.",
+    ),
+    *_same(
+        "megatron.training.arguments.parse_args",
+        with_cpu_arguments,
+        "Megatron's defaults ask for NCCL and for fused CUDA kernels.",
+    ),
+    *_same(
+        "megatron.training.training.initialize_megatron",
+        lambda original: functools.partial(original, allow_no_cuda=True),
+        "pretrain() offers no way to pass Megatron's own allow_no_cuda.",
+    ),
+    *_same(
+        "megatron.training.training.set_jit_fusion_options",
+        returns(None),
+        "Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors "
+        "would come from the generator that initialises the model, in amounts that depend on "
+        "the batch and on TP, so that equal seeds gave unequal models.",
+    ),
+    *_same(
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+        replaced_by(generator_state),
+        "Recompute and the tensor-parallel generators fork CUDA's generator.",
+    ),
+    *_same(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        replaced_by(set_generator_state),
+        "Recompute and the tensor-parallel generators set CUDA's generator.",
+    ),
+    *_same(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        as_numpy_where_asked,
+        "It converts tensors on their way from the GPU alone, and the all-to-all between expert "
+        "ranks takes no tensor for its sizes.",
+    ),
+)

@@ -1,0 +1,167 @@
+"""Hooks of a GPT model for what concerns whole sequences: documents and layouts of our own."""
+
+import inspect
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import LayoutName
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool
+from megatron_burst.plugin.attention.documents import Documents, read_documents
+from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange
+from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
+
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+
+
+class SequenceHooks:
+    """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
+
+    Append it to `pre_wrap_hooks` of a GPTModelConfig. Around every call of a pipeline stage it
+    hands the layers the micro-batch's documents, moves what the stage has per token to the layout
+    of the configuration, and moves the losses back, so that loss masks and whatever is outside
+    stay Megatron's.
+    """
+
+    def __init__(self, pool: ContextPool) -> None:
+        self._pool = pool
+
+    def __call__(self, models: list[Any]) -> list[Any]:
+        """Attach to all pipeline stages among `models` and return them.
+
+        Raises:
+            ValueError: a model that cannot follow.
+        """
+        for model in models:
+            if not isinstance(model, GPTModel):
+                raise ValueError(
+                    f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need a GPTModel, "
+                    f"not a {type(model).__name__}"
+                )
+            _check_core_attention(model)
+            context = self._pool.get_megatrons(model.config, model.pg_collection)
+            replace_rotary(model, Positions(context))
+            hooks = _StageHooks(model, context)
+            model.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            model.register_forward_hook(hooks.after, with_kwargs=True)
+        self._pool.tokens_follow_layout = True
+        return models
+
+
+def _check_core_attention(model: torch.nn.Module) -> None:
+    """Only ours knows which tokens are where."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        attention = getattr(module, "core_attention", None)
+        if not isinstance(attention, BurstCoreAttention | IdentityOp | None):
+            raise ValueError(
+                f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need our attention in "
+                f"every layer; layer {module.layer_number} has {type(attention).__name__}"
+            )
+
+
+def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
+    """Put `RotaryAtPositions` in the place of every rotary embedding, of layers' too.
+
+    Raises:
+        ValueError: an embedding that takes its rows in another way.
+    """
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if isinstance(rotary, MultimodalRotaryEmbedding):
+            raise ValueError(
+                "--position-embedding-type mrope cannot follow documents or another layout"
+            )
+        if isinstance(rotary, RotaryEmbedding):
+            in_layer = not isinstance(module, GPTModel)
+            if in_layer and module.config.apply_rope_fusion:
+                raise ValueError(
+                    "fused rotary embeddings of MLA cannot follow documents or another layout: "
+                    "pass --no-rope-fusion"
+                )
+            module.rotary_pos_emb = RotaryAtPositions(rotary, positions, in_layer=in_layer)
+
+
+class _StageHooks:
+    """The two hooks of one pipeline stage."""
+
+    def __init__(self, model: GPTModel, context: BurstContext) -> None:
+        self._group = context.group
+        moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
+        self._exchange = LayoutExchange(context) if moves else None
+        config = model.config
+        tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._ranks_of_a_sequence = context.ranks * tensor_ranks
+
+    def before(
+        self, model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Change the arguments of the model's forward."""
+        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+        packed = given.get("packed_seq_params")
+        if packed is not None:
+            given["packed_seq_params"] = read_documents(
+                packed, self._group, self._ranks_of_a_sequence
+            )
+            _flatten_input(model.decoder)
+        if self._exchange is not None:
+            _check_output(model, given)
+            for name in _PER_TOKEN:
+                if given.get(name) is not None:
+                    given[name] = self._exchange.to_ours(given[name])
+        return (), given
+
+    def after(
+        self, model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        """Change the output of the model's forward."""
+        if model.post_process:
+            return output if self._exchange is None else self._losses_back(output, kwargs)
+        documents = kwargs.get("packed_seq_params")
+        return output if documents is None else _unflatten_output(output, documents)
+
+    def _losses_back(self, losses: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        assert self._exchange is not None
+        if losses.shape != kwargs["labels"].shape:
+            raise ValueError(
+                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG} moves the losses of tokens, "
+                f"{tuple(kwargs['labels'].shape)}; the model returned {tuple(losses.shape)}"
+            )
+        return self._exchange.to_megatrons(losses)
+
+
+def _check_output(model: GPTModel, given: dict[str, Any]) -> None:
+    if model.post_process and given.get("labels") is None:
+        raise ValueError(
+            f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}: without labels the model returns "
+            f"logits, which are not moved back; take --burst-layout {LayoutName.ZIGZAG}"
+        )
+
+
+def _flatten_input(decoder: Any) -> None:
+    """Undo `_unflatten_output` on the stage that receives."""
+    arrived = decoder.input_tensor
+    if arrived is not None and arrived.shape[1] > 1:
+        decoder.set_input_tensor(arrived.view(-1, 1, arrived.shape[2]))
+
+
+def _unflatten_output(output: Tensor, documents: Documents) -> Tensor:
+    """Give what goes to the next stage the shape in which Megatron expects its gradient.
+
+    Megatron flattens the samples of a micro-batch into one sequence, but its pipeline goes on
+    counting samples.
+    """
+    if documents.samples == 1:
+        return output
+    shaped = output.view(-1, documents.samples, output.shape[2])
+    return make_viewless_tensor(shaped, requires_grad=shaped.requires_grad, keep_graph=True)

@@ -1,0 +1,118 @@
+"""--burst-verify: whether the tokens of a rank are those of the positions that it reckons with."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.verify import spread_of
+from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
+
+logger = logging.getLogger(__name__)
+
+
+class PositionHooks:
+    """A pre-wrap hook of Megatron's model builders that looks at the positions of a model's tokens.
+
+    Append it behind `SequenceHooks`. It compares the position ids of the first training batch, and
+    the angles of every rotary embedding, with the positions that this rank's tokens have.
+
+    Args:
+        pool: the contexts of the model, and what takes the results.
+        ids_begin_anew: whether the position ids are not those of the sequence or its documents.
+    """
+
+    def __init__(self, pool: ContextPool, *, ids_begin_anew: bool = False) -> None:
+        assert pool.verification is not None
+        self._pool, self._verification = pool, pool.verification
+        self._ids_begin_anew = ids_begin_anew
+
+    def __call__(self, models: list[Any]) -> list[Any]:
+        """Attach to all pipeline stages among `models` and return them."""
+        for model in models:
+            if not isinstance(model, GPTModel):
+                continue
+            context = self._pool.get_megatrons(model.config, model.pg_collection)
+            if not self._ids_begin_anew:
+                _once(model, functools.partial(self._look_at_ids, context))
+            for module in {m for m in model.modules() if _is_rotary(m)}:
+                _once(module, functools.partial(self._look_at_angles, context))
+        return models
+
+    def _look_at_ids(
+        self, context: BurstContext, model: GPTModel, args: Any, kwargs: Any, _: Any
+    ) -> None:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        ids, packed = given.get("position_ids"), given.get("packed_seq_params")
+        if ids is None:
+            return
+        documents = packed.cu_seqlens_q if isinstance(packed, Documents) else None
+        expected = _positions(context, ids.shape[1], documents)
+        self._take("position ids", context, ids.cpu() == expected)
+
+    def _look_at_angles(
+        self, context: BurstContext, module: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        angles = output[0] if isinstance(output, tuple) else output
+        bounds = None
+        if args and isinstance(args[0], WholeSequence) and args[0].bounds is not None:
+            bounds = torch.tensor(args[0].bounds)
+        positions = _positions(context, angles.shape[0], bounds)
+        rotary = module.rotary if isinstance(module, RotaryAtPositions) else module
+        whole = rotary.get_emb(int(positions.max()) + 1)
+        whole = whole[0] if isinstance(whole, tuple) else whole
+        expected = whole[positions.to(whole.device)]
+        same = angles.flatten(1) == expected.to(angles.device).flatten(1)
+        self._take("rotary angles", context, same.all(1).cpu()[None])
+
+    def _take(self, what: str, context: BurstContext, same: Tensor) -> None:
+        """Note whether all rows [batch, local tokens] are as expected."""
+        wrong, rank = "", dist.get_rank() if dist.is_initialized() else 0
+        if not same.all():
+            rows = (~same.all(0)).nonzero()[:, 0]
+            place = _positions(context, same.shape[1], None)[rows].sort().values
+            wrong = (
+                f"{what} on rank {rank} (context-parallel rank {context.rank}) are not those of "
+                f"its tokens: {len(rows)} of {same.shape[1]} are wrong, of tokens "
+                f"{int(place[0])} to {int(place[-1])}"
+            )
+            logger.warning("burst verify: %s", wrong)
+        self._verification.add_positions(what, wrong)
+
+
+def _positions(context: BurstContext, local_tokens: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Return this rank's positions, counted from the beginning of a document if there are any."""
+    own = spread_of(context, local_tokens * context.ranks).own
+    if cu_seqlens is None:
+        return own
+    begin = cu_seqlens.cpu().long()
+    return own - begin[torch.searchsorted(begin, own, right=True) - 1]
+
+
+def _is_rotary(module: torch.nn.Module) -> bool:
+    known = isinstance(module, RotaryEmbedding | RotaryAtPositions)
+    return known and not isinstance(module, MultimodalRotaryEmbedding)
+
+
+def _once(module: torch.nn.Module, look: Callable[[Any, Any, Any, Any], None]) -> None:
+    """Call `look` after the first forward of a module in training."""
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if module.training:
+            handle.remove()
+            look(module, args, kwargs, output)
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)

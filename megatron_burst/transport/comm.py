@@ -1,0 +1,349 @@
+"""Carries out the transfers of a plan and names what failed when one does.
+
+All messages that a step posts on a channel go out at once, receives first: gloo needs a buffer for
+what arrives, and NCCL takes them as one group. Both ends post in the order of the plan.
+
+On NCCL a message runs on the stream of its channel's communicator: posting it waits for the work
+queued so far, waiting for it makes the current stream wait, and the host goes on in both cases.
+"""
+
+import copy
+import datetime
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.transport.blocks import Block
+from megatron_burst.transport.trace import HostClock, Recorder
+from megatron_burst.transport.watchdog import Watchdog
+
+
+class CommunicationError(RuntimeError):
+    """A hop of a ring failed or took too long; the message names step, peer and tensor."""
+
+
+class Communicator:
+    """The transport of one context-parallel group; counts the payload bytes that it sends.
+
+    Args:
+        ranks: the job's number of each rank of the group.
+        channels: the process group of each channel; empty for a process that has no peer.
+        timeout_seconds: how long a message may take.
+        recorder: of what is carried out by it; None: of nothing.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        channels: Mapping[Channel, dist.ProcessGroup],
+        timeout_seconds: float,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = recorder or Recorder(HostClock())
+        self._ranks, self._channels = ranks, channels
+        self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
+        self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
+        # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
+        self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
+        self._watchdog = None if self._on_gloo else Watchdog(timeout_seconds)
+        self.bytes_by_channel: Counter[Channel] = Counter()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self.bytes_by_channel.total()
+
+    def among(self, members: Sequence[int]) -> "Communicator":
+        """Return the transport of a part of the group: rank i there is `members[i]` here.
+
+        It shares the process groups, which must reach the members, and the count of the bytes.
+        """
+        part = copy.copy(self)
+        part._ranks = [self._ranks[member] for member in members]
+        part._numbers = [self._numbers[member] for member in members]
+        return part
+
+    def record(self, name: str, plan: Plan) -> AbstractContextManager[None]:
+        """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
+        return self.recorder.call(name, plan, self._ranks)
+
+    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> "Flight":
+        """Start the transfers of a forward or backward.
+
+        Args:
+            name: which it is, for error messages.
+            plan: whose steps will be posted.
+            like: returns tensors of the shape and dtype in which an item arrives.
+        """
+        return Flight(self, name, plan, like)
+
+    def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
+        """Return one message for each tensor of what `transfer` moves."""
+        peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
+        owner = self._numbers[transfer.item.owner]
+        return [Message(transfer, peer, owner, group, t, self._wire(t)) for t in block]
+
+    def start(self, messages: Sequence["Message"], where: str) -> "PendingTransfers":
+        """Post the messages of one channel, receives first."""
+        for message in messages:
+            message.load()
+        names = [str(message) for message in messages]
+        together = "; ".join(dict.fromkeys(names))
+        with _named_errors(where, together):
+            works = dist.batch_isend_irecv([message.operation() for message in messages])
+        if len(works) != len(messages):  # NCCL gives one handle for all
+            names = [together] * len(works)
+        for message in messages:
+            if isinstance(message.transfer, Send):
+                self.bytes_by_channel[message.transfer.channel] += message.wire.nbytes
+        if self._watchdog:
+            for name, work in zip(names, works, strict=True):
+                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
+        named_works = list(zip(names, works, strict=True))
+        return PendingTransfers(messages, named_works, where, self._timeout)
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        if self._on_gloo and tensor.is_cuda:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor on its way.
+
+    `wire` is the memory that the transport uses: the tensor itself, or, because gloo reaches only
+    the host's, a pinned double of a CUDA tensor.
+    """
+
+    transfer: Send | Receive
+    peer: int  # a rank of the job, not of the group
+    owner: int  # of the item: a rank of the group
+    group: dist.ProcessGroup
+    tensor: Tensor
+    wire: Tensor
+
+    def operation(self) -> dist.P2POp:
+        """Return what torch.distributed is to do."""
+        function = dist.isend if isinstance(self.transfer, Send) else dist.irecv
+        return dist.P2POp(function, self.wire, self.peer, self.group)
+
+    def load(self) -> None:
+        """Before a send: bring the tensor to the wire's memory."""
+        if isinstance(self.transfer, Send) and self.wire is not self.tensor:
+            self.wire.copy_(self.tensor)  # waits for the device, which gloo would not
+
+    def unload(self) -> None:
+        """After a receive: bring what came to the tensor."""
+        if isinstance(self.transfer, Receive) and self.wire is not self.tensor:
+            self.tensor.copy_(self.wire)
+
+    def __str__(self) -> str:
+        verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
+        kind = self.transfer.item.kind
+        return f"{verb} {kind} of CP rank {self.owner} {side} rank {self.peer}"
+
+
+class Flight:
+    """The transfers of one forward or backward: its buffers, and what is on its way.
+
+    A buffer is one flat piece a tensor, as large as the largest item that the plan puts there.
+    """
+
+    def __init__(
+        self, communicator: Communicator, name: str, plan: Plan, like: Callable[[Item], Block]
+    ) -> None:
+        self._communicator, self._name, self._like = communicator, name, like
+        self._largest = plan.largest_arrivals
+        self._buffers: dict[tuple[Kind, int], Block] = {}
+        self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
+
+    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
+        """Start the transfers of step `number` and return at once.
+
+        Args:
+            number: the step's place in its plan.
+            step: its sends must be keys of `outgoing`.
+            outgoing: the contiguous tensors of every item that leaves. They must not be written to
+                before they have landed.
+        """
+        batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
+        transfers: list[Send | Receive] = [*step.receives, *step.sends]
+        for transfer in transfers:
+            if isinstance(transfer, Receive):
+                block = self._buffer(transfer)
+            else:
+                block = outgoing[transfer.item]
+            batch = batches[transfer.channel, transfer.lands]
+            batch += self._communicator.messages(transfer, block)
+        posted = ((m.transfer, m.wire.nbytes) for batch in batches.values() for m in batch)
+        with self._communicator.recorder.post(number, posted):
+            for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+                pending = self._communicator.start(batch, f"{self._name} step {number}")
+                self._pending[lands].append(pending)
+
+    def land(self, number: int) -> list[tuple[Item, Block]]:
+        """Wait for all that lands in step `number`; return what arrived, in the order posted.
+
+        A block stays in its buffer for as long as the plan needs it.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        if number not in self._pending:
+            return []
+        with self._communicator.recorder.wait(number):
+            landed = self._pending.pop(number)
+            receives = [receive for pending in landed for receive in pending.wait()]
+        return [(receive.item, self._buffer(receive)) for receive in receives]
+
+    def _buffer(self, receive: Receive) -> Block:
+        """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
+        key = receive.item.kind, receive.buffer
+        if key not in self._buffers:
+            largest = self._like(self._largest[key])
+            self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
+        shaped = zip(self._buffers[key], self._like(receive.item), strict=True)
+        return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
+
+
+class PendingTransfers:
+    """Messages in flight; to be waited for once."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        works: Sequence[tuple[str, dist.Work]],
+        where: str,
+        timeout: datetime.timedelta | None,
+    ) -> None:
+        self._messages: Sequence[Message] | None = messages
+        self._works, self._where, self._timeout = works, where, timeout
+
+    def wait(self) -> list[Receive]:
+        """Wait until all are through; return what was received.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        if self._messages is None:
+            raise RuntimeError("these transfers have been waited for already")
+        for name, work in self._works:
+            with _named_errors(self._where, name):
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
+        messages, self._messages = self._messages, None
+        for message in messages:
+            message.unload()
+        received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
+        return list(dict.fromkeys(received))
+
+
+def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:
+    """All ranks post in this order: NCCL wants one over all communicators of a device."""
+    channel, lands = batch[0]
+    return list(Channel).index(channel), lands
+
+
+@contextmanager
+def _named_errors(where: str, what: str) -> Iterator[None]:
+    """Turn an error of torch.distributed into one that says which hop it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {dist.get_rank()}, {where}: could not {what}: {error}"
+        ) from error
+
+
+def check_agreement(
+    group: dist.ProcessGroup,
+    what: str,
+    value: str,
+    timeout_seconds: float,
+    where: str = "at the start",
+) -> None:
+    """Compare `value` over the ranks of `group`, a collective call.
+
+    Raises:
+        ValueError: on every rank, if the ranks do not all have the same value.
+        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
+            group's own).
+    """
+    purpose = f"compare {what} with the other ranks"
+    values = gather_objects(group, purpose, value, timeout_seconds, where)
+    if len(set(values)) > 1:
+        listed = "\n".join(
+            f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
+        )
+        raise ValueError(f"the context-parallel ranks disagree on {what}:\n{listed}")
+
+
+def gather_objects[T](
+    group: dist.ProcessGroup,
+    purpose: str,
+    value: T,
+    timeout_seconds: float,
+    where: str = "at the start",
+) -> list[T]:
+    """Return the values of all ranks of `group`, a collective call; errors name its purpose.
+
+    Raises:
+        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
+            group's own).
+    """
+    values: list[T] = [value] * group.size()
+    with _named_errors(where, purpose):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            _wait_for_all(group, timeout_seconds)
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
+    """Let all members of every channel meet; all ranks of the job's groups call it together.
+
+    NCCL wants every rank of a group at its first use, and messages are between few of them.
+
+    Raises:
+        CommunicationError: a rank does not come within the group's own time limit.
+    """
+    for channel in Channel:  # one order for all ranks, whose groups overlap
+        if channel in channels:
+            group = channels[channel]
+            with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
+                dist.barrier(group)
+
+
+def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    """Wait on gloo until all ranks have come.
+
+    Not by `monitored_barrier`, in which all others wait for the first rank without a limit.
+
+    Raises:
+        RuntimeError: with the ranks that did not come within the time limit.
+    """
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    sends: list[Any] = [dist.isend(torch.zeros(1), rank, group) for rank in others]
+    receives: list[Any] = [dist.irecv(torch.empty(1), rank, group) for rank in others]
+    end, missing = time.monotonic() + timeout_seconds, []
+    for rank, work in zip(others, receives, strict=True):
+        left = max(end - time.monotonic(), 0.001)  # gloo takes 0 for no limit
+        try:
+            work.wait(datetime.timedelta(seconds=left))
+        except RuntimeError:  # after the first one gloo ends all that has not arrived
+            missing.append(str(rank))
+    if missing:
+        raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
+    for send in sends:
+        send.wait()

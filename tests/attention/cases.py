@@ -1,0 +1,214 @@
+"""Attention calls spread over the ranks of a team, and the dense oracle's answers to them."""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.kernels import KERNELS
+from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.plan import Channel
+from megatron_burst.plans.planning import make_layout
+from tests import oracle
+from tests.plans.masks import Masking
+from tests.workers import Team, WorkerPool
+
+FLOAT32_TOLERANCE = 3e-6
+HEADS = {"mha": (4, 4), "gqa 4:1": (8, 2), "gqa 8:1": (8, 1)}
+
+type Traffic = Counter[Channel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call; what a rank does with it follows from `config` and its team."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    chunk: int = 3  # tokens of half a rank's share
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 6
+    value_dim: int | None = None  # None: as that of queries and keys
+    masking: Masking = Masking()
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    soft_cap: float | None = None
+    has_sink: bool = False
+
+    def inputs(self, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the whole q, k, v and dout."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = self.batch, 2 * ranks * self.chunk
+
+        def draw(heads: int, dim: int) -> Tensor:
+            return torch.randn(*shape, heads, dim, generator=generator).to(self.dtype)
+
+        value_dim = self.value_dim or self.dim
+        query_heads, kv_heads = self.heads
+        return (
+            draw(query_heads, self.dim),
+            draw(kv_heads, self.dim),
+            draw(kv_heads, value_dim),
+            draw(query_heads, value_dim),
+        )
+
+    def sink(self) -> Tensor | None:
+        if not self.has_sink:
+            return None
+        generator = torch.Generator().manual_seed(100 + self.seed)
+        # From next to nothing to more than all the keys together.
+        return 3 * torch.randn(self.heads[0], generator=generator)
+
+    def expected(self, ranks: int) -> oracle.Result:
+        visible = self.masking.visible(2 * ranks * self.chunk)
+        return oracle.attention(
+            *self.inputs(ranks), visible, soft_cap=self.soft_cap, sink=self.sink()
+        )
+
+    @property
+    def mask(self) -> Mask:
+        return self.masking.mask
+
+    def one_kernel_call(self, ranks: int, kernel_name: str, device: str = "cpu") -> oracle.Result:
+        """The same by one call of a kernel for the whole sequence."""
+        q, k, v, dout = (x.to(device) for x in self.inputs(ranks))
+        relation = Relation.CAUSAL if self.mask.is_causal else Relation.FULL
+        kernel, scale = KERNELS[kernel_name], self.dim**-0.5
+        out, lse = kernel.forward(q, k, v, relation, scale)
+        gradients = kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        return oracle.Result(*(x.cpu() for x in (out, lse, *gradients)))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one rank has to say of a case."""
+
+    results: tuple[Tensor, ...]  # its rows of out, lse, dq, dk and dv, all with the tokens second
+    dsink: Tensor  # its part
+    forward: Traffic
+    backward: Traffic
+    grid: str
+
+
+type MakeContext = Callable[[Team, BurstConfig], BurstContext]
+
+
+def answer(
+    team: Team,
+    cases: Sequence[Case],
+    device: str = "cpu",
+    make_context: MakeContext = Team.context,
+) -> list[Reply]:
+    """One rank's part in the cases, one after the other."""
+    contexts: dict[str, BurstContext] = {}
+    replies = []
+    for case in cases:
+        if str(case.config) not in contexts:
+            contexts[str(case.config)] = make_context(team, BurstConfig(**case.config))
+        context = contexts[str(case.config)]
+        q, k, v, dout = (context.shard(x, dim=1).to(device) for x in case.inputs(context.ranks))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        sink = case.sink()
+        if sink is not None:
+            sink = sink.to(device).requires_grad_()
+        sent = context.communicator.bytes_by_channel
+        before = sent.copy()
+        out, lse = ring_attention(
+            q, k, v, context, mask=case.mask, soft_cap=case.soft_cap, sink=sink, return_lse=True
+        )
+        between = sent.copy()
+        out.backward(dout)
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        results = (out.detach(), lse.transpose(1, 2), q.grad, k.grad, v.grad)
+        dsink = torch.zeros(0) if sink is None or sink.grad is None else sink.grad.cpu()
+        replies.append(
+            Reply(
+                tuple(x.cpu() for x in results),
+                dsink,
+                between - before,
+                sent - between,
+                str(context.grid),
+            )
+        )
+    return replies
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The whole results of a case, put together, and every rank's reply."""
+
+    found: oracle.Result
+    replies: list[Reply]
+
+
+def run_cases(
+    workers: WorkerPool,
+    ranks: int | Sequence[int],
+    cases: Sequence[Case],
+    *,
+    device: str = "cpu",
+    make_context: MakeContext = Team.context,
+) -> list[Answer]:
+    by_rank = workers.run(ranks, answer, cases, device, make_context)
+    return put_together(cases, by_rank)
+
+
+def put_together(cases: Sequence[Case], by_rank: Sequence[Sequence[Reply]]) -> list[Answer]:
+    by_case = zip(*by_rank, strict=True)
+    return [
+        Answer(_join(case, replies), list(replies))
+        for case, replies in zip(cases, by_case, strict=True)
+    ]
+
+
+def _join(case: Case, replies: Sequence[Reply]) -> oracle.Result:
+    ranks = len(replies)
+    layout = make_layout(BurstConfig(**case.config), 2 * ranks * case.chunk, ranks)
+    out, lse, dq, dk, dv = (
+        layout.unshard([reply.results[i] for reply in replies], dim=1) for i in range(5)
+    )
+    dsink = torch.stack([reply.dsink for reply in replies]).sum(0)
+    return oracle.Result(out, lse.transpose(1, 2), dq, dk, dv, dsink)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the context says in the meantime; pytest's own capture does not reach the workers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_burst.attention.context")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def errors(found: oracle.Result, expected: oracle.Result) -> dict[str, float]:
+    return {
+        name: oracle.relative_error(getattr(found, name), getattr(expected, name))
+        for name in oracle.Result._fields
+    }
+
+
+def variants(topologies: Sequence[str]) -> list[dict[str, Any]]:
+    """Every setting that changes what travels."""
+    algorithms = [
+        {"algorithm": "burst", "backward": "kv"},
+        {"algorithm": "burst", "backward": "query"},
+        {"algorithm": "ring"},
+        {"algorithm": "allgather"},
+    ]
+    ways = itertools.product(algorithms, topologies, ("float32", "model"), ("chain", "home"))
+    rings = [
+        {**algorithm, "topology": topology, "grad_dtype": dtype, "gradient_return": way}
+        for algorithm, topology, dtype, way in ways
+    ]
+    return [*rings, {"algorithm": "ulysses"}]

@@ -1,0 +1,212 @@
+"""Sums of gradients: exact, in float32, and in the memory where they arrived. (fast tier)"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Channel, Item, Kind, Send
+
+RANK = 1
+TOKENS = 6
+SHAPE = (2, TOKENS, 3, 4)
+OWN, VISITOR = Item(Kind.D_KV, RANK), Item(Kind.D_KV, 0)
+ALL_ROWS, SOME_ROWS = Interval(0, TOKENS), Interval(2, 5)
+
+
+def make_sums(
+    dtype: torch.dtype = torch.float32, travel_dtype: torch.dtype | None = None
+) -> GradientSums:
+    like = torch.empty(SHAPE, dtype=dtype)
+    return GradientSums(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, travel_dtype)
+
+
+def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    shape = (SHAPE[0], rows.length, *SHAPE[2:])
+    return (torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
+
+
+def hand_on(sums: GradientSums, item: Item) -> tuple[Tensor, ...]:
+    return sums.hand_on([Send(item, 0, Channel.GRADIENT_WITHIN, 0)])[item]
+
+
+def in_memory_of(total: tuple[Tensor, ...], block: tuple[Tensor, ...]) -> bool:
+    return all(t.data_ptr() == b.data_ptr() for t, b in zip(total, block, strict=True))
+
+
+def values(total: tuple[Tensor, ...]) -> list[float]:
+    """Of each row, given that a row is all one value and the second tensor its negative."""
+    first, second = total
+    assert torch.equal(first, -second)
+    rows = first.transpose(0, 1).flatten(1)
+    assert torch.equal(rows.amin(1), rows.amax(1))
+    return rows[:, 0].tolist()
+
+
+@pytest.mark.parametrize("item", [OWN, VISITOR])
+def test_nothing_sums_to_zero(item: Item) -> None:
+    assert values(make_sums().total(item)) == [0] * TOKENS
+    assert values(hand_on(make_sums(), item)) == [0] * TOKENS
+
+
+def test_rows_of_tiles_add_up() -> None:
+    sums = make_sums()
+    sums.add(OWN, SOME_ROWS, partial(SOME_ROWS, 1.0))
+    assert values(sums.total(OWN)) == [0, 0, 1, 1, 1, 0]
+    sums.add(OWN, ALL_ROWS, partial(ALL_ROWS, 10.0))
+    sums.add(OWN, Interval(4, 6), partial(Interval(4, 6), 100.0))
+    assert values(sums.total(OWN)) == [10, 10, 11, 11, 111, 110]
+
+
+def test_a_single_partial_of_all_rows_stays_as_it_came() -> None:
+    sums = make_sums(torch.bfloat16)
+    block = partial(ALL_ROWS, 3.0, torch.bfloat16)
+    sums.add(OWN, ALL_ROWS, block)
+    assert sums.total(OWN) is block
+
+
+@pytest.mark.parametrize("item", [OWN, VISITOR])
+@pytest.mark.parametrize("travel_dtype", [None, torch.bfloat16])
+def test_sums_of_bfloat16_are_float32(item: Item, travel_dtype: torch.dtype | None) -> None:
+    # 1 + 2^-9 is no bfloat16; nine bits more need a float32 on every way into a sum.
+    sums = make_sums(torch.bfloat16, travel_dtype)
+    small = 2.0**-9
+    sums.take(item, partial(ALL_ROWS, 1.0, travel_dtype or torch.float32))
+    sums.take(item, partial(ALL_ROWS, small, travel_dtype or torch.float32))
+    sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
+    sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
+    total = sums.total(item)
+    assert values(total) == [1 + 3 * small] * TOKENS
+    assert {t.dtype for t in total} == {torch.float32}
+    assert {t.dtype for t in hand_on(sums, item)} == {travel_dtype or torch.float32}
+
+
+def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
+    sums = make_sums(torch.float64)
+    assert {t.dtype for t in (*sums.total(OWN), *sums.like(OWN))} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("travel_dtype", "arrives_as"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
+def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_of_travel(
+    travel_dtype: torch.dtype | None, arrives_as: torch.dtype
+) -> None:
+    sums = make_sums(torch.bfloat16, travel_dtype)
+    for kind, tensors in ((Kind.D_QUERY, 1), (Kind.D_KV, 2)):
+        like = sums.like(Item(kind, 0))
+        assert [(t.shape, t.dtype) for t in like] == [(SHAPE, arrives_as)] * tensors
+        assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape only
+
+
+@pytest.mark.parametrize("before", [(), (SOME_ROWS,), (ALL_ROWS,), (SOME_ROWS, ALL_ROWS)])
+def test_a_visitors_first_arrival_becomes_the_sum(before: tuple[Interval, ...]) -> None:
+    sums = make_sums()
+    for rows in before:
+        sums.add(VISITOR, rows, partial(rows, 1.0))
+    expected = values(make_total(before))
+    first = partial(ALL_ROWS, 10.0)
+    sums.take(VISITOR, first)
+    second = partial(ALL_ROWS, 100.0)
+    sums.take(VISITOR, second)
+    sums.add(VISITOR, SOME_ROWS, partial(SOME_ROWS, 1000.0))
+    total = sums.total(VISITOR)
+    assert in_memory_of(total, first)
+    assert values(second) == [100] * TOKENS  # read, not kept
+    late = values(make_total((SOME_ROWS,)))
+    assert values(total) == [110 + e + 1000 * a for e, a in zip(expected, late, strict=True)]
+
+
+def make_total(intervals: tuple[Interval, ...]) -> tuple[Tensor, ...]:
+    total = partial(ALL_ROWS, 0.0)
+    for rows in intervals:
+        for t, part in zip(total, partial(rows, 1.0), strict=True):
+            t[:, rows.rows] += part
+    return total
+
+
+def test_what_arrives_at_home_is_read_at_once_and_not_kept() -> None:
+    sums = make_sums()
+    arrived = partial(ALL_ROWS, 1.0)
+    sums.take(OWN, arrived)
+    sums.add(OWN, ALL_ROWS, partial(ALL_ROWS, 10.0))
+    assert values(arrived) == [1] * TOKENS  # its buffer is free again
+    for t in arrived:
+        t.fill_(float("nan"))
+    assert values(sums.total(OWN)) == [11] * TOKENS
+
+
+def test_what_is_handed_on_is_gone_and_the_next_arrival_becomes_the_sum_again() -> None:
+    sums = make_sums()
+    for value in (1.0, 2.0):  # a double ring brings a gradient back to a rank
+        arrived = partial(ALL_ROWS, value)
+        sums.take(VISITOR, arrived)
+        sums.add(VISITOR, ALL_ROWS, partial(ALL_ROWS, 10.0))
+        handed = hand_on(sums, VISITOR)
+        assert in_memory_of(handed, arrived)
+        assert values(handed) == [10 + value] * TOKENS
+    sums.add(VISITOR, SOME_ROWS, partial(SOME_ROWS, 5.0))
+    assert values(sums.total(VISITOR)) == [0, 0, 5, 5, 5, 0]
+    assert values(handed) == [12] * TOKENS
+
+
+def test_only_gradients_are_handed_on() -> None:
+    sends = [Send(Item(kind, 0), 0, Channel.READ_WITHIN, 0) for kind in (Kind.KV, Kind.D_KV)]
+    assert list(make_sums().hand_on(sends)) == [Item(Kind.D_KV, 0)]
+
+
+@pytest.mark.parametrize("travel_dtype", [None, torch.float32, torch.bfloat16])
+def test_what_is_handed_on_is_contiguous(travel_dtype: torch.dtype | None) -> None:
+    sums = make_sums(travel_dtype=travel_dtype)
+    heads_first = torch.randn(2, 3, TOKENS, 4).transpose(1, 2)
+    sums.add(VISITOR, ALL_ROWS, (heads_first, heads_first))
+    assert all(t.is_contiguous() for t in hand_on(sums, VISITOR))
+
+
+@dataclass(frozen=True)
+class Event:
+    what: str
+    owner: int
+    start: int
+    length: int
+    seed: int
+
+
+EVENTS = st.builds(
+    Event,
+    what=st.sampled_from(["add", "add", "take", "hand_on"]),
+    owner=st.integers(0, 2),
+    start=st.integers(0, TOKENS - 1),
+    length=st.integers(1, TOKENS),
+    seed=st.integers(0, 99),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=st.lists(EVENTS, max_size=12))
+def test_in_any_order_nothing_is_lost_or_counted_twice(events: list[Event]) -> None:
+    sums = make_sums(torch.float64)
+    items = [Item(Kind.D_QUERY, owner) for owner in range(3)]
+    given_ = [torch.zeros(SHAPE, dtype=torch.float64) for _ in items]
+    found = [torch.zeros(SHAPE, dtype=torch.float64) for _ in items]
+    for event in events:
+        item = items[event.owner]
+        whole = event.what == "take" or event.length == TOKENS
+        start, stop = (0, TOKENS) if whole else (event.start, event.start + event.length)
+        rows = Interval(start, min(stop, TOKENS))
+        block = torch.randn(SHAPE, dtype=torch.float64)[:, rows.rows].clone()
+        if event.what == "hand_on":
+            found[event.owner] += hand_on(sums, item)[0]
+            continue
+        given_[event.owner][:, rows.rows] += block
+        if event.what == "add":
+            sums.add(item, rows, (block,))
+        else:
+            sums.take(item, (block,))
+    for item, handed, expected in zip(items, found, given_, strict=True):
+        torch.testing.assert_close(handed + sums.total(item)[0], expected, rtol=0, atol=1e-12)

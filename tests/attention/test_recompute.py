@@ -1,0 +1,229 @@
+"""Calls that run twice, the second time for the early rows alone. (fast tier)"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst import BurstConfig, Mask, ring_attention
+from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.kernels import KERNELS
+from megatron_burst.kernels.cpu import CpuKernel
+from megatron_burst.plans.cost import Shape, bytes_sent, pairs_computed
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.planning import choose, make_layout
+from megatron_burst.plans.recompute import boundary, first_kept_row
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, flat_grid
+from tests.plans.masks import LAYOUTS, Masking
+from tests.workers import Team, WorkerPool
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.6, 1.0)
+HEADS, KV_HEADS, DIM, LOCAL = 4, 2, 6, 12
+MASKINGS = {
+    "causal": Masking(),
+    "window": Masking(window=7),
+    "documents": Masking(documents=(0, 5, 29, 30)),
+    "full": Masking(False),
+}
+
+
+def masking_of(name: str, tokens: int) -> Masking:
+    masking = MASKINGS[name]
+    if masking.documents is None:
+        return masking
+    bounds = (*(b for b in masking.documents if b < tokens), tokens)
+    return replace(masking, documents=bounds)
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(1, tokens, h, DIM, generator=generator).to(dtype) for h in heads]
+
+
+def twice(
+    team: Team, config: dict[str, Any], masking: str, fraction: float, sink: bool = False
+) -> dict[str, Any]:
+    """Run a call once as usual and once in two passes; return how far apart they are."""
+    context = team.context(BurstConfig(**config))
+    tokens = LOCAL * context.ranks
+    q, k, v, dout = (context.shard(x, dim=1) for x in inputs(tokens))
+    options: dict[str, Any] = {"mask": masking_of(masking, tokens).mask, "return_lse": True}
+    offset = torch.linspace(-1, 1, HEADS).requires_grad_() if sink else None
+
+    def gradients(memory: AttentionMemory | None) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = ring_attention(*leaves, context, memory=memory, sink=offset, **options)
+        wanted = [*leaves, offset] if offset is not None else leaves
+        return [out, lse, *torch.autograd.grad(out, wanted, dout)]
+
+    expected = gradients(None)
+    memory = AttentionMemory(fraction)
+    with torch.no_grad():
+        ring_attention(q, k, v, context, memory=memory, sink=offset, **options)
+    kept = memory.kept
+    assert kept is not None
+    before, bytes_before = Counter(calls), context.bytes_sent
+    found = gradients(memory)
+    sent = context.bytes_sent - bytes_before
+    assert memory.kept is None
+    return {
+        "bit equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+        "apart": max(
+            ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+            for a, b in zip(found, expected, strict=True)
+            if not b.isinf().any()
+        ),
+        "kept": kept.nbytes,
+        "sent": sent,
+        "pairs": calls["pairs"] - before["pairs"],
+    }
+
+
+calls: Counter[str] = Counter()
+
+
+def counted(team: Team, *arguments: Any) -> dict[str, Any]:
+    """`twice`, with the pairs that forward kernel calls compute counted."""
+    forward = CpuKernel.forward
+
+    def counting(self: CpuKernel, q: Tensor, k: Tensor, *more: Any, **options: Any) -> Any:
+        relation = more[1]
+        calls["pairs"] += relation.pairs(q.shape[1], k.shape[1])
+        return forward(self, q, k, *more, **options)
+
+    CpuKernel.forward = counting  # type: ignore[method-assign]
+    try:
+        return twice(team, *arguments)
+    finally:
+        CpuKernel.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("masking", MASKINGS)
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_two_passes_equal_one(
+    workers: WorkerPool, fraction: float, masking: str, backward: str
+) -> None:
+    for ranks, more in (
+        (1, {}),
+        (2, {}),
+        (4, {"topology": "flat"}),
+        (4, {"topology": "double", "ranks_per_node": 2}),
+        (4, {"layout": "segmented-zigzag"}),
+        (4, {"head_parallel_size": 2}),
+    ):
+        config = {"backward": backward, **more}
+        for reply in workers.run(ranks, twice, config, masking, fraction, ranks == 2):
+            assert reply["apart"] < 2e-6, (config, reply)
+            if fraction in (0.0, 1.0):  # the same kernels on the same rows
+                assert reply["bit equal"], (config, reply)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("masking", ["causal", "window", "documents"])
+@pytest.mark.parametrize("grid", [flat_grid(4), Grid(((0, 1), (2, 3)))], ids=str)
+def test_what_runs_again_and_what_is_kept_is_the_policys(
+    workers: WorkerPool, fraction: float, masking: str, grid: Grid
+) -> None:
+    place = {"topology": "flat"} if grid.nodes == 1 else {"topology": "double", "ranks_per_node": 2}
+    config = BurstConfig(**place)
+    tokens, sizes = 4 * LOCAL, Shape(LOCAL, HEADS, KV_HEADS, DIM, DIM, 4, 4).item_bytes()
+    layout, mask = make_layout(config, tokens, 4), masking_of(masking, tokens).mask
+    stop = boundary(layout, fraction)
+    nodes = [0] * 4 if grid.nodes == 1 else [0, 0, 1, 1]
+    early, whole = (
+        choose(config, Tiling(layout, m), grid, sizes, nodes)
+        for m in (replace(mask, query_stop=stop) if stop < tokens else mask, mask)
+    )
+    replies = workers.run(4, counted, place, masking, fraction)
+    for rank, reply in enumerate(replies):
+        again, backward = early.plans(rank).forward, whole.plans(rank).backward
+        assert reply["pairs"] == pairs_computed(again)
+        assert reply["sent"] == sum(bytes_sent(p, sizes, LOCAL) for p in (again, backward))
+        rows = LOCAL - first_kept_row(layout, rank, stop)
+        assert reply["kept"] == rows * HEADS * (DIM + 1) * 4
+    if fraction == 0.0:
+        assert not any(early.plans(rank).forward.sends for rank in range(4))
+
+
+def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_bytes() -> None:
+    layout, sizes = zigzag(8 * 64, 4), Shape(128, 4, 4, 8, 8, 2, 4).item_bytes()
+
+    def plans(mask: Mask) -> list[Any]:
+        choice = choose(BurstConfig(), Tiling(layout, mask), flat_grid(4), sizes, [0] * 4)
+        return [choice.plans(rank).forward for rank in range(4)]
+
+    early, whole = plans(Mask(True, query_stop=256)), plans(Mask.causal())
+    pairs = [sum(map(pairs_computed, p)) for p in (early, whole)]
+    assert pairs[0] / pairs[1] == pytest.approx(0.25, abs=0.01)
+    for few, all_ in zip(early, whole, strict=True):
+        assert bytes_sent(few, sizes, 128) <= bytes_sent(all_, sizes, 128) / 2
+
+
+def uneven(layout: Layout, stop: int) -> float:
+    tiling = Tiling(layout, Mask(True, query_stop=stop))
+    ranks = range(layout.ranks)
+    pairs = [sum(t.pairs for k in ranks for t in tiling(q, k)) for q in ranks]
+    return max(pairs) / min(pairs) if min(pairs) else float("inf")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
+def test_segmented_zigzag_repeats_as_much_on_every_rank(ranks: int, fraction: float) -> None:
+    tokens = 64 * 2 * ranks
+    config = BurstConfig(layout="segmented-zigzag", recompute_fraction=fraction)
+    layout = make_layout(config, tokens, ranks)
+    stop = boundary(layout, fraction)
+    assert stop == fraction * tokens
+    assert uneven(layout, stop) <= 1.1
+    assert uneven(zigzag(tokens, ranks), boundary(zigzag(tokens, ranks), fraction)) > 1.2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    layout=st.sampled_from([*LAYOUTS]),
+    ranks=st.integers(1, 8),
+    chunk=st.integers(1, 6),
+    fraction=st.floats(0, 1),
+)
+def test_the_rows_before_the_boundary_are_the_first(
+    layout: str, ranks: int, chunk: int, fraction: float
+) -> None:
+    made = LAYOUTS[layout](4 * ranks * chunk, ranks)
+    stop = boundary(made, fraction)
+    assert abs(stop - fraction * made.tokens) <= max(len(r) for s in made.shards for r in s)
+    for rank in range(ranks):
+        row, positions = first_kept_row(made, rank, stop), made.positions(rank)
+        assert (positions[:row] < stop).all() and (positions[row:] >= stop).all()
+
+
+def test_fractions_become_the_nearest_chunks() -> None:
+    layout = zigzag(16, 4)
+    stops = [boundary(layout, fraction) for fraction in (0.0, 0.06, 0.07, 0.3, 0.5, 0.99, 1.0)]
+    assert stops == [0, 0, 2, 4, 8, 16, 16]
+    assert boundary(zigzag(10, 1), 0.33) == 3
+    assert boundary(contiguous(12, 3), 0.5) in (4, 8) and boundary(striped(12, 3), 0.5) == 6
+    assert boundary(segmented_zigzag([4, 12], 2), 0.25) == 4
+
+
+def test_rows_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of rank 0 are not in the order of the sequence"):
+        first_kept_row(Layout(((range(4, 8), range(4)),)), 0, 4)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5])
+def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
+    for make in (AttentionMemory, lambda f: BurstConfig(recompute_fraction=f)):
+        with pytest.raises(ValueError, match=f"within 0 and 1, got {fraction}"):
+            make(fraction)
+
+
+def test_the_cpu_kernel_is_the_one_counted() -> None:
+    assert isinstance(KERNELS["cpu"], CpuKernel)

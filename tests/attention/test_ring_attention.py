@@ -1,0 +1,575 @@
+"""Ring attention against the float64 dense oracle, and its bytes against the plan. (fast tier)"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.config import GradientReturn, Topology
+from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.plan import Channel, Kind, Plan
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, choose_grid
+from megatron_burst.transport.comm import Communicator
+from tests import oracle
+from tests.attention.cases import (
+    FLOAT32_TOLERANCE,
+    HEADS,
+    Answer,
+    Case,
+    errors,
+    logged,
+    run_cases,
+    variants,
+)
+from tests.plans.masks import Masking
+from tests.workers import Team, WorkerPool
+
+BFLOAT16_OVER_FLASH = 1.5
+# Rounding to bfloat16 errs evenly within ±2^-8 of the power of two below a value: its root mean
+# square is at most this part of the value.
+ONE_ROUNDING = 2**-8 / 3**0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Processes of the eight, of which so many share a node, and what is tried there."""
+
+    processes: Sequence[int]
+    per_node: int
+    topologies: tuple[str, ...] = ("flat", "double")
+    every: int = 1  # setting, or every second or so
+
+    @property
+    def ranks(self) -> int:
+        return len(self.processes)
+
+    def grid(self, case: Case) -> Grid:
+        flat = case.config.get("algorithm") == "ulysses"
+        topology = Topology.FLAT if flat else Topology(case.config["topology"])
+        return choose_grid(topology, [p // self.per_node for p in self.processes])[0]
+
+
+ONE_NODE = {f"{p} on a node": Place(range(8 - p, 8), 8, ("flat",)) for p in range(1, 9)}
+PLACES = {
+    **ONE_NODE,
+    "3 nodes x 1": Place(range(5, 8), 1),
+    "2 nodes x 2": Place(range(4, 8), 2),
+    "2 nodes x 3": Place(range(6), 3, ("double",)),
+    "3 nodes x 2": Place(range(2, 8), 2, ("double",)),
+    "2 nodes x 4": Place(range(8), 4, ("double",)),
+    "4 nodes x 2": Place(range(8), 2, ("double",)),
+    "every second process, 2 nodes x 2": Place(range(1, 8, 2), 4, ("double",)),
+    "nodes of 1, 2 and 2": Place(range(3, 8), 2, ("double",), every=3),
+    "nodes of 3 and 4": Place(range(1, 8), 4, ("double",), every=3),
+}
+EVERY_PLACE = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+SHAPES = [
+    {"batch": 2, "chunk": 1, "dim": 5},  # one token a chunk, an odd head size
+    {"chunk": 13, "dim": 16},
+    {"batch": 2, "chunk": 5, "dim": 7},
+]
+
+
+def hard_cases(place: Place) -> list[Case]:
+    """The settings at this place; each with one of the shapes, heads and masks, in turns."""
+    turns = [*itertools.product(SHAPES, HEADS.values(), (Masking(), Masking(False)))]
+    random.Random(place.ranks).shuffle(turns)
+    cases = []
+    for number, setting in enumerate(variants(place.topologies)[:: place.every]):
+        shape, heads, mask = turns[number % len(turns)]
+        if setting["algorithm"] == "ulysses":
+            heads = (2 * place.ranks, place.ranks)
+        config = {**setting, "ranks_per_node": place.per_node}
+        cases.append(Case(config=config, heads=heads, masking=mask, **shape))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def answers(workers: WorkerPool) -> Callable[[Place], list[tuple[Case, Answer]]]:
+    """All hard cases of a place with their answers; several tests look at them."""
+    known: dict[int, list[tuple[Case, Answer]]] = {}
+
+    def of(place: Place) -> list[tuple[Case, Answer]]:
+        if id(place) not in known:
+            cases = hard_cases(place)
+            answered = run_cases(workers, place.processes, cases)
+            known[id(place)] = list(zip(cases, answered, strict=True))
+        return known[id(place)]
+
+    return of
+
+
+type Answers = Callable[[Place], list[tuple[Case, Answer]]]
+
+
+@EVERY_PLACE
+def test_float32_equals_the_dense_oracle(answers: Answers, place: Place) -> None:
+    for case, answer in answers(place):
+        worst = errors(answer.found, case.expected(place.ranks))
+        assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
+        assert {reply.grid for reply in answer.replies} == {str(place.grid(case))}
+
+
+@EVERY_PLACE
+def test_counted_bytes_equal_the_plan(answers: Answers, place: Place) -> None:
+    for case, answer in answers(place):
+        check_bytes(case, place, answer)
+
+
+def check_bytes(case: Case, place: Place, answer: Answer) -> None:
+    sizes = shape_of(case, place.ranks).item_bytes()
+    for rank, reply in enumerate(answer.replies):
+        if case.config["algorithm"] == "ulysses":
+            assert (reply.forward.total(), reply.backward.total()) == ulysses_bytes(
+                case, place.ranks
+            )
+            continue
+        found = [reply.forward, reply.backward]
+        for plan, counted in zip(plans_of(case, place, rank), found, strict=True):
+            by_channel: Counter[Channel] = Counter()
+            for send in plan.sends:
+                by_channel[send.channel] += sizes[send.item.kind]
+            assert counted == by_channel, (case, rank)
+            assert counted.total() == bytes_sent(plan, sizes)
+
+
+def plans_of(case: Case, place: Place, rank: int) -> list[Plan]:
+    tiling = Tiling(zigzag(2 * place.ranks * case.chunk, place.ranks), case.mask)
+    gather = case.config["algorithm"] == "allgather"
+    shared = tiling, place.grid(case)
+    back = Kind(case.config.get("backward", "kv")), GradientReturn(case.config["gradient_return"])
+    forward = Ring(*shared, gather=gather).forward(rank)
+    return [forward, Ring(*shared, *back, gather).backward(rank)]
+
+
+def shape_of(case: Case, ranks: int) -> Shape:
+    model = case.config.get("grad_dtype") == "model"
+    element = case.dtype.itemsize
+    return Shape(
+        tokens=case.batch * 2 * case.chunk,
+        query_heads=case.heads[0],
+        kv_heads=case.heads[1],
+        head_dim=case.dim,
+        value_head_dim=case.dim,
+        element_bytes=element,
+        gradient_bytes=element if model else max(4, element),
+        row_bytes=max(4, element),
+    )
+
+
+def ulysses_bytes(case: Case, ranks: int) -> tuple[int, int]:
+    """Of q, k, v, out and lse a rank keeps one part in P, and so of all gradients but lse's."""
+    rows, wide = case.batch * 2 * case.chunk, max(4, case.dtype.itemsize)
+    query_heads, kv_heads = case.heads
+    blocks = rows * 2 * (query_heads + kv_heads) * case.dim * case.dtype.itemsize
+    lse = rows * query_heads * wide
+    return (blocks + lse) * (ranks - 1) // ranks, blocks * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("way", ["chain", "home"])
+@pytest.mark.parametrize("name", ["4 on a node", "2 nodes x 3"])
+def test_hops_have_the_number_and_the_bytes_of_the_formulas(
+    workers: WorkerPool, name: str, way: str
+) -> None:
+    batch, chunk, (hq, hkv), d, e = 2, 3, (8, 2), 6, 2
+    n, place = batch * 2 * chunk, PLACES[name]
+    kinds = [*itertools.product(("kv", "query"), (("float32", 4), ("model", 2)))]
+    cases = [
+        Case(
+            config={
+                "backward": backward,
+                "grad_dtype": dtype,
+                "gradient_return": way,
+                "ranks_per_node": place.per_node,
+                "topology": place.topologies[-1],
+            },
+            batch=batch,
+            chunk=chunk,
+            heads=(hq, hkv),
+            dim=d,
+            dtype=torch.bfloat16,
+        )
+        for backward, (dtype, _) in kinds
+    ]
+    grid = place.grid(cases[0])
+    nodes, length = grid.nodes, grid.ranks_per_node
+    within, between = nodes * (length - 1), nodes - 1
+    # A chain ends with one hop more, from the last rank of the owner's node.
+    last = 1 if way == "chain" and nodes > 1 else 0
+    answered = run_cases(workers, place.processes, cases)
+    for (backward, (_, g)), answer in zip(kinds, answered, strict=True):
+        read = {"kv": n * hkv * 2 * d * e, "query": n * hq * (2 * d * e + 8)}
+        gradient = {"kv": n * hkv * 2 * d * g, "query": n * hq * d * g}
+        for reply in answer.replies:
+            assert reply.forward == Counter(
+                {
+                    Channel.READ_WITHIN: within * read["kv"],
+                    Channel.READ_BETWEEN: between * read["kv"],
+                }
+            )
+            assert reply.backward == Counter(
+                {
+                    Channel.READ_WITHIN: within * read[backward],
+                    Channel.READ_BETWEEN: between * read[backward],
+                    Channel.GRADIENT_WITHIN: (within + last) * gradient[backward],
+                    Channel.GRADIENT_BETWEEN: between * gradient[backward],
+                }
+            )
+
+
+@pytest.mark.parametrize("name", ["3 on a node", "3 nodes x 2"])
+def test_the_reference_kernel_in_float64_is_exact(workers: WorkerPool, name: str) -> None:
+    place = PLACES[name]
+    cases = [
+        replace(case, dtype=torch.float64, config={**case.config, "kernel": "reference"})
+        for case in hard_cases(place)
+    ]
+    for case, answer in zip(cases, run_cases(workers, place.processes, cases), strict=True):
+        worst = errors(answer.found, case.expected(place.ranks))
+        assert max(worst.values()) < 1e-14, (case, worst)
+        check_bytes(case, place, answer)
+
+
+BFLOAT16 = [
+    ("mha", "4 on a node"),
+    ("mha", "2 nodes x 2"),
+    ("gqa 4:1", "2 on a node"),
+    ("gqa 4:1", "2 nodes x 4"),
+    ("gqa 8:1", "8 on a node"),
+]
+
+
+@pytest.mark.parametrize(("heads", "name"), BFLOAT16)
+def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
+    workers: WorkerPool, heads: str, name: str
+) -> None:
+    place = PLACES[name]
+    algorithms = ("burst", "allgather", "ulysses") if heads == "mha" else ("burst",)
+    cases = [
+        Case(
+            config={**setting, "ranks_per_node": place.per_node},
+            chunk=512 // place.ranks,
+            heads=HEADS[heads],
+            dim=32,
+            dtype=torch.bfloat16,
+        )
+        for setting in variants(place.topologies[-1:])
+        if setting["algorithm"] in algorithms
+    ]
+    expected = cases[0].expected(place.ranks)
+    flash = errors(cases[0].one_kernel_call(place.ranks, "cpu"), expected)
+    unrounded: dict[str, dict[str, float]] = {}
+    for case, answer in zip(cases, run_cases(workers, place.processes, cases), strict=True):
+        check_bytes(case, place, answer)
+        found = errors(answer.found, expected)
+        way = str({**case.config, "grad_dtype": ""})
+        if case.config.get("grad_dtype") == "model":
+            travel = ONE_ROUNDING * roundings(case, place) ** 0.5
+            bound = {n: math.hypot(error, travel) for n, error in unrounded[way].items()}
+        else:
+            unrounded[way] = found
+            bound = {n: BFLOAT16_OVER_FLASH * error for n, error in flash.items()}
+        for result, error in found.items():
+            assert error <= bound[result], (case, result, error, bound[result])
+
+
+def roundings(case: Case, place: Place) -> int:
+    """How often a gradient that travels in bfloat16 is rounded on its way, at most.
+
+    A kernel's own partial is bfloat16 already, so the first hop of a pass rounds nothing; each
+    further one rounds the sum so far, which is no larger than the whole. Sent home, only the sums
+    of nodes are rounded, each once, and together these are no larger than the whole.
+    """
+    grid = place.grid(case)
+    double = min(grid.nodes, grid.ranks_per_node) > 1
+    if case.config["gradient_return"] == "home":
+        return 1 if double else 0
+    return (grid.ranks if double else grid.ranks - 1) - grid.nodes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    place=st.sampled_from([*PLACES.values()]),
+    which=st.integers(0, 2**31),
+    batch=st.integers(1, 3),
+    chunk=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 4, 8]),
+    dim=st.integers(1, 20),
+    mask=st.sampled_from([Masking(), Masking(False)]),
+    kernel=st.sampled_from(["cpu", "reference"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_equals_the_dense_oracle(
+    workers: WorkerPool,
+    place: Place,
+    which: int,
+    batch: int,
+    chunk: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    mask: Mask,
+    kernel: str,
+    seed: int,
+) -> None:
+    settings_ = variants(place.topologies)
+    config = settings_[which % len(settings_)] | {"ranks_per_node": place.per_node}
+    kv_heads *= place.ranks if config["algorithm"] == "ulysses" else 1
+    case = Case(
+        config={**config, "kernel": kernel},
+        batch=batch,
+        chunk=chunk,
+        heads=(kv_heads * group, kv_heads),
+        dim=dim,
+        masking=mask,
+        seed=seed,
+    )
+    (answer,) = run_cases(workers, place.processes, [case])
+    check_bytes(case, place, answer)
+    for found, wanted in zip(answer.found, case.expected(place.ranks), strict=True):
+        # Tiny cases cancel: dq of a single visible key is exactly 0, so allow an absolute floor.
+        floor = wanted.norm() + wanted.numel() ** 0.5
+        assert (found.double() - wanted).norm() <= FLOAT32_TOLERANCE * floor
+
+
+def test_shapes_dtypes_and_masks_may_change_from_call_to_call(workers: WorkerPool) -> None:
+    place = PLACES["2 nodes x 2"]
+    config = {"ranks_per_node": place.per_node, "backward": "query"}
+    cases = [
+        Case(config=config, masking=mask, dtype=dtype, **shape)
+        for shape, mask, dtype in (
+            (SHAPES[0], Masking(), torch.float32),
+            (SHAPES[1], Masking(), torch.float64),
+            (SHAPES[1], Masking(False), torch.float32),
+            (SHAPES[0], Masking(), torch.float32),
+        )
+    ]
+    for case, answer in zip(cases, run_cases(workers, place.processes, cases), strict=True):
+        assert max(errors(answer.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
+
+
+def ring_cases(config: dict[str, Any], **shape: Any) -> list[Case]:
+    """The backward that `auto` takes, and both that there are."""
+    return [
+        Case(config={**config, "backward": backward}, **shape)
+        for backward in ("auto", "kv", "query")
+    ]
+
+
+@pytest.mark.parametrize("topology", ["flat", "double"])
+@pytest.mark.parametrize("name", ["4 on a node", "2 nodes x 3"])
+def test_auto_never_sends_more_than_the_cheaper_ring(
+    workers: WorkerPool, name: str, topology: str
+) -> None:
+    place = PLACES[name]
+    kinds = [*itertools.product(HEADS.values(), ("float32", "model"))]
+    config = {"ranks_per_node": place.per_node, "topology": topology}
+    cases = [
+        ring_cases(config | {"grad_dtype": dtype}, heads=heads, dim=8, dtype=torch.bfloat16)
+        for heads, dtype in kinds
+    ]
+    answers = run_cases(workers, place.processes, [*itertools.chain(*cases)])
+    for kind, same_kind in zip(kinds, itertools.batched(answers, 3), strict=True):
+        for most in (most_bytes, most_bytes_of_a_rank):
+            auto, kv, query = map(most, same_kind)
+            assert auto == min(kv, query), kind
+            assert (query < kv) == (kind[0] == HEADS["mha"]), kind
+
+
+def plan_as_configured(team: Team, case: Case) -> tuple[int, Plan]:
+    context = team.context(BurstConfig(**case.config))
+    q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
+    return context.rank, context.prepare(q, k, v, case.mask, 1.0).backward_plan
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "topology", "way"),
+    [
+        ("3 on a node", "burst", "flat", "home"),
+        ("2 nodes x 2", "burst", "double", "home"),
+        ("2 nodes x 2", "burst", "flat", "chain"),  # each partial would cross the nodes
+        ("nodes of 1, 2 and 2", "burst", "double", "chain"),  # a flat ring, too
+        ("3 on a node", "ring", "flat", "chain"),
+        ("2 nodes x 2", "ring", "double", "chain"),
+        ("2 nodes x 2", "allgather", "flat", "chain"),
+    ],
+)
+def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
+    workers: WorkerPool, name: str, algorithm: str, topology: str, way: str
+) -> None:
+    place = PLACES[name]
+    config = {"algorithm": algorithm, "topology": topology, "ranks_per_node": place.per_node}
+    case = Case(config=config)
+    explicit = Case(config={**config, "gradient_return": way})
+    for rank, plan in workers.run(place.processes, plan_as_configured, case):
+        assert plan == plans_of(explicit, place, rank)[1]
+
+
+def most_bytes(answer: Answer) -> int:
+    """What the busiest link has to carry in the backward: a node's card, if one is in use."""
+    between = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
+    cards = [sum(reply.backward[c] for c in between) for reply in answer.replies]
+    return max(cards) or most_bytes_of_a_rank(answer)
+
+
+def most_bytes_of_a_rank(answer: Answer) -> int:
+    return max(reply.backward.total() for reply in answer.replies)
+
+
+def logged_lines(team: Team, case: Case) -> list[str]:
+    with logged() as lines:
+        context = team.context(BurstConfig(**case.config))
+        q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
+        for _ in range(2):
+            context.prepare(q, k, v, case.mask, 1.0)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "choice", "other"),
+    [("4 on a node", "gqa 4:1", "kv", "query"), ("2 nodes x 2", "mha", "query", "kv")],
+)
+def test_the_choice_of_auto_is_logged_once_with_both_figures(
+    workers: WorkerPool, name: str, heads: str, choice: str, other: str
+) -> None:
+    place = PLACES[name]
+    auto, kv, query = ring_cases(
+        {"ranks_per_node": place.per_node, "grad_dtype": "model"},
+        heads=HEADS[heads],
+        chunk=64,
+        dim=64,
+        dtype=torch.bfloat16,
+    )
+    answered = run_cases(workers, place.processes, [kv, query])
+    figures = dict(zip(("kv", "query"), map(in_mib, map(most_bytes, answered)), strict=True))
+    (line,), *rest = workers.run(place.processes, logged_lines, auto)
+    assert rest == [[]] * 3
+    grid = "flat ring" if place in ONE_NODE.values() else "double ring of 2 nodes x 2 ranks"
+    forward = in_mib(answered[0].replies[0].forward.total())
+    assert f"burst on 4 ranks (zigzag, {grid})" in line
+    assert f"sends {forward} a rank forward; backward the {choice} ring puts" in line
+    assert f"puts {figures[choice]} on the busiest link, the {other} ring" in line
+    assert f"the {other} ring would {figures[other]};" in line
+    assert figures[choice] != figures[other] and "0.00" not in line
+
+
+def in_mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def test_results_do_not_depend_on_the_run(workers: WorkerPool) -> None:
+    place = PLACES["2 nodes x 2"]
+    cases = [
+        Case(config={**setting, "ranks_per_node": 2}, chunk=16, dim=16, dtype=torch.bfloat16)
+        for setting in variants(("double",))
+        if setting["algorithm"] == "burst"
+    ]
+    first, second = (run_cases(workers, place.processes, cases) for _ in range(2))
+    for case, a, b in zip(cases, first, second, strict=True):
+        assert all(map(torch.equal, a.found, b.found)), case
+
+
+def test_gradients_sent_home_in_bfloat16_lose_nothing_on_a_flat_ring(workers: WorkerPool) -> None:
+    # What a kernel returns is bfloat16 already, and only its sums are not.
+    wide, narrow = (
+        Case(
+            config={"grad_dtype": dtype, "gradient_return": "home"},
+            chunk=16,
+            dim=16,
+            dtype=torch.bfloat16,
+        )
+        for dtype in ("float32", "model")
+    )
+    first, second = run_cases(workers, 4, [wide, narrow])
+    assert all(map(torch.equal, first.found, second.found))
+    ratio = second.replies[0].backward.total() / first.replies[0].backward.total()
+    assert ratio == (2 + 2) / (2 + 4)
+
+
+class Staged(Communicator):
+    """As if the transport could not reach the tensors: it gets memory of its own for each."""
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, float("nan"), memory_format=torch.contiguous_format)
+
+
+def staged(team: Team, config: BurstConfig) -> BurstContext:
+    context = team.context(config)
+    ranks = dist.get_process_group_ranks(team.group)
+    context.communicator = Staged(ranks, team.groups.channels, config.timeout_seconds)
+    return context
+
+
+@pytest.mark.parametrize("name", ["3 on a node", "every second process, 2 nodes x 2"])
+def test_messages_may_pass_through_other_memory(workers: WorkerPool, name: str) -> None:
+    place = PLACES[name]
+    cases = hard_cases(place)
+    answers = run_cases(workers, place.processes, cases, make_context=staged)
+    for case, answer in zip(cases, answers, strict=True):
+        assert max(errors(answer.found, case.expected(place.ranks)).values()) < FLOAT32_TOLERANCE
+        check_bytes(case, place, answer)
+
+
+@cache
+def alone() -> BurstContext:
+    return BurstContext.create(BurstConfig())
+
+
+def test_lse_carries_no_gradient_and_inputs_may_be_strided() -> None:
+    base = torch.randn(6, 1, 4, 3 * 8, requires_grad=True)  # Megatron's [s, b, h, 3 x d]
+    q, k, v = (x.transpose(0, 1) for x in base.split(8, dim=-1))
+    out, lse = ring_attention(q, k, v, alone(), mask=Mask.causal(), return_lse=True)
+    assert not lse.requires_grad
+    out.sum().backward()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.detach().transpose(1, 2) for x in (q, k, v)), is_causal=True
+    )
+    torch.testing.assert_close(out.detach().transpose(1, 2), expected)
+    assert base.grad is not None
+
+
+def strided_and_dense(team: Team, config: dict[str, Any]) -> list[bool]:
+    """Whether Megatron's axis order and strided gradients give bit-equal results."""
+    context = team.context(BurstConfig(**config))
+    base = torch.randn(6, 2, 4, 3 * 8, generator=torch.Generator().manual_seed(context.rank))
+    dout = torch.randn(6, 2, 4, 8, generator=torch.Generator().manual_seed(9 + context.rank))
+    found = []
+    for dense in (False, True):
+        leaf = base.clone().requires_grad_()
+        q, k, v = (x.transpose(0, 1) for x in leaf.split(8, dim=-1))
+        if dense:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        out = ring_attention(q, k, v, context, mask=Mask.causal())
+        given = dout.transpose(0, 1)
+        out.backward(given.contiguous() if dense else given)
+        found.append((out.detach(), leaf.grad))
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+def test_strided_inputs_travel_too(workers: WorkerPool, backward: str) -> None:
+    config = {"backward": backward, "ranks_per_node": 2}
+    assert workers.run(4, strided_and_dense, config) == [[True, True]] * 4
+
+
+def test_the_error_of_a_wrong_result_is_seen() -> None:
+    case = Case()
+    expected = case.expected(2)
+    wrong = expected._replace(dk=expected.dk + 1e-4 * torch.randn_like(expected.dk))
+    assert oracle.relative_error(wrong.dk, expected.dk) > FLOAT32_TOLERANCE

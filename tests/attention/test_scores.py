@@ -1,0 +1,309 @@
+"""Sinks, soft caps and heads of two sizes on every ring against the dense oracle. (fast tier)"""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.sink import sink_gradient
+from megatron_burst.kernels import KERNELS
+from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.planning import choose
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import flat_grid
+from tests import oracle
+from tests.attention import test_rows_that_see_nothing as blind_rows
+from tests.attention.cases import (
+    FLOAT32_TOLERANCE,
+    Case,
+    answer,
+    errors,
+    logged,
+    run_cases,
+    variants,
+)
+from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
+from tests.plans.masks import Masking, hard_maskings, maskings
+from tests.workers import Team, WorkerPool
+
+VARIANTS = [
+    *variants(["flat"]),
+    *({"backward": b, "topology": "double", "ranks_per_node": 2} for b in ("kv", "query")),
+    {"head_parallel_size": 2},
+]
+SINK, CAP = {"has_sink": True}, {"soft_cap": 1.3}
+SCORES: dict[str, dict[str, Any]] = {
+    "a sink": SINK,
+    "larger keys": {"dim": 10, "value_dim": 6},
+    "larger values": {"dim": 4, "value_dim": 9},
+    "a sink and larger keys": {**SINK, "dim": 10, "value_dim": 6},
+    "a soft cap": CAP,
+    "a soft cap, a sink and larger values": {**CAP, **SINK, "dim": 4, "value_dim": 9},
+}
+
+
+def case_of(config: dict[str, Any], scores: dict[str, Any], **more: Any) -> Case:
+    if "soft_cap" in scores:
+        config = {**config, "kernel": "reference"}
+    return Case(config=config, **{"heads": (8, 4), **scores, **more})
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_every_ring(workers: WorkerPool, config: dict[str, Any]) -> None:
+    masks = hard_maskings(4, 4)
+    names = ("window of a chunk", "documents that end one off", "blocks", "everything at once")
+    chosen = itertools.cycle([Masking(), *(masks[name] for name in names), Masking(False)])
+    cases = [
+        case_of(config, scores, chunk=4, masking=masking)
+        for scores, masking in zip([*SCORES.values()] * 2, chosen, strict=False)
+    ]
+    check(cases, 4, workers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_hard_masks(workers: WorkerPool, ranks: int) -> None:
+    scores, layouts = itertools.cycle(SCORES.values()), itertools.cycle(LAYOUT_NAMES)
+    check(
+        [
+            case_of({"layout": next(layouts)}, next(scores), chunk=6, masking=masking)
+            for masking in hard_maskings(ranks, 6).values()
+        ],
+        ranks,
+        workers,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.integers(1, 8),
+    chunk=st.integers(1, 3),
+    config=st.sampled_from([c for c in VARIANTS if "ranks_per_node" not in c]),
+    heads=st.sampled_from([(1, 1), (2, 2), (3, 1)]),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    soft_cap=st.none() | st.floats(0.1, 50),
+    has_sink=st.booleans(),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_any_scores(
+    workers: WorkerPool,
+    ranks: int,
+    chunk: int,
+    config: dict[str, Any],
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    soft_cap: float | None,
+    has_sink: bool,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    if ranks % config.get("head_parallel_size", 1):
+        config = {}
+    spread = ranks if config.get("algorithm") == "ulysses" else config.get("head_parallel_size", 1)
+    config = {**config, "kernel": "auto" if soft_cap is None else "reference"}
+    case = Case(
+        config=config,
+        chunk=2 * chunk,
+        heads=(spread * heads[0], spread * heads[1]),
+        dim=sizes[0],
+        value_dim=sizes[1],
+        masking=data.draw(maskings(4 * ranks * chunk)),
+        soft_cap=soft_cap,
+        has_sink=has_sink,
+        seed=seed,
+    )
+    check([case], ranks, workers)
+
+
+NOTHING = Masking(False, table=((False,) * 4,) * 4)
+
+
+@pytest.mark.parametrize("config", [{"backward": "kv"}, {"backward": "query"}, VARIANTS[-1]])
+def test_a_row_that_sees_nothing_sees_its_sink(workers: WorkerPool, config: dict[str, Any]) -> None:
+    case = Case(config=config, chunk=4, masking=NOTHING, has_sink=True)
+    (found,) = run_cases(workers, 2, [case])
+    sink = case.sink()
+    assert sink is not None
+    assert torch.equal(found.found.lse, sink[:, None].expand_as(found.found.lse))
+    assert not any(x.any() for x in (found.found.out, *found.found[2:]))
+
+
+# Regression tests, each named after the report of what went wrong elsewhere.
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_te_3551_sinks_are_not_dropped(workers: WorkerPool, config: dict[str, Any]) -> None:
+    case = case_of(config, SINK, chunk=4, masking=Masking(window=5))
+    (found,) = run_cases(workers, 4, [case])
+    without = replace(case, has_sink=False).expected(4)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        difference = oracle.relative_error(getattr(found.found, name), getattr(without, name))
+        assert difference > 0.1, (name, difference)
+    assert max(errors(found.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
+
+
+def parts_of_the_sink_gradient(team: Team, case: Case) -> list[Tensor]:
+    return [reply.dsink for reply in answer(team, [case])]
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "ulysses"])
+def test_mc_7452_the_sink_gradient_is_the_sum_over_the_group(
+    workers: WorkerPool, algorithm: str
+) -> None:
+    case = case_of({"algorithm": algorithm}, SINK, chunk=4)
+    parts = [part for (part,) in workers.run(4, parts_of_the_sink_gradient, case)]
+    expected = case.expected(4).dsink
+    assert oracle.relative_error(torch.stack(parts).sum(0), expected) < FLOAT32_TOLERANCE
+    for rank, part in enumerate(parts):
+        others = torch.ones(8, dtype=torch.bool)
+        others[2 * rank : 2 * rank + 2] = False
+        assert part.any()
+        # A ring's rank has its tokens' part of all heads, one of ulysses all of its heads.
+        assert bool(part[others].any()) == (algorithm == "burst")
+
+
+def test_attention_gym_200_the_lse_is_natural() -> None:
+    # One key: its score is the log-sum-exp, in the natural logarithm and in no other.
+    context = BurstContext.create(BurstConfig())
+    q, k = torch.full((1, 2, 1, 4), 3.0), torch.full((1, 2, 1, 4), 0.5)
+    mask = Mask.causal(window=0)
+    out, lse = ring_attention(q, k, k, context, mask=mask, return_lse=True)
+    torch.testing.assert_close(lse, torch.full((1, 1, 2), 3.0))
+    sink = torch.tensor([3.0])
+    out, lse = ring_attention(q, k, k, context, mask=mask, sink=sink, return_lse=True)
+    torch.testing.assert_close(lse, torch.full((1, 1, 2), 3.0 + math.log(2)))
+    torch.testing.assert_close(out, k / 2)
+
+
+@pytest.mark.parametrize("lse_of_nothing", [-math.inf, math.inf])
+@pytest.mark.parametrize("tiles", [blind_rows.ONE_TILE, blind_rows.THREE_TILES])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_te_3528_an_lse_of_minus_inf_does_not_poison_the_backward(
+    lse_of_nothing: float, tiles: list[Any], has_sink: bool
+) -> None:
+    q, k, v, dout = blind_rows.inputs("cpu", torch.float32)
+    q = blind_rows.marked(q)
+    sink = torch.tensor([-1.0, 0.5, 2.0, 7.0]) if has_sink else None
+    kernel = blind_rows.FlashLike(KERNELS["cpu"], lse_of_nothing)
+    call = blind_rows.call_of(tiles, tiles, kernel)
+    out, lse = forward(q, k, v, call, sink)
+    gradients = backward(dout, q, k, v, out, lse, call)
+    blind = q[..., :1] == blind_rows.MARK
+    seen = oracle.visible_pairs(q.shape[1], causal=True)
+    expected = oracle.attention(q, k, v, dout.masked_fill(blind, 0), seen, sink=sink)
+    rows = blind[..., 0].transpose(1, 2)
+    floor = torch.full((4,), -math.inf) if sink is None else sink
+    wanted = torch.where(rows, floor[:, None].double(), expected.lse)
+    torch.testing.assert_close(lse.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert not out.masked_select(blind).any()
+    if sink is not None:  # the stand-in is blind in its forward alone; no lse tells its backward
+        assert oracle.relative_error(sink_gradient(dout, out, lse, sink), expected.dsink) < 3e-6
+    else:
+        for found, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
+            assert oracle.relative_error(found, getattr(expected, name)) < FLOAT32_TOLERANCE
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def attend(sink: Tensor | None) -> tuple[Tensor, ...]:
+    context = BurstContext.create(BurstConfig())
+    q, k, v, dout = (
+        torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(i)) for i in range(4)
+    )
+    q.requires_grad_()
+    out, lse = ring_attention(q, k, v, context, mask=Mask.causal(), sink=sink, return_lse=True)
+    out.backward(dout)
+    assert q.grad is not None
+    return out.detach(), lse, q.grad
+
+
+def test_a_sink_of_minus_inf_is_none() -> None:
+    sink = torch.full((4,), -math.inf, requires_grad=True)
+    for found, expected in zip(attend(sink), attend(None), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert sink.grad is not None and not sink.grad.any()
+
+
+def test_a_row_that_sees_nothing_not_even_a_sink() -> None:
+    context = BurstContext.create(BurstConfig())
+    x, sink = torch.ones(1, 4, 2, 6, requires_grad=True), torch.tensor([-math.inf, 0.5])
+    sink.requires_grad_()
+    mask = NOTHING.mask
+    out, lse = ring_attention(x, x, x, context, mask=mask, sink=sink, return_lse=True)
+    out.backward(torch.ones_like(out))
+    assert not out.any() and lse[:, 0].isneginf().all() and (lse[:, 1] == 0.5).all()
+    assert x.grad is not None and not x.grad.any()
+    assert sink.grad is not None and not sink.grad.any()
+
+
+def test_off_by_one_is_a_sink_of_zeros_without_gradient() -> None:
+    zeros = torch.zeros(4)
+    found = attend(zeros)
+    assert zeros.grad is None
+    assert (found[1] > attend(None)[1]).all() and found[0].norm() < attend(None)[0].norm()
+
+
+def test_the_gradient_has_the_dtype_of_the_sink() -> None:
+    exact = torch.tensor([-1.0, 0.5, 2.0, 4.0], requires_grad=True)
+    rounded = exact.detach().bfloat16().requires_grad_()
+    attend(exact)
+    attend(rounded)
+    assert exact.grad is not None and rounded.grad is not None
+    assert rounded.grad.dtype == torch.bfloat16
+    assert torch.equal(rounded.grad, exact.grad.bfloat16())
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+@pytest.mark.parametrize("sizes", [(10, 6), (6, 10)])
+def test_what_travels_is_not_padded(
+    workers: WorkerPool, backward: str, sizes: tuple[int, int]
+) -> None:
+    dim, value_dim = sizes
+    case = Case(config={"backward": backward}, chunk=6, dim=dim, value_dim=value_dim)
+    (found,) = run_cases(workers, 4, [case])
+    item_bytes = Shape(12, 4, 2, dim, value_dim, 4, 4).item_bytes()
+    config = BurstConfig(backward=backward)
+    tiling = Tiling(zigzag(48, 4), Mask.causal())
+    choice = choose(config, tiling, flat_grid(4), item_bytes, [0] * 4)
+    for rank, reply in enumerate(found.replies):
+        plans = choice.plans(rank)
+        assert reply.forward.total() == bytes_sent(plans.forward, item_bytes, 12)
+        assert reply.backward.total() == bytes_sent(plans.backward, item_bytes, 12)
+
+
+def attend_deterministically(team: Team, case: Case) -> list[Tensor]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        (reply,) = answer(team, [case])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [*reply.results, reply.dsink]
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+def test_every_step_serves_deterministic_mode(workers: WorkerPool, backward: str) -> None:
+    # Where something has no deterministic way, torch raises an error.
+    config = {"backward": backward, "layout": "striped"}
+    masking = Masking(window=5, documents=(0, 9, 32))
+    case = Case(config=config, chunk=8, has_sink=True, value_dim=9, masking=masking)
+    first, second = (workers.run(2, attend_deterministically, case) for _ in range(2))
+    for one, two in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_the_log_says_when_heads_are_padded() -> None:
+    context = BurstContext.create(BurstConfig())
+    q, v = torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 8)
+    with logged() as lines:
+        ring_attention(q, q, v, context, mask=Mask.causal())
+    assert "kernel cpu with heads padded to 12 (not flash4: " in lines[0]
+    assert "not cpu: head sizes of K and V differ (12 and 8)" in lines[0]

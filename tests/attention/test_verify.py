@@ -1,0 +1,331 @@
+"""Attention in one piece, and the comparison with it: right calls pass, faults are found. (fast)
+
+The faults are put in from here: a swapped chunk, a stale buffer, a wrong window and scale, a
+gradient that is lost.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig
+from megatron_burst.attention.dense import Dense, Expected, Spread, Visibility, megatrons_positions
+from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.verify import Finding, compare, cut, table, worst
+from megatron_burst.config import Algorithm
+from megatron_burst.plans.head_parallel import HeadGroups
+from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.tools import verify as tool
+from megatron_burst.transport.comm import Flight
+from tests import oracle
+from tests.attention.cases import Case as Shape
+from tests.plans.masks import Masking, hard_maskings
+from tests.workers import Team, WorkerPool
+
+CPU = torch.device("cpu")
+
+
+# Attention in one piece.
+
+
+def visibility(masking: Masking, tokens: int) -> Visibility:
+    return Visibility(
+        causal=masking.causal,
+        left=-1 if masking.window is None else masking.window,
+        cu_seqlens=None if masking.documents is None else torch.tensor(masking.documents),
+        blocks=masking._table,
+        tokens_per_sample=tokens,
+    )
+
+
+MASKINGS = hard_maskings(1, 6)
+
+
+@pytest.mark.parametrize("name", MASKINGS)
+def test_what_sees_what(name: str) -> None:
+    masking, positions = MASKINGS[name], torch.randperm(12)
+    found = visibility(masking, 12).pairs(positions, positions.flip(0))
+    assert torch.equal(found, masking.visible(12)[positions][:, positions.flip(0)])
+
+
+def test_a_window_behind_and_samples_with_blocks_of_their_own() -> None:
+    positions = torch.arange(8)
+    seen = Visibility(causal=False, left=1, right=2).pairs(positions, positions)
+    distance = positions - positions[:, None]
+    assert torch.equal(seen, (distance >= -1) & (distance <= 2))
+    table = torch.tensor([[True, False], [True, True]])
+    ours = Visibility(causal=False, blocks=table, tokens_per_sample=4).pairs(positions, positions)
+    one = table.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    assert torch.equal(ours, torch.block_diag(one, one).bool())
+
+
+def test_megatrons_positions() -> None:
+    for tokens, ranks in ((8, 1), (8, 2), (24, 3)):
+        ours = [zigzag(tokens, ranks).positions(rank) for rank in range(ranks)]
+        assert [x.tolist() for x in megatrons_positions(tokens, ranks)] == [
+            x.tolist() for x in ours
+        ]
+
+
+@pytest.mark.parametrize("name", ["causal", "a window in documents", "blocks that see nothing"])
+@pytest.mark.parametrize("at_once", [5, 10**6])
+def test_one_piece_is_the_oracle(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices of any size."""
+    monkeypatch.setattr("megatron_burst.attention.dense._PAIRS_AT_ONCE", at_once)
+    masking = {**MASKINGS, "causal": Masking()}[name]
+    shape = Shape(batch=2, chunk=6, heads=(4, 2), dim=6, value_dim=5, has_sink=True)
+    q, k, v, dout = shape.inputs(1)
+    expected = oracle.attention(q, k, v, dout, masking.visible(12), sink=shape.sink())
+    spread = Spread([torch.arange(12)], None)
+    dense = Dense(spread, visibility(masking, 12), 6**-0.5, q, k, v, shape.sink())
+    for each in [*dense.forward(), *dense.backward(dout)]:
+        whole = getattr(expected, each.tensor)
+        if each.tensor == "lse":
+            whole = whole.transpose(1, 2)[..., None]
+        whole = whole[None, :, None, None] if each.tensor == "dsink" else whole
+        torch.testing.assert_close(each.value, whole[:, :, each.head], atol=1e-12, rtol=1e-12)
+        assert (each.allowed >= 0).all() and each.allowed.isfinite().all()
+
+
+# The comparison.
+
+
+def test_rows_are_cut_where_positions_jump_and_evenly() -> None:
+    positions = torch.cat([torch.arange(10, 50), torch.arange(90, 92), torch.arange(3)])
+    assert cut(positions) == [(0, 20), (20, 40), (40, 42), (42, 45)]
+
+
+def one_head(found: Tensor, *, value: float = 1.0, allowed: float = 0.1) -> Finding:
+    expected = torch.full_like(found, value).double()
+    each = Expected("dk", 0, expected, torch.full(found.shape[:2], allowed).double())
+    (finding,) = compare([each], {"dk": found[:, :, None]}, torch.arange(64, 128), 3)
+    return finding
+
+
+def test_an_error_is_named_by_its_tokens() -> None:
+    found = torch.ones(1, 64, 4)
+    assert one_head(found).where == "" and one_head(found).error == 0
+    found[0, 40] += 1.0
+    finding = one_head(found)
+    assert finding.where == "all heads, 1 of 2 stretches of tokens, first tokens 96 to 127"
+    assert finding.error == pytest.approx((4 / 128) ** 0.5)
+    assert "dk on rank 3: error 1.8e-01 where 5.0e-02 is allowed, all heads" in str(finding)
+    found[0, 3] -= 1.0
+    assert "first tokens 64 to 127" in one_head(found).where, "neighbours are one place"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_are_wrong(value: float) -> None:
+    found = torch.ones(1, 64, 4)
+    found[0, 0, 0] = value
+    assert one_head(found).where and one_head(found).share == math.inf
+
+
+def test_equal_infinities_are_equal() -> None:
+    found = torch.full((1, 64, 1), -math.inf)
+    assert not one_head(found, value=-math.inf, allowed=0.0).where
+    assert one_head(found.neg(), value=-math.inf).where
+
+
+def test_the_table_shows_the_worst_rank() -> None:
+    few, many = Finding("out", 0.1, 1.0, 0), Finding("out", 0.2, 0.1, 1, "everywhere")
+    row = worst([few, many, Finding("dq", 0.0, 0.0, 0)])
+    text = table("layer", {"7": row, "8": {"dq": few}})
+    assert text.splitlines() == [
+        "layer                out                 dq",
+        "    7  2.0e-01 > 1.0e-01  0.0e+00 < 0.0e+00",
+        "    8                  -  1.0e-01 < 1.0e+00",
+    ]
+
+
+# Calls over ranks, by the tool's own check.
+
+
+def case(dtype: str = "float32", mask: str = "causal", **config: Any) -> tool.Case:
+    return tool.Case(
+        config=BurstConfig(**config),
+        mask=mask,
+        dtype=tool.DTYPES[dtype],
+        batch=2,
+        tokens_per_rank=48,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        value_head_dim=8,
+        has_sink=True,
+    )
+
+
+CLEAN = [
+    *(case(dtype, mask) for dtype in ("float32", "bfloat16") for mask in tool.MASKS),
+    case("float16"),
+    case("bfloat16", backward="query"),
+    case("bfloat16", backward="kv", grad_dtype="model", gradient_return="chain"),
+    case("bfloat16", mask="documents", layout="segmented-zigzag", segments=3),
+    case("bfloat16", topology="double", ranks_per_node=2, backward="kv"),
+    case("bfloat16", mask="window", head_parallel_size=2),
+    case("bfloat16", algorithm="allgather"),
+    case("bfloat16", algorithm="ulysses"),
+    case("float32", algorithm="ring", layout="contiguous"),
+]
+
+
+def run(team: Team, cases: list[tool.Case], fault: str = "") -> list[dict[str, Finding]]:
+    with FAULTS[fault]():
+        return [tool.check(c, team.context(c.config), CPU)[1] for c in cases]
+
+
+@pytest.mark.parametrize("ranks", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_right_calls_pass(workers: WorkerPool, ranks: int) -> None:
+    cases = CLEAN
+    if ranks == 1:
+        cases = [c for c in CLEAN[::2] if c.config.head_parallel_size == 1]
+    if ranks == 8:  # 4 heads do not go over 8 ranks
+        cases = [c for c in CLEAN if c.config.algorithm != "ulysses"]
+    first, *others = workers.run(ranks, run, cases)
+    assert all(other == first for other in others), "all ranks know all"
+    for each, found in zip(cases, first, strict=True):
+        assert set(found) == set(tool.TENSORS)
+        assert [str(f) for f in found.values() if f.where] == [], each
+        assert all(f.share < 0.9 for f in found.values()), (str(each), found)
+
+
+@contextmanager
+def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(holder, name)
+    setattr(holder, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+def swapped_chunk(original: Callable[..., Layout]) -> Callable[..., Layout]:
+    """Rank 1's two chunks in the wrong order."""
+
+    def ring_layout(self: HeadGroups, layout: Layout) -> Layout:
+        shards = list(original(self, layout).shards)
+        shards[1] = shards[1][::-1]
+        return Layout(tuple(shards))
+
+    return ring_layout
+
+
+def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever arrives is what arrived the time before, if there was one."""
+
+    def land(self: Flight, number: int) -> Any:
+        last: dict[str, Any] = self.__dict__.setdefault("last", {})
+        landed = original(self, number)
+        for item, block in landed:
+            key, new = f"{item.kind} {block[0].shape}", [x.clone() for x in block]
+            for x, old in zip(block, last.get(key, block), strict=True):
+                x.copy_(old)
+            last[key] = new
+        return landed
+
+    return land
+
+
+def lost_gradient(original: Callable[..., None]) -> Callable[..., None]:
+    """What comes home from another rank is not added."""
+
+    def take(self: GradientSums, item: Any, block: Any) -> None:
+        if item.owner != self._rank:
+            original(self, item, block)
+
+    return take
+
+
+def longer_window(original: Callable[..., Any]) -> Callable[..., Any]:
+    def masks(name: str, tokens: int) -> Any:
+        return Mask.causal(window=tokens // 5 + 1), original(name, tokens)[1]
+
+    return masks
+
+
+def other_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, *more: Any, **options: Any) -> Any:
+        return original(q, k, *more, softmax_scale=1.02 * q.shape[3] ** -0.5, **options)
+
+    return attend
+
+
+@contextmanager
+def no_fault() -> Iterator[None]:
+    yield
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "": no_fault,
+    "swapped chunk": lambda: replaced(HeadGroups, "ring_layout", swapped_chunk),
+    "stale buffer": lambda: replaced(Flight, "land", stale_buffer),
+    "lost gradient": lambda: replaced(GradientSums, "take", lost_gradient),
+    "wrong window": lambda: replaced(tool, "masks", longer_window),
+    "wrong scale": lambda: replaced(tool, "ring_attention", other_scale),
+}
+ALL = {"out", "lse", "dq", "dk", "dv", "dsink"}
+FOUND = {  # what must be wrong, and what may be
+    "swapped chunk": (ALL - {"dsink"}, ALL),
+    "stale buffer": (ALL - {"dsink"}, ALL),
+    "lost gradient": ({"dk", "dv"}, {"dk", "dv"}),
+    "wrong window": (ALL - {"dsink"}, ALL),
+    "wrong scale": (ALL - {"dsink", "dv", "out"}, ALL),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FOUND)
+def test_faults_are_found(workers: WorkerPool, fault: str, dtype: str) -> None:
+    each = case(dtype, "window" if fault == "wrong window" else "causal", backward="kv")
+    found = workers.run(4, run, [each], fault)[0][0]
+    wrong = {name for name, finding in found.items() if finding.where}
+    least, most = FOUND[fault]
+    assert least <= wrong <= most, {name: str(f) for name, f in found.items()}
+    assert all("first tokens" in found[name].where for name in wrong - {"dsink"})
+
+
+def test_a_lost_gradient_of_the_query_ring_is_found(workers: WorkerPool) -> None:
+    found = workers.run(4, run, [case(backward="query")], "lost gradient")[0][0]
+    assert {name for name, finding in found.items() if finding.where} == {"dq"}
+
+
+# The command.
+
+
+def command(team: Team, arguments: list[str], fault: str = "") -> int:
+    with FAULTS[fault]():
+        return tool.main([*arguments, "--backend", "gloo"])
+
+
+SMALL = "--tokens-per-rank 32 --heads 2 --head-dim 8 --mask causal --dtype float32".split()
+
+
+def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None:
+    algorithms = ["--algorithm", *(a for a in Algorithm if a != "ulysses")]
+    assert workers.run(8, command, [*SMALL, *algorithms, "--ranks-per-node", "4"]) == [0] * 8
+    assert workers.run(8, command, SMALL, "lost gradient") == [1] * 8
+    assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
+
+
+def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--kv-heads", "1", "--value-head-dim", "4", "--sink"]
+    assert tool.main([*SMALL, *options, "--backend", "gloo"]) == 1
+    printed = capsys.readouterr().out
+    assert "1 rank(s) on cpu (no process group), zigzag; a rank has 1 x 32 tokens" in printed
+    assert printed.count("burst, kv") == 1 and "all is right" not in printed
+    assert "verify: the kernel is right, but on one rank nothing was spread" in printed
+    assert "start several: torchrun --nproc-per-node 4 -m megatron_burst.tools.verify" in printed
+    with replaced(tool, "ring_attention", other_scale):
+        assert tool.main([*SMALL, "--backend", "gloo"]) == 1
+    printed = capsys.readouterr().out
+    assert "burst, query, causal, float32, lse on rank 0: error" in printed
+    assert "verify: something is wrong" in printed

@@ -1,0 +1,264 @@
+"""The adapters of flash-attn's packages, with stand-ins for the packages. (fast tier)"""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention import context as contexts
+from megatron_burst.kernels import (
+    KERNELS,
+    Kernel,
+    Request,
+    flash2,
+    flash3,
+    flash4,
+    passed_over,
+    select_kernel,
+)
+from megatron_burst.kernels.package import Package, _import_error, _installed_version
+from megatron_burst.plans.topology import flat_grid
+from megatron_burst.transport.comm import Communicator
+from tests.kernels import test_kernels as contract
+from tests.kernels.flash_packages import StandIn
+
+PACKAGES = {"flash2": flash2.PACKAGE, "flash3": flash3.PACKAGE, "flash4": flash4.PACKAGE}
+VERSIONS = {"flash2": "2.8.3+cu12torch2.8", "flash3": "3.0.0", "flash4": "4.0.0b36"}
+CPU = "cpu", torch.float32
+
+
+@pytest.fixture(params=PACKAGES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    module = StandIn(name)
+    monkeypatch.setitem(sys.modules, PACKAGES[name].module, module)
+    return module
+
+
+@pytest.fixture
+def kernel(name: str, stand_in: StandIn) -> Kernel:
+    return KERNELS[name]
+
+
+@pytest.mark.parametrize("heads", contract.HEADS.values(), ids=contract.HEADS)
+@pytest.mark.parametrize(("relation", "queries", "keys"), contract.RELATIONS.values())
+def test_the_contract(kernel: Kernel, heads: tuple[int, int], relation, queries, keys) -> None:
+    contract.test_a_tile_equals_the_oracle(kernel, *CPU, heads, relation, queries, keys)
+    tile = relation, queries, keys
+    contract.test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(kernel, *CPU, *tile)
+    contract.test_any_out_with_the_same_row_products_serves_the_backward(kernel, *CPU, *tile)
+
+
+def test_a_soft_cap(kernel: Kernel, stand_in: StandIn) -> None:
+    contract.test_a_soft_cap(kernel, *CPU)
+    assert stand_in.last["softcap"] == contract.SOFT_CAP
+
+
+def test_no_soft_cap_is_none(kernel: Kernel, stand_in: StandIn) -> None:
+    contract.test_results_are_new_tensors(kernel, *CPU)
+    assert not stand_in.last["softcap"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_mode_is_passed_on(
+    kernel: Kernel, stand_in: StandIn, deterministic: bool
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        contract.test_results_are_new_tensors(kernel, *CPU)  # its last call is a forward
+        q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
+        lse = torch.zeros(2, 4, 24)
+        kernel.backward(dout, q, k, v, dout, lse, contract.Relation.FULL, 0.25)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert stand_in.last["deterministic"] is deterministic
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes believe in a GPU and in installed packages."""
+
+    def make(capability: tuple[int, int], versions: dict[str, str]) -> None:
+        by_distribution = {PACKAGES[n].distribution: v for n, v in versions.items()}
+
+        def version(distribution: str) -> str:
+            if distribution not in by_distribution:
+                raise importlib.metadata.PackageNotFoundError(distribution)
+            return by_distribution[distribution]
+
+        for each in versions:
+            monkeypatch.setitem(sys.modules, PACKAGES[each].module, StandIn(each))
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+        forget()
+
+    def forget() -> None:
+        _installed_version.cache_clear()
+        _import_error.cache_clear()
+
+    yield make
+    forget()
+
+
+def gpu_request(dim: int = 128, value_dim: int | None = None, **more: object) -> Request:
+    request = Request(torch.device("cuda"), torch.bfloat16, 8, 2, dim, value_dim or dim)
+    return replace(request, **more)
+
+
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+OTHERS = {n: v for n, v in VERSIONS.items() if n != "flash4"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "versions", "chosen"),
+    [
+        (HOPPER, VERSIONS, "flash4"),
+        (HOPPER, OTHERS, "flash3"),
+        (HOPPER, {"flash2": "2.8.3"}, "cudnn"),
+        (HOPPER, {}, "cudnn"),
+        (BLACKWELL, VERSIONS, "flash4"),
+        (BLACKWELL, OTHERS, "cudnn"),
+        (AMPERE, VERSIONS, "cudnn"),
+    ],
+)
+def test_auto_takes_what_is_fastest_on_the_device(machine, capability, versions, chosen) -> None:
+    machine(capability, versions)
+    assert select_kernel("auto", gpu_request()).name == chosen
+
+
+@pytest.mark.parametrize("version", [91500, 91002, None])
+def test_an_old_cudnn_is_passed_over_with_its_version(machine, monkeypatch, version) -> None:
+    machine(HOPPER, {})
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    kernel = select_kernel("auto", gpu_request())
+    assert kernel.name == "aten_flash"
+    found = {91500: "9.15.0", 91002: "9.10.2", None: "0.0.0"}[version]
+    assert f"not cudnn: cuDNN {found} is older than 9.15.1" in passed_over(kernel, gpu_request())
+
+
+def test_where_documents_cut_the_tiles_cudnn_is_passed_over(machine) -> None:
+    machine(HOPPER, {})
+    request = gpu_request(has_documents=True)
+    kernel = select_kernel("auto", request)
+    assert kernel.name == "aten_flash"
+    assert "not cudnn: it plans every new shape for long" in passed_over(kernel, request)
+    with pytest.raises(ValueError, match="cudnn: it plans every new shape"):
+        select_kernel("cudnn", request)
+
+
+@pytest.mark.parametrize("documents", [None, (0, 3, 8)])
+def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
+    x, mask = torch.zeros(1, 8, 2, 8), Mask.causal(documents=documents)
+    context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
+    monkeypatch.setattr(context, "_log", lambda *_: None)
+    context.prepare(x, x, x, mask, 1.0)
+    assert [request.has_documents for request in asked] == [documents is not None]
+
+
+@pytest.mark.parametrize(
+    ("versions", "more", "chosen"),
+    [
+        ({"flash2": "2.8.3"}, {"is_banded": True}, "flash2"),
+        ({}, {"is_banded": True}, "aten_flash"),
+        (OTHERS, {"soft_cap": 30.0}, "flash3"),
+        (VERSIONS, {"head_dim": 192}, "flash4"),  # MLA's 192 and 128 as they are
+        (OTHERS, {"head_dim": 192}, "flash3"),
+        # cuDNN needs no padding, the others of its class do.
+        (VERSIONS, {"head_dim": 96}, "cudnn"),
+        (VERSIONS, {"head_dim": 96, "is_banded": True}, "flash4 with heads padded to 128"),
+        ({}, {"head_dim": 192}, "aten_flash with heads padded to 192"),
+    ],
+)
+def test_auto_on_hopper(machine, versions, more, chosen) -> None:
+    machine(HOPPER, versions)
+    assert select_kernel("auto", gpu_request(**more)).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "more", "reason"),
+    [
+        ("flash2", (7, 5), {}, "compute capability 7.5, older than 8.0"),
+        ("flash3", AMPERE, {}, "compute capability 8.0, older than 9.0"),
+        ("flash3", BLACKWELL, {}, "compute capability 10.0, newer than 9.x"),
+        ("flash4", (12, 0), {}, "compute capability 12.0, newer than 11.x"),
+        ("flash2", HOPPER, {"dtype": torch.float32}, "the dtype is torch.float32, not bfloat16"),
+        ("flash3", HOPPER, {"head_dim": 20}, "head size 20 is not a multiple of 8 up to 256"),
+        ("flash2", HOPPER, {"head_dim": 192}, r"head sizes of K and V differ \(192 and 128\)"),
+        ("flash3", HOPPER, {"value_head_dim": 64}, r"K and V differ \(128 and 64\), and are not"),
+        ("flash4", HOPPER, {"value_head_dim": 64}, r"K and V differ \(128 and 64\), and are not"),
+        ("flash4", BLACKWELL, {"head_dim": 160, "value_head_dim": 160}, "are not up to 128 on thi"),
+        (
+            "flash4",
+            BLACKWELL,
+            {"head_dim": 256, "value_head_dim": 256, "soft_cap": 1.0},
+            "no soft cap for head size 256",
+        ),
+        ("cudnn", HOPPER, {"soft_cap": 1.0}, "it has no soft cap"),
+        ("aten_flash", HOPPER, {"soft_cap": 1.0}, "it has no soft cap"),
+    ],
+)
+def test_what_a_gpu_kernel_says_against_a_request(machine, name, capability, more, reason) -> None:
+    machine(capability, VERSIONS)
+    with pytest.raises(AssertionError, match=reason):
+        assert not "; ".join(KERNELS[name].reasons_against(gpu_request(**more)))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "is not installed"),
+        ("1.0", "1.0 is installed, not at least"),
+        ("99.0", "99.0 is installed"),
+        ("3.0.0.b1", "3.0.0.b1 is installed"),  # for flash3: its signatures changed meanwhile
+    ],
+)
+def test_a_package_of_another_version_is_not_used(machine, name, version, reason) -> None:
+    machine(HOPPER, {name: version} if version else {})
+    (found,) = KERNELS[name].reasons_against(gpu_request())
+    assert reason in found and PACKAGES[name].distribution in found
+    assert f"at least {PACKAGES[name].at_least} and below {PACKAGES[name].below}" in found
+
+
+def test_a_package_that_cannot_be_imported_says_why(machine, monkeypatch) -> None:
+    machine(HOPPER, VERSIONS)
+    monkeypatch.setitem(sys.modules, PACKAGES["flash4"].module, None)
+    (found,) = KERNELS["flash4"].reasons_against(gpu_request())
+    assert found.startswith("flash-attn-4 cannot be imported: import of flash_attn.cute.interface")
+    assert select_kernel("auto", gpu_request()).name == "flash3"
+
+
+def test_a_flash_attn_3_with_the_largest_heads_is_not_deterministic(machine) -> None:
+    machine(HOPPER, VERSIONS)
+    request = gpu_request(256, 256)
+    assert KERNELS["flash3"].reasons_against(request) == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "not deterministic" in KERNELS["flash3"].reasons_against(request)[0]
+        assert KERNELS["flash3"].reasons_against(gpu_request(128, 128)) == []
+        assert "not deterministic" in KERNELS["cudnn"].reasons_against(gpu_request())[0]
+        assert KERNELS["aten_flash"].reasons_against(gpu_request()) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_versions_are_compared_as_versions() -> None:
+    _installed_version.cache_clear()
+    torch_itself = Package("torch", "torch", "2.6", "99")
+    assert torch_itself.reasons_against() == [] == torch_itself.import_reasons()
+    assert torch_itself.functions() is torch

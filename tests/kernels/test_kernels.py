@@ -1,0 +1,312 @@
+"""The contract of a kernel, for each one on the devices that can run it here. (fast tier)"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
+from megatron_burst.kernels import KERNELS, Kernel, Request, passed_over, select_kernel
+from megatron_burst.kernels.padded import PaddedKernel
+from megatron_burst.plans.mask import Relation
+from tests import oracle
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1e-2}
+DEVICES = ("cpu", "cuda")
+HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (4, 1)}
+RELATIONS = {
+    "full": (Relation.FULL, 24, 40),
+    "causal": (Relation.CAUSAL, 32, 32),
+    "window": (Relation(7, 0), 32, 32),
+    "band of more keys": (Relation(2, 20), 24, 40),
+    "band of more queries": (Relation(20, 3), 40, 24),
+    "left": (Relation(5, None), 32, 32),
+    "right": (Relation(None, 17), 24, 40),
+    "right, of the last corner": (Relation(None, 16), 24, 40),
+}
+DIM = 16
+SOFT_CAP = 1.5
+CPU = "cpu", torch.float32
+
+
+def reasons(kernel: Kernel, device: str, dtype: torch.dtype) -> list[str]:
+    if device == "cuda" and not torch.cuda.is_available():
+        return ["there is no CUDA device"]
+    return kernel.reasons_against(Request(torch.device(device), dtype, 4, 4, DIM, DIM))
+
+
+def visible(relation: Relation, queries: int, keys: int, device: str) -> Tensor:
+    """A tile's mask by the definition of its relation."""
+    left, right = (
+        float("inf") if side is None else side for side in (relation.left, relation.right)
+    )
+    rows = [[-left <= key - query <= right for key in range(keys)] for query in range(queries)]
+    return torch.tensor(rows, device=device)
+
+
+def skip_without(kernel: Kernel, device: str, dtype: torch.dtype, **more: Any) -> None:
+    """Skip what the kernel says it does not have; flash-attn's stand-ins run where it would not."""
+    if kernel.name.startswith("flash") and device == "cpu":
+        return
+    request = replace(Request(torch.device(device), dtype, 4, 4, DIM, DIM), **more)
+    if against := kernel.reasons_against(request):
+        pytest.skip("; ".join(against))
+
+
+def skip_bands(
+    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+) -> None:
+    skip_without(kernel, device, dtype, is_banded=relation.is_banded(queries, keys))
+
+
+def combinations() -> Iterator[object]:
+    """Every kernel with every device and dtype; what cannot run is skipped with its reasons.
+
+    Of a kernel that runs nowhere here, one line is enough.
+    """
+    for name, kernel in KERNELS.items():
+        cases = list(itertools.product(DEVICES, DTYPES))
+        running = [case for case in cases if not reasons(kernel, *case)]
+        for device, dtype in running or cases[-1:]:
+            why = "; ".join(reasons(kernel, device, dtype))
+            mark = pytest.mark.skipif(bool(why), reason=f"{name}: {why}")
+            case_id = f"{name}-{device}-{str(dtype).removeprefix('torch.')}"
+            yield pytest.param(kernel, device, dtype, id=case_id, marks=mark)
+
+
+EVERY_KERNEL = pytest.mark.parametrize(("kernel", "device", "dtype"), list(combinations()))
+
+
+def draw(tokens: int, heads: int, device: str, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Rows of a longer tensor, as the loops slice them.
+    whole = torch.randn(2, tokens + 7, heads, DIM, generator=generator).to(device, dtype)
+    return whole[:, 3 : 3 + tokens]
+
+
+def sliced_rows(lse_BHS: Tensor) -> Tensor:
+    """The same values as a slice of a longer tensor, as the backward loop passes them."""
+    longer = torch.nn.functional.pad(lse_BHS, (2, 5), value=float("nan"))
+    return longer[:, :, 2 : 2 + lse_BHS.shape[2]]
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+def test_a_tile_equals_the_oracle(
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    relation: Relation,
+    queries: int,
+    keys: int,
+) -> None:
+    skip_bands(kernel, device, dtype, relation, queries, keys)
+    q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
+    k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
+    expected = oracle.attention(q, k, v, dout, visible(relation, queries, keys, device))
+    scale = DIM**-0.5
+
+    out, lse = kernel.forward(q, k, v, relation, scale)
+    assert out.dtype == dtype and lse.dtype in (torch.float32, torch.float64)
+    assert lse.shape == (2, heads[0], queries)
+    gradients = kernel.backward(dout, q, k, v, out, sliced_rows(lse), relation, scale)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+    found = oracle.Result(out, lse, *gradients)
+    for name in oracle.Result._fields:
+        error = oracle.relative_error(getattr(found, name), getattr(expected, name))
+        assert error < TOLERANCE[dtype], (name, error)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
+    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+) -> None:
+    skip_bands(kernel, device, dtype, relation, queries, keys)
+    # The rows also see `others`, a tile computed elsewhere; the gradients of this tile's keys
+    # follow from the lse and the out of the whole row.
+    others = 16
+    q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
+    k, v = (draw(others + keys, 4, device, dtype, seed) for seed in (2, 3))
+    seen = torch.ones(queries, others + keys, dtype=torch.bool, device=device)
+    seen[:, others:] = visible(relation, queries, keys, device)
+    expected = oracle.attention(q, k, v, dout, seen)
+    scale = DIM**-0.5
+    wide = kernel.forward(q, k[:, others:], v[:, others:], relation, scale)[1].dtype
+    out, lse = expected.out.to(dtype), expected.lse.to(wide)
+    tile = (k[:, others:], v[:, others:], out, lse, relation, scale)
+    _, dk, dv = kernel.backward(dout, q, *tile)
+    assert oracle.relative_error(dk, expected.dk[:, others:]) < TOLERANCE[dtype]
+    assert oracle.relative_error(dv, expected.dv[:, others:]) < TOLERANCE[dtype]
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+def test_any_out_with_the_same_row_products_serves_the_backward(
+    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+) -> None:
+    skip_bands(kernel, device, dtype, relation, queries, keys)
+    q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
+    k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
+    out, lse = kernel.forward(q, k, v, relation, DIM**-0.5)
+    stand_in = stand_in_output(dout, stand_in_factor(dout, out))
+    assert oracle.relative_error(stand_in, out) > 0.1
+    by_out = kernel.backward(dout, q, k, v, out, lse, relation, DIM**-0.5)
+    by_stand_in = kernel.backward(dout, q, k, v, stand_in, lse, relation, DIM**-0.5)
+    for found, expected in zip(by_stand_in, by_out, strict=True):
+        assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
+
+
+@EVERY_KERNEL
+def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+    skip_without(kernel, device, dtype, soft_cap=SOFT_CAP)
+    q, dout = (3 * draw(32, 8, device, dtype, seed) for seed in (0, 1))
+    k, v = (draw(32, 2, device, dtype, seed) for seed in (2, 3))
+    tile = Relation.CAUSAL, DIM**-0.5
+    out, lse = kernel.forward(q, k, v, *tile, soft_cap=SOFT_CAP)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *tile, soft_cap=SOFT_CAP)
+    seen = visible(Relation.CAUSAL, 32, 32, device)
+    expected = oracle.attention(q, k, v, dout, seen, soft_cap=SOFT_CAP)
+    for found, wanted in zip((out, lse, *gradients), expected[:5], strict=True):
+        assert oracle.relative_error(found, wanted) < TOLERANCE[dtype]
+    without = oracle.attention(q, k, v, dout, seen)
+    assert oracle.relative_error(out, without.out) > 0.1
+
+
+@EVERY_KERNEL
+def test_results_are_new_tensors(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+    # Whoever gets them writes into them.
+    q, k, v, dout = (draw(24, 4, device, dtype, seed) for seed in range(4))
+    tile = (Relation.FULL, DIM**-0.5)
+    out, lse = kernel.forward(q, k, v, *tile)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *tile)
+    tensors = (q, k, v, dout, out, lse, *gradients)
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
+    before = out.clone()
+    kernel.forward(q, k, v, *tile)[0].zero_()
+    assert torch.equal(out, before)
+
+
+def cpu_request(
+    dtype: torch.dtype = torch.float32, dim: int = 16, value_dim: int = 16, **more: Any
+) -> Request:
+    return Request(torch.device("cpu"), dtype, 4, 2, dim, value_dim, **more)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_auto_takes_the_cpu_kernel_on_a_cpu(dtype: torch.dtype) -> None:
+    assert select_kernel("auto", cpu_request(dtype)).name == "cpu"
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_name_takes_that_kernel(name: str) -> None:
+    assert select_kernel(name, cpu_request()).name == name
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [cpu_request(torch.int32), cpu_request(dim=12, value_dim=20, soft_cap=2.0)],
+    ids=["int", "soft cap"],
+)
+def test_auto_lists_the_reasons_of_every_backend_and_never_takes_the_reference(
+    request_: Request,
+) -> None:
+    assert KERNELS["reference"].reasons_against(request_) == []
+    with pytest.raises(ValueError) as error:
+        select_kernel("auto", request_)
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith("--burst-kernel auto: no kernel can serve Request(")
+    assert [line.split(":")[0].strip() for line in lines] == [
+        n for n in KERNELS if n != "reference"
+    ]
+    for line in lines:
+        name, listed = line.strip().split(": ", 1)
+        assert listed == "; ".join(KERNELS[name].reasons_against(request_)) != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("cudnn", "the tensors are on cpu"), ("aten_flash", "not bfloat16 or float16")],
+)
+def test_a_named_kernel_that_cannot_serve_fails_with_its_reasons(name: str, reason: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"--burst-kernel {name}: no kernel can.*\n  {name}: "
+    ) as e:
+        select_kernel(name, cpu_request())
+    assert reason in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "reason"),
+    [
+        ("cpu", cpu_request(soft_cap=2.0), "it has no soft cap"),
+        ("cudnn", cpu_request(soft_cap=2.0), "it has no soft cap"),
+        ("cpu", cpu_request(torch.int64), "the dtype is torch.int64"),
+        ("cpu", Request(torch.device("meta"), torch.float32, 4, 2, 8, 8), "tensors are on meta"),
+        (
+            "cudnn",
+            cpu_request(dim=136, value_dim=136),
+            "head size 136 is not a multiple of 8 up to",
+        ),
+        ("aten_flash", cpu_request(dim=260, value_dim=260), "head size 260 is not a multiple"),
+    ],
+)
+def test_what_a_kernel_says_against_a_request(name: str, request_: Request, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        select_kernel(name, request_)
+
+
+def test_an_unknown_kernel_is_refused_with_the_names_of_all() -> None:
+    message = "--burst-kernel flash9 is unknown; there are: auto, flash4, flash3, cudnn, "
+    message += "flash2, aten_flash, cpu, reference"
+    with pytest.raises(ValueError, match=message):
+        select_kernel("flash9", cpu_request())
+
+
+@pytest.mark.parametrize("sizes", [(16, 8), (8, 16)])
+def test_a_kernel_of_one_head_size_is_padded(sizes: tuple[int, int]) -> None:
+    request = cpu_request(dim=sizes[0], value_dim=sizes[1])
+    assert KERNELS["cpu"].reasons_against(request) == [
+        "head sizes of K and V differ ({} and {})".format(*sizes)
+    ]
+    for name in ("auto", "cpu"):
+        kernel = select_kernel(name, request)
+        assert isinstance(kernel, PaddedKernel)
+        assert kernel.name == "cpu with heads padded to 16"
+        assert passed_over(kernel, request).endswith(
+            "not cpu: head sizes of K and V differ ({} and {})".format(*sizes)
+        )
+    assert select_kernel("reference", request) is KERNELS["reference"]
+
+
+@pytest.mark.parametrize("sizes", [(16, 6), (6, 16)])
+@pytest.mark.parametrize("relation", [Relation.CAUSAL, Relation(7, 0)])
+def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], relation: Relation) -> None:
+    q, k, v, dout = (draw(32, heads, *CPU, seed) for seed, heads in enumerate((4, 2, 2, 4)))
+    q, k, v, dout = (
+        q[..., : sizes[0]],
+        k[..., : sizes[0]],
+        v[..., : sizes[1]],
+        dout[..., : sizes[1]],
+    )
+    kernel = PaddedKernel(KERNELS["cpu"], 16)
+    tile = relation, sizes[0] ** -0.5
+    out, lse = kernel.forward(q, k, v, *tile)
+    found = oracle.Result(out, lse, *kernel.backward(dout, q, k, v, out, lse, *tile))
+    expected = oracle.attention(q, k, v, dout, visible(relation, 32, 32, "cpu"))
+    for name in oracle.Result._fields:
+        assert getattr(found, name).shape == getattr(expected, name).shape
+        assert oracle.relative_error(getattr(found, name), getattr(expected, name)) < 3e-6
+    # What is kept or sent holds no zeros of the padding.
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in found[:5])
+
+
+def test_the_table_is_keyed_by_the_kernels_names() -> None:
+    assert all(name == kernel.name for name, kernel in KERNELS.items())

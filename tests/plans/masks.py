@@ -1,0 +1,104 @@
+"""Masks and layouts to try: each mask with the matrix that it stands for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.mask import Mask
+from tests import oracle
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A mask in words that the oracle understands, too."""
+
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    table: tuple[tuple[bool, ...], ...] | None = None
+
+    @property
+    def mask(self) -> Mask:
+        make = Mask.causal if self.causal else Mask.full
+        return make(window=self.window, documents=self.documents, block_table=self._table)
+
+    def visible(self, tokens: int) -> Tensor:
+        return oracle.visible_pairs(tokens, self.causal, self.window, self.documents, self._table)
+
+    @property
+    def _table(self) -> Tensor | None:
+        return None if self.table is None else torch.tensor(self.table)
+
+    def __str__(self) -> str:
+        return str(self.mask)
+
+
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "zigzag": zigzag,
+    "segmented zigzag": lambda tokens, ranks: segmented_zigzag([tokens // 2] * 2, ranks),
+    "contiguous": contiguous,
+    "striped": striped,
+}
+
+
+def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    assert all(a < b for a, b in pairwise(bounds))
+    return tuple(bounds)
+
+
+@st.composite
+def maskings(draw: st.DrawFn, tokens: int) -> Masking:
+    """Any mask of a sequence of this length, every kind of restriction or none."""
+    window = draw(st.none() | st.integers(0, tokens + 2))
+    cuts = draw(
+        st.none() | st.sets(st.sampled_from(range(1, tokens)), max_size=tokens // 2)
+        if tokens > 1
+        else st.none()
+    )
+    documents = None if cuts is None else (0, *sorted(cuts), tokens)
+    blocks = draw(st.none() | st.sampled_from([n for n in range(1, 9) if tokens % n == 0]))
+    table = None
+    if blocks is not None:
+        bits = st.lists(st.booleans(), min_size=blocks, max_size=blocks)
+        table = tuple(tuple(draw(bits)) for _ in range(blocks))
+    return Masking(draw(st.booleans()), window, documents, table)
+
+
+def hard_maskings(ranks: int, chunk: int) -> dict[str, Masking]:
+    """What has gone wrong elsewhere, for a zigzag of chunks of this many tokens."""
+    tokens = 2 * ranks * chunk
+    blocks = 2 * ranks
+    sparse = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(ranks)) < 0.4
+    sparse[blocks // 2] = False  # a row of blocks that see nothing
+    table = tuple(tuple(row) for row in sparse.tolist())
+    borders = documents_of([chunk] * blocks)
+    off_by_one = tuple(sorted({0, *(min(b + 1, tokens - 1) for b in borders[1:-1]), tokens}))
+    return {
+        "window of 0": Masking(window=0),
+        "window of 1": Masking(window=1),
+        "window of a chunk less 1": Masking(window=max(chunk - 1, 0)),
+        "window of a chunk": Masking(window=chunk),
+        "window of a chunk and 1": Masking(window=chunk + 1),
+        "window of more than the sequence": Masking(window=tokens + 5),
+        "full with a window": Masking(False, window=chunk),
+        "documents of one token": Masking(documents=tuple(range(tokens + 1))),
+        "documents that end with the chunks": Masking(documents=borders),
+        "documents that end one off": Masking(documents=off_by_one),
+        "one document": Masking(documents=(0, tokens)),
+        "a short and a long document": Masking(documents=(0, 1, tokens)),
+        "full documents": Masking(False, documents=borders),
+        "a window in documents": Masking(window=chunk, documents=off_by_one),
+        "blocks": Masking(table=table),
+        "full blocks": Masking(False, table=table),
+        "blocks that see nothing": Masking(False, table=((False,) * blocks,) * blocks),
+        "a window in blocks": Masking(window=chunk + 1, table=table),
+        "everything at once": Masking(window=chunk, documents=off_by_one, table=table),
+    }

@@ -1,0 +1,128 @@
+"""Bytes and pairs of plans, counted, against what they are on paper. (fast tier)"""
+
+import itertools
+
+import pytest
+
+from megatron_burst.config import GradientReturn
+from megatron_burst.plans.cost import Shape, Traffic, bytes_sent, imbalance, traffic
+from megatron_burst.plans.layout import contiguous, zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
+
+CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
+SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
+
+
+def shape(
+    query_heads: int = 8, kv_heads: int = 8, element_bytes: int = 2, gradient_bytes: int = 2
+) -> Shape:
+    return Shape(
+        tokens=4096,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        value_head_dim=128,
+        element_bytes=element_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def backward_hops(of: Shape) -> tuple[int, int]:
+    """Bytes of a hop of the kv and of the query backward: a block and a gradient."""
+    size = of.item_bytes()
+    return size[Kind.KV] + size[Kind.D_KV], size[Kind.QUERY] + size[Kind.D_QUERY]
+
+
+def test_the_bytes_of_a_hop() -> None:
+    n, hq, hkv, dk, dv, e, g = 10, 6, 2, 5, 3, 2, 4
+    kv, query = backward_hops(Shape(n, hq, hkv, dk, dv, e, g))
+    assert kv == n * hkv * (dk + dv) * (e + g)
+    assert query == n * hq * (e * (dk + dv) + g * dk + 8)
+    assert Shape(n, hq, hkv, dk, dv, 8, 8, row_bytes=8).item_bytes()[Kind.QUERY] == n * hq * (
+        8 * (dk + dv) + 16
+    )
+
+
+def test_without_grouped_heads_the_query_ring_sends_24_percent_less() -> None:
+    kv, query = backward_hops(shape())
+    assert 1 - query / kv == pytest.approx(0.24, abs=0.005)
+
+
+@pytest.mark.parametrize(("gradient_bytes", "limit"), [(2, 1.32), (4, 1.49)])
+def test_the_query_ring_wins_below_a_ratio_of_heads(gradient_bytes: int, limit: float) -> None:
+    kv, query = backward_hops(shape(gradient_bytes=gradient_bytes))
+    assert kv / query == pytest.approx(limit, abs=0.005)
+    for above, query_wins in ((0.99, True), (1.01, False)):
+        heads = round(1000 * limit * above)
+        kv, query = backward_hops(shape(heads, 1000, gradient_bytes=gradient_bytes))
+        assert (query < kv) is query_wins
+
+
+@pytest.mark.parametrize(("group", "factor"), [(4, 3), (8, 6)])
+def test_with_grouped_heads_the_query_ring_sends_several_times_as_much(
+    group: int, factor: int
+) -> None:
+    kv, query = backward_hops(shape(query_heads=8 * group))
+    assert query / kv == pytest.approx(factor, rel=0.02)
+
+
+def test_traffic_is_that_of_the_busiest_rank_card_and_node() -> None:
+    nodes = ["a", "a", "b", "b", "c"]
+    ends = [(0, 1), (0, 1), (0, 1), (1, 2), (1, 0), (2, 0), (2, 4), (3, 0), (3, 2)]
+    hops = [Hop(Item(Kind.KV, 0), a, b, Channel.READ_WITHIN, 0, 0) for a, b in ends]
+    found = traffic(hops, SIZES, nodes)
+    # Rank 0 sends three; rank 2 sends two out of its node, where rank 3 sends one more.
+    assert found == Traffic(rank=3000, card=2000, node=3000)
+    assert found.busiest_link == 2000
+    assert traffic(hops, SIZES, ["a"] * 5) == Traffic(rank=3000, card=0, node=0)
+    assert traffic(hops, SIZES, ["a"] * 5).busiest_link == 3000
+    assert traffic([], SIZES, nodes) == Traffic(0, 0, 0)
+
+
+@pytest.mark.parametrize(("nodes", "length"), [*itertools.product([1, 2, 3], [1, 2, 4])])
+@pytest.mark.parametrize("returns", [CHAIN, HOME])
+@pytest.mark.parametrize("kind", [Kind.KV, Kind.QUERY])
+def test_traffic_of_flat_and_double_rings(
+    nodes: int, length: int, returns: GradientReturn, kind: Kind
+) -> None:
+    ranks = nodes * length
+    placed = [rank // length for rank in range(ranks)]
+    block, gradient = SIZES[kind], SIZES[kind.gradient]
+    tiling = Tiling(zigzag(8 * ranks, ranks), Mask.causal())
+    flat = Ring(tiling, Grid((tuple(range(ranks)),)), kind, returns)
+    double = Ring(tiling, Grid(tuple(itertools.batched(range(ranks), length))), kind, returns)
+    away = nodes > 1
+
+    # One rank a node sends all that leaves it; straight home, each sends its own parts.
+    leaves = ranks - 1 if returns is CHAIN else ranks - length
+    senders = 1 if returns is CHAIN else length
+    reads, gradients = (ranks - 1) * block, (ranks - 1) * gradient
+    assert traffic(flat.reads(), SIZES, placed) == Traffic(reads, away * reads, away * reads)
+    assert traffic(flat.gradients(), SIZES, placed) == Traffic(
+        gradients, away * leaves * gradient, away * leaves * gradient * senders
+    )
+    # All cards work; a chain has one more hop within the node.
+    more = returns is CHAIN and nodes > 1 and length > 1
+    assert traffic(double.reads(), SIZES, placed) == Traffic(
+        reads, (nodes - 1) * block, (nodes - 1) * block * length
+    )
+    assert traffic(double.gradients(), SIZES, placed) == Traffic(
+        gradients + more * gradient, (nodes - 1) * gradient, (nodes - 1) * gradient * length
+    )
+    for ring in (flat, double):
+        sent = traffic([*ring.reads(), *ring.gradients()], SIZES, placed).rank
+        assert [bytes_sent(ring.backward(rank), SIZES) for rank in range(ranks)] == [sent] * ranks
+
+
+@pytest.mark.parametrize("ranks", range(1, 65))
+def test_zigzag_shares_the_work_of_a_causal_mask_evenly(ranks: int) -> None:
+    assert 1 <= imbalance(Tiling(zigzag(16 * ranks, ranks), Mask.causal())) <= 1.05
+
+
+def test_contiguous_does_not() -> None:
+    assert imbalance(Tiling(contiguous(128, 8), Mask.causal())) > 1.8
+    assert imbalance(Tiling(contiguous(128, 8), Mask.full())) == 1

@@ -1,0 +1,373 @@
+"""All-to-all over some ranks, rings over the others: who, which tokens, oracle. (fast tier)"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst import BurstConfig, BurstContext, ring_attention
+from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.head_parallel import HeadGroups, head_groups, kv_head_copies
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.plan import Channel
+from megatron_burst.plans.planning import choose, make_layout
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, choose_grid
+from tests.attention.cases import (
+    FLOAT32_TOLERANCE,
+    Case,
+    MakeContext,
+    answer,
+    errors,
+    logged,
+    put_together,
+    run_cases,
+)
+from tests.oracle import relative_error
+from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.transport.test_groups import new_groups
+from tests.workers import Team, WorkerPool
+
+LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
+
+# Who
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "groups"),
+    [
+        ("aaaa", 1, ((0,), (1,), (2,), (3,))),
+        ("aaaa", 2, ((0, 1), (2, 3))),
+        ("aabb", 2, ((0, 1), (2, 3))),
+        ("abab", 2, ((0, 2), (1, 3))),
+        ("abba", 1, ((0,), (1,), (2,), (3,))),  # the rank in a ring of all is the rank
+        ("aaaabb", 2, ((0, 1), (2, 3), (4, 5))),
+        ("bbaabb", 2, ((0, 1), (2, 3), (4, 5))),
+        ("abbaab", 3, ((0, 3, 4), (1, 2, 5))),
+        ("aaaa", 4, ((0, 1, 2, 3),)),
+    ],
+)
+def test_groups_follow_each_other_on_a_node(
+    nodes: str, size: int, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    assert head_groups(nodes, size) == HeadGroups(groups)
+
+
+@pytest.mark.parametrize(("nodes", "size", "held"), [("aaab", 2, "3, 1"), ("aabb", 4, "2, 2")])
+def test_a_node_that_does_not_divide_is_refused_with_the_numbers(
+    nodes: str, size: int, held: str
+) -> None:
+    text = f"--burst-head-parallel-size {size} needs {size} ranks of a node .* nodes hold {held}:"
+    with pytest.raises(ValueError, match=text):
+        head_groups(nodes, size)
+
+
+def test_members_of_one_index_form_a_ring() -> None:
+    groups = head_groups("abab", 2)
+    assert [groups.ring(index) for index in range(2)] == [(0, 1), (2, 3)]
+    assert [groups.place(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "copies"),
+    [((8, 8, 4), 1), ((8, 4, 4), 1), ((8, 2, 4), 2), ((8, 1, 8), 8), ((6, 3, 3), 1)],
+)
+def test_kv_heads_are_copied_where_there_are_too_few(
+    heads: tuple[int, int, int], copies: int
+) -> None:
+    assert kv_head_copies(*heads) == copies
+
+
+@pytest.mark.parametrize("heads", [(6, 6, 4), (12, 3, 4), (12, 6, 4), (2, 2, 4), (4, 4, 3)])
+def test_heads_that_do_not_divide_are_refused_with_the_numbers(heads: tuple[int, int, int]) -> None:
+    text = re.escape("{} query and {} kv heads of a rank, after tensor parallelism".format(*heads))
+    with pytest.raises(ValueError, match=f"{text}.* over {heads[2]} ranks"):
+        kv_head_copies(*heads)
+
+
+# Which tokens
+
+EIGHT = head_groups("aaaabbbb", 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (contiguous(16, 8), contiguous(16, 4)),
+        (zigzag(16, 8), zigzag(16, 4)),
+        (segmented_zigzag([16, 16], 8), segmented_zigzag([16, 16], 4)),
+    ],
+)
+def test_the_ring_of_neighbours_has_the_layout_of_fewer_ranks(
+    layout: Layout, expected: Layout
+) -> None:
+    found = EIGHT.ring_layout(layout)
+    assert [found.positions(r).tolist() for r in range(4)] == [
+        expected.positions(r).tolist() for r in range(4)
+    ]
+    # Ranges that touch are one: at most as many as where they are not joined.
+    assert all(len(a) <= len(b) for a, b in zip(found.shards, expected.shards, strict=True))
+
+
+def test_striped_groups_hold_several_ranges() -> None:
+    found = EIGHT.ring_layout(striped(16, 8))
+    assert found.shards[1] == (range(2, 16, 8), range(3, 16, 8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_of_all_holds_the_whole_sequence(layout: str) -> None:
+    assert head_groups("a" * 4, 4).ring_layout(LAYOUTS[layout](32, 4)).shards == ((range(32),),)
+
+
+PLACES = [("aaaa", 2), ("abab", 2), ("aaaabbbb", 4), ("abababab", 2), ("aaaa", 4), ("aaa", 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("nodes", "size"), PLACES)
+def test_the_tokens_of_the_members_together_are_those_of_their_ring(
+    layout: str, nodes: str, size: int
+) -> None:
+    ranks = len(nodes)
+    whole, groups = LAYOUTS[layout](8 * ranks, ranks), head_groups(nodes, size)
+    ring = groups.ring_layout(whole)
+    assert ring.tokens == whole.tokens and ring.ranks == ranks // size
+    for number, members in enumerate(groups.groups):
+        held = ring.positions(number)
+        local = groups.member_layout(whole, number)
+        joined = local.unshard([whole.positions(rank) for rank in members], dim=0)
+        assert torch.equal(joined, held)
+        for index, rank in enumerate(members):
+            assert torch.equal(local.shard(held, index, dim=0), whole.positions(rank))
+
+
+# Against the oracle
+
+
+def heads_for(size: int, turn: int) -> tuple[int, int]:
+    """As many kv heads as query heads, as many as the ranks, and fewer, which are copied."""
+    half = size // 2 if size % 2 == 0 else size
+    return 2 * size, [2 * size, half, size, 1, half][turn % 5]
+
+
+def check(cases: Sequence[Case], ranks: int, workers: WorkerPool) -> None:
+    for case, reply in zip(cases, run_cases(workers, ranks, cases), strict=True):
+        expected = case.expected(ranks)
+        least = max(expected.dv.norm().item(), 1e-300)
+        found = {
+            name: relative_error(getattr(reply.found, name), x, at_least=least)
+            for name, x in expected._asdict().items()
+        }
+        assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
+
+
+RINGS: list[dict[str, Any]] = [
+    {"backward": "kv"},
+    {"backward": "query"},
+    {"algorithm": "ring"},
+    {"backward": "query", "gradient_return": "chain", "grad_dtype": "model"},
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "per_node"),
+    [
+        (2, 2, 8),
+        (3, 3, 8),
+        (4, 2, 8),
+        (4, 2, 2),
+        (4, 4, 4),
+        (5, 5, 8),
+        (6, 2, 2),
+        (6, 3, 8),
+        (7, 7, 8),
+        (8, 2, 4),
+        (8, 4, 4),
+        (8, 2, 8),
+        (8, 8, 8),
+    ],
+)
+def test_every_layout_and_backward(
+    workers: WorkerPool, ranks: int, size: int, per_node: int
+) -> None:
+    place = {"ranks_per_node": per_node, "head_parallel_size": size}
+    cases = [
+        Case(
+            config={"layout": layout, **config, **place},
+            chunk=2,
+            heads=heads_for(size, turn),
+            has_sink=turn % 2 == 0,
+        )
+        for turn, (layout, config) in enumerate(itertools.product(LAYOUT_NAMES, RINGS))
+    ]
+    check(cases, ranks, workers)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
+    """With 8 ranks the window of a chunk of the hybrid ring is one of 12 tokens."""
+    turns = itertools.cycle(itertools.product(LAYOUT_NAMES, RINGS))
+    cases = [
+        Case(
+            config={"layout": layout, "head_parallel_size": size, "ranks_per_node": 4, **config},
+            chunk=chunk,
+            masking=masking,
+            heads=heads_for(size, turn),
+            dim=3,
+        )
+        for chunk in (2, 6)
+        for turn, (masking, (layout, config)) in enumerate(
+            zip(hard_maskings(4, 2 * chunk).values(), turns, strict=False)
+        )
+    ]
+    check(cases, 8, workers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    place=st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8)]),
+    chunk=st.integers(1, 3),
+    copies=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3]),
+    ring=st.sampled_from(RINGS),
+    layout=st.sampled_from(LAYOUT_NAMES),
+    double=st.booleans(),
+    value_dim=st.sampled_from([6, 4, 8]),
+    has_sink=st.booleans(),
+    data=st.data(),
+)
+def test_any_hybrid(
+    workers: WorkerPool,
+    place: tuple[int, int],
+    chunk: int,
+    copies: int,
+    group: int,
+    ring: dict[str, Any],
+    layout: str,
+    double: bool,
+    value_dim: int,
+    has_sink: bool,
+    data: st.DataObject,
+) -> None:
+    ranks, size = place
+    masking = data.draw(maskings(4 * ranks * chunk))
+    kv_heads = size // copies if size % copies == 0 else size
+    nodes = {"ranks_per_node": 4, "topology": "double"} if double and ranks % 4 == 0 else {}
+    if nodes and size == 8:
+        nodes = {}
+    config = {**ring, **nodes, "layout": layout, "head_parallel_size": size}
+    heads = (size * group, kv_heads)
+    case = Case(
+        config=config,
+        chunk=2 * chunk,
+        masking=masking,
+        heads=heads,
+        value_dim=value_dim,
+        has_sink=has_sink,
+    )
+    check([case], ranks, workers)
+
+
+def across_tensor_parallelism(_: Team, config: BurstConfig) -> BurstContext:
+    """The even ranks of the job, and the odd ones."""
+    return BurstContext.create(config, new_groups([range(t, 8, 2) for t in range(2)]))
+
+
+def in_megatrons_groups(_: Team, config: BurstConfig) -> BurstContext:
+    """The same with the process groups of a hierarchy of 2 x 2, which are adopted."""
+    group = new_groups([range(t, 8, 2) for t in range(2)])
+    within = new_groups([(t, t + 2) for t in (0, 1, 4, 5)])
+    between = new_groups([(t, t + 4) for t in range(4)])
+    context = BurstContext.create(config, group, hierarchy=(within, between))
+    channels = context.communicator._channels
+    assert channels[Channel.READ_WITHIN] is within and channels[Channel.READ_BETWEEN] is between
+    assert Channel.GRADIENT_WITHIN not in channels
+    return context
+
+
+@pytest.mark.parametrize("make_context", [across_tensor_parallelism, in_megatrons_groups])
+def test_groups_of_the_job(workers: WorkerPool, make_context: MakeContext) -> None:
+    per_node = {} if make_context is in_megatrons_groups else {"ranks_per_node": 4}
+    config = {"head_parallel_size": 2, **per_node}
+    cases = [Case(config={**config, "backward": way}, heads=(4, 2)) for way in ("kv", "query")]
+    replies = workers.run(range(8), answer, cases, "cpu", make_context)
+    for half in (replies[0::2], replies[1::2]):
+        for case, whole in zip(cases, put_together(cases, half), strict=True):
+            assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+@pytest.mark.parametrize("masking", [Masking(), Masking(window=6)], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_bytes_are_those_of_the_plan_and_of_the_exchange(
+    workers: WorkerPool, backward: str, masking: Masking, kv_heads: int
+) -> None:
+    """Of 8 ranks, 4 a node, pairs share out 4 heads; log-sum-exps go, too."""
+    config = {"backward": backward, "head_parallel_size": 2, "ranks_per_node": 4}
+    case = Case(config=config, chunk=6, masking=masking, heads=(4, kv_heads), dim=6)
+    (answer,) = run_cases(workers, 8, [case])
+    groups = head_groups("aaaabbbb", 2)
+    grid, _ = choose_grid(BurstConfig(**config).topology, "aabb")
+    assert grid == Grid(((0, 1), (2, 3)))
+    shape = Shape(24, 2, max(kv_heads // 2, 1), 6, 6, 4, 4)
+    tiling = Tiling(groups.ring_layout(make_layout(BurstConfig(**config), 96, 8)), masking.mask)
+    choice = choose(BurstConfig(**config), tiling, grid, shape.item_bytes(), "aabb")
+    rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
+    for rank, reply in enumerate(answer.replies):
+        plans = choice.plans(groups.place(rank)[0])
+        sizes = shape.item_bytes()
+        forward = bytes_sent(plans.forward, sizes, 24) + shape.exchange_bytes(2) + rows
+        backward_bytes = bytes_sent(plans.backward, sizes, 24) + shape.exchange_bytes(2)
+        assert (reply.forward.total(), reply.backward.total()) == (forward, backward_bytes)
+    # n·(Hq + Hkv)·(dk + dv)·e·(U - 1)/U of a rank's own tokens, the copies counted.
+    assert shape.exchange_bytes(2) == 12 * (4 + max(kv_heads, 2)) * 12 * 4 // 2
+
+
+def first_line(team: Team) -> list[str]:
+    with logged() as lines:
+        answer(team, [Case(config={"head_parallel_size": 2}, chunk=8, heads=(4, 2), dim=8)])
+    return [line for line in lines if "FLOPs" in line]
+
+
+def test_the_log_says_what_the_exchange_sends(workers: WorkerPool) -> None:
+    (line,) = workers.run(4, first_line)[0]
+    assert "4 ranks (zigzag, heads over 2 ranks, flat ring)" in line, line
+    # 16 tokens x (4 + 2) heads x (8 + 8) x 4 bytes, of which half leaves
+    assert f"all-to-all over the heads sends {3072 / 2**20:.2f} MiB a rank" in line, line
+
+
+# What is refused
+
+
+def refusal(team: Team, config: dict[str, Any], heads: tuple[int, int]) -> str:
+    q, kv = torch.zeros(1, 8, heads[0], 8), torch.zeros(1, 8, heads[1], 8)
+    try:
+        ring_attention(q, kv, kv, team.context(BurstConfig(**config)), mask=Masking().mask)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "heads", "message"),
+    [
+        (4, {"head_parallel_size": 4}, (6, 6), "6 query and 6 kv heads of a rank"),
+        (4, {"head_parallel_size": 4}, (12, 6), "12 query and 6 kv heads of a rank"),
+        (4, {"head_parallel_size": 3}, (6, 6), "of the 4 context-parallel ranks the nodes hold 4"),
+        (4, {"head_parallel_size": 4, "ranks_per_node": 2}, (4, 4), "the nodes hold 2, 2"),
+        (3, {"algorithm": "ulysses"}, (4, 4), "4 query and 4 kv heads of a rank"),
+        (1, {"head_parallel_size": 2}, (4, 4), "of the 1 context-parallel ranks the nodes hold 1"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_on_every_rank(
+    workers: WorkerPool, ranks: int, config: dict[str, Any], heads: tuple[int, int], message: str
+) -> None:
+    (found,) = set(workers.run(ranks, refusal, config, heads))
+    assert message in found and "change --burst-head-parallel-size" in found

@@ -1,0 +1,111 @@
+"""Which tokens each rank holds: zigzag and contiguous, shard and unshard. (fast tier)"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.plans.layout import (
+    Interval,
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
+
+MAKERS = {
+    "zigzag": zigzag,
+    "segmented zigzag": lambda tokens, ranks: segmented_zigzag([tokens // 2] * 2, ranks),
+    "contiguous": contiguous,
+    "striped": striped,
+}
+
+
+def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
+    layout = zigzag(16, 4)
+    assert [layout.positions(rank).tolist() for rank in range(4)] == [
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
+    assert (layout.ranks, layout.local_tokens) == (4, 4)
+
+
+def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:
+    layout = segmented_zigzag([8, 4], 2)
+    assert [layout.positions(rank).tolist() for rank in range(2)] == [
+        [0, 1, 6, 7, 8, 11],
+        [2, 3, 4, 5, 9, 10],
+    ]
+    assert segmented_zigzag([8], 2) == zigzag(8, 2)
+
+
+def test_striped_gives_rank_r_every_pth_token() -> None:
+    assert [striped(6, 2).positions(rank).tolist() for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_contiguous_gives_rank_r_the_piece_r() -> None:
+    layout = contiguous(9, 3)
+    assert [layout.positions(r).tolist() for r in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert (layout.ranks, layout.local_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_one_rank_holds_everything_in_one_interval(make: Callable[[int, int], Layout]) -> None:
+    assert make(8, 1).shards == ((range(8),),)
+
+
+def test_local_rows_follow_each_other_in_the_order_of_the_intervals() -> None:
+    assert zigzag(24, 4).local_rows(1) == (Interval(0, 3), Interval(3, 6))
+    assert Layout(((range(4, 5), range(3)),)).local_rows(0) == (
+        Interval(0, 1),
+        Interval(1, 4),
+    )
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@settings(max_examples=60, deadline=None)
+@given(ranks=st.integers(1, 12), chunk=st.integers(1, 7), dim=st.integers(0, 2), data=st.data())
+def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
+    make: Callable[[int, int], Layout], ranks: int, chunk: int, dim: int, data: st.DataObject
+) -> None:
+    tokens = 4 * ranks * chunk
+    layout = make(tokens, ranks)
+    shape = [data.draw(st.integers(1, 3)) for _ in range(3)]
+    shape[dim] = tokens
+    x = torch.randn(shape)
+    shards = [layout.shard(x, rank, dim) for rank in range(ranks)]
+    for rank, shard in enumerate(shards):
+        assert torch.equal(shard, x.index_select(dim, layout.positions(rank)))
+        assert shard.shape[dim] == layout.local_tokens == tokens // ranks
+    assert torch.equal(layout.unshard(shards, dim), x)
+    everything = torch.cat([layout.positions(rank) for rank in range(ranks)])
+    assert everything.sort().values.tolist() == list(range(tokens))
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "ranks", "message"),
+    [
+        (zigzag, 12, 4, r"2 x 4 ranks = 8, got 12 tokens; change --seq-length or --context-paral"),
+        (zigzag, 7, 1, r"2 x 1 ranks = 2, got 7 tokens"),
+        (zigzag, 0, 2, r"got 0 tokens"),
+        (contiguous, 7, 2, r"7 tokens divisible by 2 ranks"),
+        (contiguous, 0, 2, r"0 tokens divisible by 2 ranks"),
+        (striped, 7, 2, r"striped needs 7 tokens divisible by 2 ranks"),
+        (MAKERS["segmented zigzag"], 8, 4, r"2 segments, each divisible by 2 x 4 ranks = 8, got 4"),
+    ],
+)
+def test_a_sequence_that_does_not_divide_is_refused_with_its_numbers(
+    make: Callable[[int, int], Layout], tokens: int, ranks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tokens, ranks)
+
+
+def test_a_tensor_of_another_length_is_refused_with_its_shape() -> None:
+    with pytest.raises(ValueError, match=r"expected 8 tokens along dim 1, got \(8, 6\)"):
+        zigzag(8, 2).shard(torch.zeros(8, 6), 0, dim=1)

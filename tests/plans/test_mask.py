@@ -1,0 +1,158 @@
+"""Masks and tiles against the same mask written out as a matrix of booleans. (fast tier)"""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.tiles import Tiling, thirds
+from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+
+LIMITS = st.none() | st.integers(0, 12)
+
+
+def rows_seen(tile: Tile, tokens: int) -> Tensor:
+    """How often the tile computes each pair of local rows: int [query rows, key rows]."""
+    count = torch.zeros(tokens, tokens, dtype=torch.int)
+    queries, keys = tile.query_rows, tile.key_rows
+    count[queries.rows, keys.rows] += tile.relation.visible(queries.length, keys.length)
+    return count
+
+
+def assert_fits(tile: Tile) -> None:
+    """No kernel is asked for a row that sees nothing, or for keys that nobody sees."""
+    visible = tile.relation.visible(tile.query_rows.length, tile.key_rows.length)
+    assert visible.any(0).all() and visible.any(1).all()
+    assert tile.pairs == int(visible.sum())
+    limits = tile.relation.window(tile.query_rows.length, tile.key_rows.length)
+    assert all(limit is None or limit >= 0 for limit in limits)
+    assert (tile.relation == Relation.FULL) == bool(visible.all())
+
+
+def check(layout: Layout, masking: Masking) -> None:
+    tiling, visible = Tiling(layout, masking.mask), masking.visible(layout.tokens)
+    for query_owner, key_owner in itertools.product(range(layout.ranks), repeat=2):
+        tiles = tiling(query_owner, key_owner)
+        found = sum(
+            (rows_seen(tile, layout.local_tokens) for tile in tiles),
+            start=torch.zeros(layout.local_tokens, layout.local_tokens, dtype=torch.int),
+        )
+        rows, columns = layout.positions(query_owner), layout.positions(key_owner)
+        assert torch.equal(found, visible[rows][:, columns].int())
+        for tile in tiles:
+            assert_fits(tile)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=120, deadline=None)
+@given(ranks=st.integers(1, 5), chunk=st.integers(1, 4), data=st.data())
+def test_tiles_cover_what_is_seen_once(
+    layout: str, ranks: int, chunk: int, data: st.DataObject
+) -> None:
+    tokens = 4 * ranks * chunk
+    check(LAYOUTS[layout](tokens, ranks), data.draw(maskings(tokens)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", hard_maskings(1, 1))
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 4), (2, 1), (3, 2), (4, 6)])
+def test_tiles_of_the_hard_masks(layout: str, name: str, ranks: int, chunk: int) -> None:
+    check(LAYOUTS[layout](4 * ranks * chunk, ranks), hard_maskings(2 * ranks, chunk)[name])
+
+
+@settings(max_examples=200, deadline=None)
+@given(left=LIMITS, right=LIMITS, queries=st.integers(1, 9), keys=st.integers(1, 9), data=st.data())
+def test_a_relation_cut_is_the_submatrix(
+    left: int | None, right: int | None, queries: int, keys: int, data: st.DataObject
+) -> None:
+    def some_rows(length: int) -> Interval:
+        start = data.draw(st.integers(0, length - 1))
+        return Interval(start, data.draw(st.integers(start + 1, length)))
+
+    rows, columns = some_rows(queries), some_rows(keys)
+    expected = torch.zeros(queries, keys, dtype=torch.bool)
+    whole = Relation(left, right).visible(queries, keys)
+    expected[rows.rows, columns.rows] = whole[rows.rows, columns.rows]
+    found, cut = torch.zeros_like(expected), Relation(left, right).cut(rows, columns)
+    if cut:
+        part_rows, part_columns, relation = cut
+        tile = Tile(0, 0, part_rows, part_columns, relation)
+        assert_fits(tile)
+        found[part_rows.rows, part_columns.rows] = relation.visible(
+            part_rows.length, part_columns.length
+        )
+    assert torch.equal(found, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(1, 24), data=st.data())
+def test_a_tile_and_its_thirds_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
+    layout = LAYOUTS["contiguous"](tokens, 1)
+    for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
+        parts = sum(thirds(tile), ())
+        for part in parts:
+            assert_fits(part)
+        found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))
+        assert torch.equal(found, rows_seen(tile, tokens))
+
+
+@given(tokens=st.integers(1, 30), data=st.data())
+def test_pairs_counts_the_visible_pairs(tokens: int, data: st.DataObject) -> None:
+    masking = data.draw(maskings(tokens))
+    assert visible_pairs(masking.mask, tokens) == int(masking.visible(tokens).sum())
+
+
+def test_no_window_costs_as_much_as_the_sequence() -> None:
+    """A megatoken is planned at once, because nothing grows with the tokens."""
+    assert visible_pairs(Mask.causal(), 2**20) == 2**19 * (2**20 + 1)
+    assert visible_pairs(Mask.causal(window=1023), 2**20) == 2**20 * 1024 - 1023 * 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": -1}, "window of -1 positions is negative"),
+        ({"documents": [0]}, r"grow from 0 to the end of the sequence, got \(0,\)"),
+        ({"documents": [1, 4]}, r"got \(1, 4\)"),
+        ({"documents": [0, 4, 4]}, r"got \(0, 4, 4\)"),
+        ({"block_table": torch.ones(2, 3, dtype=torch.bool)}, r"got \(2, 3\) of torch.bool"),
+        ({"block_table": torch.ones(2, 2)}, r"got \(2, 2\) of torch.float32"),
+    ],
+)
+def test_what_is_no_mask_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mask.causal(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (Mask.causal(documents=[0, 3, 7]), "documents end at 7, the sequence has 8 tokens"),
+        (Mask.full(block_table=torch.ones(3, 3, dtype=torch.bool)), "8 tokens do not divide into"),
+    ],
+)
+def test_a_mask_of_another_length_is_refused(mask: Mask, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tiling(LAYOUTS["zigzag"](8, 2), mask)
+
+
+def test_masks_that_differ_have_other_names() -> None:
+    """Ranks compare masks by their names, and plans are kept under them."""
+    tables = [torch.tensor(bits).view(2, 2) for bits in ([True] * 4, [True, False, True, True])]
+    masks = [
+        Mask.causal(),
+        Mask.full(),
+        Mask.causal(window=3),
+        Mask.causal(documents=[0, 3, 8]),
+        Mask.causal(documents=[0, 4, 8]),
+        *(Mask.causal(block_table=table) for table in tables),
+    ]
+    assert len(set(map(str, masks))) == len(masks)
+    assert str(Mask.causal(documents=[0, 3, 8])) == str(Mask.causal(documents=[0, 3, 8]))

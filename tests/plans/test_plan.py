@@ -1,0 +1,299 @@
+"""Plans of all grids up to 8 x 8, and what they promise. (fast; the largest slow)"""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst.config import GradientReturn
+from megatron_burst.plans.cost import pairs_computed
+from megatron_burst.plans.layout import Layout, contiguous, zigzag
+from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.simulator import simulate
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
+from tests.oracle import visible_pairs
+
+CHUNK = 4
+RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
+# What travels and how its gradients return; None: the forward, in which only keys travel.
+KINDS = [(Kind.KV, None), *itertools.product((Kind.KV, Kind.QUERY), RETURNS)]
+
+
+def make_grid(nodes: int, ranks_per_node: int, *, shuffled: bool = False) -> Grid:
+    ranks = list(range(nodes * ranks_per_node))
+    if shuffled:
+        random.Random(nodes).shuffle(ranks)
+    return Grid(tuple(itertools.batched(ranks, ranks_per_node)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    grid: Grid
+    travels: Kind
+    returns: GradientReturn | None
+    gather: bool = False
+
+    def __str__(self) -> str:
+        rows = f"{self.grid.nodes}x{self.grid.ranks_per_node}"
+        ordered = sum(self.grid.rows, ()) == tuple(range(self.grid.ranks))
+        words = (rows, "" if ordered else "permuted", self.travels, self.returns or "forward")
+        return "-".join(filter(None, (*words, "gather" if self.gather else "")))
+
+    @property
+    def backward(self) -> bool:
+        return self.returns is not None
+
+    def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
+        returns = self.returns or GradientReturn.CHAIN
+        ring = Ring(Tiling(layout, mask), self.grid, self.travels, returns, self.gather)
+        make = Ring.backward if self.backward else Ring.forward
+        reads, gradients = ring.reads(), ring.gradients()  # made here, and not again a rank
+        with (
+            patch.object(Ring, "reads", lambda _: reads),
+            patch.object(Ring, "gradients", lambda _: gradients),
+        ):
+            return [make(ring, rank) for rank in range(self.grid.ranks)]
+
+
+def variants(*grids: Grid) -> list[Variant]:
+    cases = itertools.product(grids, KINDS, (False, True))
+    return [Variant(grid, *kind, gather) for grid, kind, gather in cases]
+
+
+EVERY_GRID = [make_grid(m, n) for m, n in itertools.product(range(1, 9), repeat=2)]
+PERMUTED = [
+    Grid(((3, 0, 2, 1, 4),)),
+    Grid(((0, 2, 4, 6), (1, 3, 5, 7))),  # every second rank of the group on the other node
+    make_grid(3, 3, shuffled=True),
+    make_grid(4, 2, shuffled=True),
+    make_grid(5, 1, shuffled=True),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: Variant
+    layout: Layout
+    plans: list[Plan]
+
+
+def _slow(variant: Variant) -> bool:
+    return variant.grid.ranks > (16 if variant.gather else 36)
+
+
+@pytest.fixture(
+    scope="module",
+    ids=str,
+    params=[
+        pytest.param(v, marks=pytest.mark.slow if _slow(v) else ())
+        for v in variants(*EVERY_GRID, *PERMUTED)
+    ],
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    """The plans of one variant for a causal mask under zigzag."""
+    ranks = request.param.grid.ranks
+    layout = zigzag(2 * CHUNK * ranks, ranks)
+    return Case(request.param, layout, request.param.plans(layout, Mask.causal()))
+
+
+def messages(plan: Plan) -> Iterator[tuple[int, Send | Receive]]:
+    """All messages with the step that posts them."""
+    for number, step in enumerate(plan.steps):
+        yield from ((number, message) for message in (*step.receives, *step.sends))
+
+
+def test_the_plans_of_all_ranks_fit_together_and_do_the_whole_work_once(case: Case) -> None:
+    tokens = case.layout.ranks * case.layout.local_tokens
+    simulate(case.plans, backward=case.variant.backward, pairs=tokens * (tokens + 1) // 2)
+
+
+def test_every_rank_computes_its_share(case: Case) -> None:
+    pairs = [pairs_computed(plan) for plan in case.plans]
+    assert max(pairs) * len(pairs) <= 1.05 * sum(pairs)
+    at_home = {
+        Kind.KV: lambda tile: tile.query_owner,
+        Kind.QUERY: lambda tile: tile.key_owner,
+    }[case.variant.travels]
+    assert all(at_home(tile) == plan.rank for plan in case.plans for tile in plan.tiles)
+
+
+def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case: Case) -> None:
+    kind, returns = case.variant.travels, case.variant.returns
+    nodes, length = case.variant.grid.nodes, case.variant.grid.ranks_per_node
+    expected = Counter({(Channel.READ_WITHIN, kind): nodes * (length - 1)})
+    expected[Channel.READ_BETWEEN, kind] = nodes - 1
+    if returns is not None:
+        # A chain's last sum of a double ring comes from the next node: one hop more, to its owner.
+        more = returns is GradientReturn.CHAIN and nodes > 1 and length > 1
+        expected[Channel.GRADIENT_WITHIN, kind.gradient] = nodes * (length - 1) + more
+        expected[Channel.GRADIENT_BETWEEN, kind.gradient] = nodes - 1
+    for plan in case.plans:
+        for ends in (plan.sends, plan.receives):
+            assert Counter((end.channel, end.item.kind) for end in ends) == expected
+
+
+def test_few_buffers_are_enough(case: Case) -> None:
+    variant, grid = case.variant, case.variant.grid
+    flat = 1 in (grid.nodes, grid.ranks_per_node)
+    for plan in case.plans:
+        most: Counter[Kind] = Counter()
+        for receive in plan.receives:
+            most[receive.item.kind] = max(most[receive.item.kind], receive.buffer + 1)
+        blocks, gradients = most[variant.travels], most[variant.travels.gradient]
+        if variant.gather:
+            assert blocks == grid.ranks - 1
+        else:
+            assert blocks <= (2 if flat else 4)
+        straight = variant.returns is GradientReturn.HOME
+        assert gradients <= ((1 if straight else 2) if flat else 4)
+
+
+def test_tiles_are_computed_whenever_a_message_is_on_its_way(case: Case) -> None:
+    for plan in case.plans:
+        # An all-gather computes when all is there, which is what it is compared for.
+        idle = {n for n, step in enumerate(plan.steps) if not step.tiles}
+        on_their_way = {n for t, m in messages(plan) for n in range(t, m.lands + 1)}
+        assert case.variant.gather or not idle & on_their_way
+
+
+def test_a_message_between_nodes_has_a_whole_pass(case: Case) -> None:
+    grid, returns = case.variant.grid, case.variant.returns
+    for plan in case.plans:
+        spans: dict[Channel, list[int]] = {channel: [] for channel in Channel}
+        for number, message in messages(plan):
+            spans[message.channel].append(message.lands - number)
+        for channel in (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN):
+            assert set(spans[channel]) <= {0}
+        assert set(spans[Channel.READ_BETWEEN]) <= {grid.ranks_per_node - 1}
+        if not case.variant.gather and returns and grid.nodes > 1:
+            # Two ends of each; for the last sum there is no further pass to wait for.
+            passes = [grid.ranks_per_node - 1] * (grid.nodes - 2)
+            assert sorted(spans[Channel.GRADIENT_BETWEEN]) == sorted(2 * [0, *passes])
+
+
+# Other masks and layouts, on grids small enough to look at every pair of tokens.
+
+SMALL = [make_grid(*shape) for shape in ((1, 1), (1, 2), (2, 1), (1, 5), (5, 1), (2, 2), (2, 3))]
+SMALL += [make_grid(3, 2), make_grid(2, 4), make_grid(3, 3), make_grid(3, 3, shuffled=True)]
+SPLITS = [
+    pytest.param(layout, mask, id=f"{layout.__name__}-{'causal' if mask.is_causal else 'full'}")
+    for layout in (zigzag, contiguous)
+    for mask in (Mask.causal(), Mask.full())
+]
+on_small_grids = pytest.mark.parametrize("variant", variants(*SMALL), ids=str)
+under_every_split = pytest.mark.parametrize(("split", "mask"), SPLITS)
+
+
+def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:
+    """How often each (query position, key position) is computed."""
+    times = torch.zeros((layout.ranks * layout.local_tokens,) * 2, dtype=torch.int64)
+    for tile in tiles:
+        queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
+        keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
+        pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
+        if tile.relation == Relation.CAUSAL:
+            assert len(queries) == len(keys)
+            pairs = pairs.tril()
+        assert tile.pairs == pairs.sum()
+        times[queries[:, None], keys[None, :]] += pairs
+    return times
+
+
+@on_small_grids
+@under_every_split
+def test_every_visible_pair_is_computed_once(variant: Variant, split, mask: Mask) -> None:
+    layout = split(2 * CHUNK * variant.grid.ranks, variant.grid.ranks)
+    tokens = layout.ranks * layout.local_tokens
+    plans = variant.plans(layout, mask)
+    visible = visible_pairs(tokens, mask.is_causal)
+    simulate(plans, backward=variant.backward, pairs=int(visible.sum()))
+    times = times_computed([tile for plan in plans for tile in plan.tiles], layout)
+    assert torch.equal(times, visible.long())
+    for plan in plans:
+        landing = {message.lands for _, message in messages(plan)}
+        posting = {number for number, _ in messages(plan)}
+        computing = {number for number, step in enumerate(plan.steps) if step.tiles}
+        assert landing | posting | computing == set(range(len(plan.steps)))
+
+
+@on_small_grids
+@under_every_split
+def test_only_what_somebody_needs_travels(variant: Variant, split, mask: Mask) -> None:
+    layout = split(2 * CHUNK * variant.grid.ranks, variant.grid.ranks)
+    plans = variant.plans(layout, mask)
+    visible = visible_pairs(layout.ranks * layout.local_tokens, mask.is_causal)
+    for owner in range(layout.ranks):
+        found = Counter(s.channel for p in plans for s in p.sends if s.item.owner == owner)
+        steps = steps_with_work(variant, layout, visible, owner)
+        expected = reads_needed(steps)
+        if variant.returns:
+            length = variant.grid.ranks_per_node
+            expected += gradients_needed(steps, length, variant.grid.nodes, variant.returns)
+        assert found == expected
+
+
+def steps_with_work(
+    variant: Variant, layout: Layout, visible: Tensor, owner: int
+) -> list[list[int]]:
+    """For each pass the steps, but not 0 of pass 0, at which the block meets a rank that needs it.
+
+    By what the positions see of each other.
+    """
+    grid = variant.grid
+    (node, local), mine = grid.place(owner), layout.positions(owner)
+
+    def needs(rank: int) -> bool:
+        theirs = layout.positions(rank)
+        queries, keys = (theirs, mine) if variant.travels is Kind.KV else (mine, theirs)
+        return bool(visible[queries[:, None], keys[None, :]].any())
+
+    return [
+        [
+            s
+            for s in range(grid.ranks_per_node)
+            if (p, s) != (0, 0) and needs(grid.at(node + p, local + s))
+        ]
+        for p in range(grid.nodes)
+    ]
+
+
+def reads_needed(steps: list[list[int]]) -> Counter[Channel]:
+    """To the last node with work, and in each node to the last rank with work."""
+    last_pass = max((p for p, work in enumerate(steps) if work), default=0)
+    within = sum(max(work, default=0) for work in steps)
+    return Counter({Channel.READ_WITHIN: within, Channel.READ_BETWEEN: last_pass})
+
+
+def gradients_needed(
+    steps: list[list[int]], length: int, nodes: int, returns: GradientReturn
+) -> Counter[Channel]:
+    within = between = 0
+    for p, work in enumerate(steps):
+        if not work:
+            continue
+        if returns is GradientReturn.HOME:
+            within += sum(s > 0 for s in work)
+            between += p > 0
+        else:  # from the first rank with a part to the node's last; in the owner's node to it
+            within += length - 1 - min(work) + (p == 0)
+    if returns is GradientReturn.CHAIN and any(steps[1:]):
+        between = nodes - min(p for p, work in enumerate(steps) if work and p)
+        within += length > 1
+    return Counter({Channel.GRADIENT_WITHIN: within, Channel.GRADIENT_BETWEEN: between})
+
+
+@pytest.mark.parametrize("ranks", range(2, 13))
+def test_under_a_contiguous_causal_split_no_block_goes_to_an_earlier_rank(ranks: int) -> None:
+    variant = Variant(make_grid(1, ranks), Kind.KV, None)
+    for plan in variant.plans(contiguous(2 * ranks, ranks), Mask.causal()):
+        wanted = range(plan.rank + 1) if plan.rank < ranks - 1 else ()
+        assert sorted(send.item.owner for send in plan.sends) == list(wanted)

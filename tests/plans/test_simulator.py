@@ -1,0 +1,287 @@
+"""The simulator sees the faults planted in plans that are right, and names them. (fast tier)"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.simulator import PlanError, simulate
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
+
+FLAT = Grid(((0, 1, 2, 3),))
+DOUBLE = Grid(((0, 1), (2, 3)))
+PAIRS = 16 * 17 // 2
+WITHIN, BETWEEN = Channel.READ_WITHIN, Channel.READ_BETWEEN
+
+both_passes = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+def make_plans(backward: bool, grid: Grid = FLAT, gather: bool = False) -> list[Plan]:
+    ring = Ring(Tiling(zigzag(16, 4), Mask.causal()), grid, gather=gather)
+    return [(ring.backward if backward else ring.forward)(rank) for rank in range(4)]
+
+
+def edit(plans: Sequence[Plan], rank: int, step: int, **changes: object) -> list[Plan]:
+    steps = list(plans[rank].steps)
+    steps[step] = replace(steps[step], **changes)
+    return [replace(p, steps=tuple(steps)) if p.rank == rank else p for p in plans]
+
+
+def without(ends: Sequence[Send | Receive], item: Item) -> tuple[Send | Receive, ...]:
+    rest = tuple(end for end in ends if end.item != item)
+    assert len(rest) == len(ends) - 1
+    return rest
+
+
+@both_passes
+@pytest.mark.parametrize("grid", [FLAT, DOUBLE], ids=str)
+@pytest.mark.parametrize("gather", [False, True], ids=["", "gather"])
+def test_the_plans_are_right_before_anything_is_planted(
+    backward: bool, grid: Grid, gather: bool
+) -> None:
+    simulate(make_plans(backward, grid, gather), backward=backward, pairs=PAIRS)
+
+
+def test_a_dropped_send() -> None:
+    plans = make_plans(False)
+    message = "nobody can go on: rank 3, step 2 waits to receive kv of rank 0 from rank 2$"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 2, 2, sends=()), backward=False)
+
+
+def test_a_dropped_send_whose_place_the_next_one_takes() -> None:
+    plans = make_plans(True)
+    sends = without(plans[2].steps[1].sends, Item(Kind.KV, 1))
+    with pytest.raises(PlanError, match="rank 3, step 1: expects kv of rank 1 from rank 2, gets k"):
+        simulate(edit(plans, 2, 1, sends=sends), backward=True)
+
+
+def test_a_receive_that_nobody_sends() -> None:
+    plans = make_plans(False)
+    extra = (*plans[2].steps[3].receives, Receive(Item(Kind.KV, 3), 1, WITHIN, 3, 5))
+    message = "nobody can go on: rank 2, step 3 waits to receive kv of rank 3 from rank 1$"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 2, 3, receives=extra), backward=False)
+
+
+def test_a_send_that_nobody_takes() -> None:
+    plans = make_plans(False)
+    extra = (*plans[0].steps[0].sends, Send(Item(Kind.QUERY, 0), 2, WITHIN, 0))
+    message = "nobody can go on: rank 0, step 0 waits to send query of rank 0 to rank 2;"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 0, 0, sends=extra), backward=False)
+
+
+@pytest.mark.parametrize("lands", [1, 5], ids=["before it leaves", "after the end"])
+def test_a_message_that_is_never_waited_for(lands: int) -> None:
+    plans = make_plans(False)
+    (send,) = plans[0].steps[2].sends
+    plans = edit(plans, 0, 2, sends=(send._replace(lands=lands),))
+    with pytest.raises(PlanError, match=f"rank 0, step 2: is to send kv of rank 2 .* step {lands}"):
+        simulate(plans, backward=False)
+
+
+def test_two_messages_in_another_order() -> None:
+    items = Item(Kind.KV, 0), Item(Kind.QUERY, 0)
+    sends = tuple(Send(item, 1, WITHIN, 0) for item in items)
+    receives = tuple(Receive(item, 0, WITHIN, 0, 0) for item in reversed(items))
+    plans = [Plan(0, (Step(sends=sends),)), Plan(1, (Step(receives=receives),))]
+    message = "rank 1, step 0: expects query of rank 0 from rank 0, gets kv of rank 0"
+    with pytest.raises(PlanError, match=message):
+        simulate(plans, backward=False)
+
+
+def test_two_gradients_in_another_order() -> None:
+    plans = make_plans(True)
+    (_, first), (second,) = (plans[1].steps[number].receives for number in (2, 3))
+    plans = edit(plans, 1, 2, receives=(plans[1].steps[2].receives[0], second._replace(lands=2)))
+    plans = edit(plans, 1, 3, receives=(first._replace(lands=3),))
+    message = "rank 1, step 2: expects d_kv of rank 2 from rank 0, gets d_kv of rank 3"
+    with pytest.raises(PlanError, match=message):
+        simulate(plans, backward=True)
+
+
+@both_passes
+def test_a_tile_that_is_computed_twice(backward: bool) -> None:
+    plans = make_plans(backward)
+    (tile,) = plans[2].steps[0].tiles
+    message = r"rank 2, step 2: computes Tile\(.*\), as does rank 2, step 0"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 2, 2, tiles=(*plans[2].steps[2].tiles, tile)), backward=backward)
+
+
+@both_passes
+def test_a_tile_that_is_missing(backward: bool) -> None:
+    plans = make_plans(backward)
+    missing = sum(tile.pairs for tile in plans[2].steps[0].tiles)
+    message = f"the tiles have {PAIRS - missing} pairs of tokens, the mask {PAIRS}"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 2, 0, tiles=()), backward=backward, pairs=PAIRS)
+
+
+@both_passes
+def test_a_tile_before_its_block_arrives(backward: bool) -> None:
+    plans = make_plans(backward)
+    early, late = plans[2].steps[:2]
+    plans = edit(plans, 2, 0, tiles=early.tiles + late.tiles)
+    plans = edit(plans, 2, 1, tiles=())
+    with pytest.raises(PlanError, match="rank 2, step 0: computes with kv of rank 1, which it doe"):
+        simulate(plans, backward=backward)
+
+
+def test_a_tile_after_its_gradient_has_left() -> None:
+    plans = make_plans(True)
+    late = (*plans[0].steps[3].tiles, *plans[0].steps[2].tiles)
+    plans = edit(edit(plans, 0, 2, tiles=()), 0, 3, tiles=late)
+    with pytest.raises(PlanError, match="rank 0, step 5: still has d_kv of rank 2 at the end"):
+        simulate(plans, backward=True, pairs=PAIRS)
+
+
+def test_a_block_that_is_sent_but_not_there() -> None:
+    sends = (Send(Item(Kind.KV, 3), 1, WITHIN, 0),)
+    with pytest.raises(PlanError, match="rank 0, step 0: sends kv of rank 3, which it does not"):
+        simulate(edit(make_plans(False), 0, 0, sends=sends), backward=False)
+
+
+def test_a_gradient_that_is_sent_before_it_is_there() -> None:
+    plans = make_plans(True)
+    sends = (*plans[0].steps[1].sends, Send(Item(Kind.D_KV, 3), 1, Channel.GRADIENT_WITHIN, 1))
+    with pytest.raises(PlanError, match="rank 0, step 1: sends d_kv of rank 3, which it does not"):
+        simulate(edit(plans, 0, 1, sends=sends), backward=True)
+
+
+@pytest.mark.parametrize("grid", [FLAT, DOUBLE], ids=str)
+def test_a_gradient_that_is_not_sent_home(grid: Grid) -> None:
+    plans = make_plans(True, grid)
+    last = len(plans[0].steps) - 1
+    (arrival,) = plans[0].steps[last].receives
+    plans = edit(plans, 0, last, receives=())
+    sends = without(plans[arrival.peer].steps[last].sends, Item(Kind.D_KV, 0))
+    plans = edit(plans, arrival.peer, last, sends=sends)
+    message = f"rank {arrival.peer}, step {last + 1}: still has d_kv of rank 0 at the end"
+    with pytest.raises(PlanError, match=message):
+        simulate(plans, backward=True, pairs=PAIRS)
+
+
+def into_buffer(plans: Sequence[Plan], rank: int, step: int, item: Item, buffer: int) -> list[Plan]:
+    receives = [
+        receive._replace(buffer=buffer) if receive.item == item else receive
+        for receive in plans[rank].steps[step].receives
+    ]
+    assert receives != list(plans[rank].steps[step].receives)
+    return edit(plans, rank, step, receives=tuple(receives))
+
+
+def test_a_receive_into_a_buffer_that_is_still_read_from() -> None:
+    plans = into_buffer(make_plans(False, gather=True), 0, 2, Item(Kind.KV, 1), 0)
+    with pytest.raises(PlanError, match="rank 0, step 3: computes with kv of rank 3, which it doe"):
+        simulate(plans, backward=False)
+
+
+def test_a_receive_into_a_buffer_that_is_being_sent_from() -> None:
+    plans = into_buffer(make_plans(False), 0, 1, Item(Kind.KV, 2), 0)
+    with pytest.raises(PlanError, match="rank 0, step 1: receives kv of rank 2 over kv of rank 3"):
+        simulate(plans, backward=False)
+
+
+def test_a_receive_into_a_buffer_that_something_is_arriving_in() -> None:
+    plans = into_buffer(make_plans(False, DOUBLE), 0, 0, Item(Kind.KV, 2), 0)
+    with pytest.raises(PlanError, match="rank 0, step 0: receives kv of rank 2 over kv of rank 1"):
+        simulate(plans, backward=False)
+
+
+def test_a_receive_into_a_buffer_that_a_gradient_is_being_sent_from() -> None:
+    plans = into_buffer(make_plans(True), 0, 3, Item(Kind.D_KV, 1), 0)
+    message = "rank 0, step 3: receives d_kv of rank 1 over d_kv of rank 2"
+    with pytest.raises(PlanError, match=message):
+        simulate(plans, backward=True)
+
+
+def test_a_receive_into_a_buffer_that_holds_a_sum_that_has_not_left() -> None:
+    (own,) = Ring(Tiling(zigzag(16, 4), Mask.causal()), FLAT).forward(0).steps[0].tiles
+    channel = Channel.GRADIENT_WITHIN
+    gives = Plan(0, (Step(tiles=(own,)), Step(sends=(Send(Item(Kind.D_KV, 0), 1, channel, 1),))))
+    takes = Plan(
+        1,
+        (
+            Step(receives=(Receive(Item(Kind.D_KV, 0), 0, channel, 0, 0),)),
+            Step(receives=(Receive(Item(Kind.D_KV, 2), 2, channel, 1, 0),)),
+        ),
+    )
+    message = "rank 1, step 1: receives d_kv of rank 2 over d_kv of rank 0"
+    with pytest.raises(PlanError, match=message):
+        simulate([gives, takes], backward=True)
+
+
+def test_two_ranks_that_wait_for_each_other() -> None:
+    def takes_before_it_gives(rank: int) -> Plan:
+        theirs, ours = Item(Kind.KV, 1 - rank), Item(Kind.KV, rank)
+        take = Step(receives=(Receive(theirs, 1 - rank, WITHIN, 0, 0),))
+        return Plan(rank, (take, Step(sends=(Send(ours, 1 - rank, WITHIN, 1),))))
+
+    message = (
+        "nobody can go on: rank 0, step 0 waits to receive kv of rank 1 from rank 1; "
+        "rank 1, step 0 waits to receive kv of rank 0 from rank 0"
+    )
+    with pytest.raises(PlanError, match=message):
+        simulate([takes_before_it_gives(0), takes_before_it_gives(1)], backward=False)
+
+
+# NCCL may carry out a rank's batches one by one: what two ranks post in opposite order hangs,
+# though nobody waits for anything before all of it is posted.
+
+
+@pytest.mark.parametrize("channel", [WITHIN, BETWEEN], ids=["one channel", "two channels"])
+def test_batches_that_two_ranks_post_in_opposite_order(channel: Channel) -> None:
+    def gives_before_it_takes(rank: int) -> Plan:
+        out = channel if rank else WITHIN  # what rank 0 gives stays on the one channel
+        back = WITHIN if rank else channel
+        give = Step(sends=(Send(Item(Kind.KV, rank), 1 - rank, out, 1),))
+        take = Step(receives=(Receive(Item(Kind.KV, 1 - rank), 1 - rank, back, 1, 0),))
+        return Plan(rank, (give, take))
+
+    message = (
+        "nobody can go on: "
+        "rank 0, step 1 waits to send kv of rank 0 to rank 1, receive kv of rank 1 from rank 1;"
+    )
+    with pytest.raises(PlanError, match=message):
+        simulate([gives_before_it_takes(0), gives_before_it_takes(1)], backward=False)
+
+
+@pytest.mark.parametrize("gives_first", [False, True])
+def test_of_one_step_the_batch_that_lands_first_goes_first(gives_first: bool) -> None:
+    mine, theirs = Item(Kind.KV, 0), Item(Kind.KV, 1)
+    step = Step(
+        receives=(Receive(theirs, 1, WITHIN, 1, 0),),
+        sends=(Send(mine, 1, WITHIN, 0),),
+    )
+    give = Step(sends=(Send(theirs, 0, WITHIN, 1),))
+    take = Step(receives=(Receive(mine, 0, WITHIN, 1, 0),))
+    plans = [
+        Plan(0, (step, Step())),
+        Plan(1, (give, take) if gives_first else (take, give)),
+    ]
+    if gives_first:
+        with pytest.raises(PlanError, match="rank 0, step 0 waits to send kv of rank 0 to rank 1"):
+            simulate(plans, backward=False)
+    else:
+        simulate(plans, backward=False)
+
+
+def test_batches_of_one_step_that_land_apart_do_not_go_together() -> None:
+    def both_at_once(rank: int) -> Plan:
+        lands = (0, 1) if rank else (1, 0)  # of kv of rank 0 and of rank 1
+        ours, theirs = Item(Kind.KV, rank), Item(Kind.KV, 1 - rank)
+        step = Step(
+            receives=(Receive(theirs, 1 - rank, WITHIN, lands[1 - rank], 0),),
+            sends=(Send(ours, 1 - rank, WITHIN, lands[rank]),),
+        )
+        return Plan(rank, (step, Step()))
+
+    with pytest.raises(PlanError, match="nobody can go on: rank 0, step 0 waits to"):
+        simulate([both_at_once(0), both_at_once(1)], backward=False)
