@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
@@ -18,8 +17,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens in the dtypes of q, k and v."""
     plan = call.backward_plan
-    # A row that sees nothing: exp(score - inf) is 0, where exp(score + inf) would end in NaN.
-    lse = lse.masked_fill(lse.isneginf(), torch.inf)
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:

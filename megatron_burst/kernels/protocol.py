@@ -62,9 +62,7 @@ class Kernel(Protocol):
     finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`
     are those of the finished output (delta = rowsum(dout ∘ out)).
 
-    Of a row that sees nothing, forward returns an lse of -inf or +inf and as out anything. Backward
-    gets +inf as the lse of a row that sees nothing in the whole sequence, and such a row adds
-    exactly 0 to every gradient: exp(score - inf) is 0.
+    Every query of a tile sees one of its keys, so that every lse is finite.
     """
 
     name: str

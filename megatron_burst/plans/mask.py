@@ -23,8 +23,7 @@ type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 class Relation:
     """What a tile's mask looks like to a kernel: query i sees the keys i - left … i + right.
 
-    Both are rows of the tile and at least 0, so that every query of a tile sees a key; None is no
-    limit on that side.
+    None is no limit on that side.
     """
 
     left: int | None
@@ -36,6 +35,12 @@ class Relation:
     def is_banded(self, queries: int, keys: int) -> bool:
         """Whether a tile of this size is neither full nor a causal square."""
         return self != Relation.FULL and (self != Relation.CAUSAL or queries != keys)
+
+    def reaches_all(self, queries: int, keys: int) -> bool:
+        """Whether every query of a tile of this size sees a key, as those of all our tiles do."""
+        right = keys - 1 if self.right is None else self.right  # of the first query
+        left = queries - 1 if self.left is None else self.left  # of the last
+        return keys > 0 and right >= 0 and queries - 1 - left < keys and left + right >= 0
 
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return (left, right) counted from the diagonal that ends in the tile's last corner.

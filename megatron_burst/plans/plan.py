@@ -91,8 +91,9 @@ class Receive(NamedTuple):
 class Tile:
     """One kernel call: rows of one rank's queries against rows of one rank's keys.
 
-    The rows are counted in the whole of what the owner has. Where only a part of it comes, the part
-    is named, and `query_slice` and `key_slice` count in it.
+    Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
+    counted in the whole of what the owner has. Where only a part of it comes, the part is named,
+    and `query_slice` and `key_slice` count in it.
     """
 
     query_owner: int
@@ -102,6 +103,11 @@ class Tile:
     relation: Relation
     query_part: Interval | None = None
     key_part: Interval | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every query sees a key."""
+        queries, keys = self.query_rows.length, self.key_rows.length
+        assert self.relation.reaches_all(queries, keys), f"{self} has queries that see nothing"
 
     @property
     def pairs(self) -> int:

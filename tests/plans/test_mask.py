@@ -1,6 +1,7 @@
 """Masks and tiles against the same mask written out as a matrix of booleans. (fast tier)"""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_tiles_cover_what_is_seen_once(
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 4), (2, 1), (3, 2), (4, 6)])
 def test_tiles_of_the_hard_masks(layout: str, name: str, ranks: int, chunk: int) -> None:
     check(LAYOUTS[layout](4 * ranks * chunk, ranks), hard_maskings(2 * ranks, chunk)[name])
+
+
+def test_what_is_left_of_a_small_relation_has_no_row_that_sees_nothing() -> None:
+    """All relations on all rows and keys of up to three by four, as a submatrix of their masks."""
+    limits = [None, *range(-4, 5)]
+    rows, columns = (list(itertools.starmap(Interval, pairs(n))) for n in (3, 4))
+    for left, right in itertools.product(limits, repeat=2):
+        whole = Relation(left, right).visible(3, 4).tolist()
+        for queries, keys in itertools.product(rows, columns):
+            seen = {(q, k) for q in range(*queries) for k in range(*keys) if whole[q][k]}
+            cut = Relation(left, right).cut(queries, keys)
+            assert (cut is None) == (not seen)
+            if cut:
+                assert {q for q, _ in seen} == set(range(*cut[0]))
+                assert {k for _, k in seen} == set(range(*cut[1]))
+                assert Tile(0, 0, *cut).pairs == len(seen)
+
+
+def pairs(length: int) -> Iterator[tuple[int, int]]:
+    return itertools.combinations(range(length + 1), 2)
 
 
 @settings(max_examples=200, deadline=None)
