@@ -59,18 +59,8 @@ def _differentiate(
     q, dout, lse, *_ = blocks[query_item]
     out = outputs.of(query_item, blocks[query_item])
     k, v = blocks[key_item]
-    queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.backward(
-        dout[:, queries],
-        q[:, queries],
-        k[:, keys],
-        v[:, keys],
-        out[:, queries],
-        lse[:, :, queries],
-        tile.relation,
-        call.scale,
-        soft_cap=call.soft_cap,
-    )
+    finished = rows_of((dout, out, lse), tile.query_slice)
+    return call.kernel.backward(call.of_tile(tile, q, k, v), *finished)
 
 
 class _Outputs:

@@ -30,7 +30,7 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Relation
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
@@ -139,44 +139,23 @@ class TimedKernel:
     def reasons_against(self, request: Request) -> list[str]:
         return self._kernel.reasons_against(request)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.forward(q, k, v, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+        result = self._kernel.forward(tile)
+        self._note(start, tile)
         return result
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+        result = self._kernel.backward(tile, dout, out, lse)
+        self._note(start, tile)
         return result
 
-    def _note(self, start: Any, q: Tensor, k: Tensor, relation: Relation) -> None:
+    def _note(self, start: Any, tile: TileCall) -> None:
         self.calls.append((start, self._clock.mark()))
-        queries, keys = q.shape[1], k.shape[1]
-        causal = relation == Relation.CAUSAL
-        self.pairs += queries * (queries + 1) // 2 if causal else queries * keys
+        self.pairs += tile.relation.pairs(tile.q.shape[1], tile.k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -289,18 +268,18 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
 def one_call(case: Case, kernel: Kernel) -> Jobs:
     """Return the forward and the backward of one flash call."""
     q, k, v, dout = case.draw(case.tokens_of_one_call)
-    relation, scale = Relation.CAUSAL, case.scale
-    out, lse = kernel.forward(q, k, v, relation, scale)
+    tile = TileCall(q, k, v, Relation.CAUSAL, case.scale)
+    out, lse = kernel.forward(tile)
     return {
-        ("forward", "one call"): lambda: kernel.forward(q, k, v, relation, scale),
-        ("backward", "one call"): lambda: kernel.backward(dout, q, k, v, out, lse, relation, scale),
+        ("forward", "one call"): lambda: kernel.forward(tile),
+        ("backward", "one call"): lambda: kernel.backward(tile, dout, out, lse),
     }
 
 
 def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
     """Return the backward of a rank's own causal tile, in one and in thirds."""
     q, k, v, dout = shard
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, case.scale)
+    out, lse = kernel.forward(TileCall(q, k, v, Relation.CAUSAL, case.scale))
     (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
     plans: dict[str, Plan] = {
         "own tile in one": assemble(0, [], {0: (own,)}),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.kernels import KERNELS
+from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.plans.mask import Relation
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.planning import make_layout
@@ -80,9 +80,9 @@ class Case:
         """The same by one call of a kernel for the whole sequence."""
         q, k, v, dout = (x.to(device) for x in self.inputs(ranks))
         relation = Relation.CAUSAL if self.mask.is_causal else Relation.FULL
-        kernel, scale = KERNELS[kernel_name], self.dim**-0.5
-        out, lse = kernel.forward(q, k, v, relation, scale)
-        gradients = kernel.backward(dout, q, k, v, out, lse, relation, scale)
+        kernel, tile = KERNELS[kernel_name], TileCall(q, k, v, relation, self.dim**-0.5)
+        out, lse = kernel.forward(tile)
+        gradients = kernel.backward(tile, dout, out, lse)
         return oracle.Result(*(x.cpu() for x in (out, lse, *gradients)))
 
 

@@ -14,6 +14,7 @@ from megatron_burst.kernels import (
     KERNELS,
     Kernel,
     Request,
+    TileCall,
     flash2,
     flash3,
     flash4,
@@ -77,7 +78,8 @@ def test_deterministic_mode_is_passed_on(
         contract.test_results_are_new_tensors(kernel, *CPU)  # its last call is a forward
         q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
         lse = torch.zeros(2, 4, 24)
-        kernel.backward(dout, q, k, v, dout, lse, contract.Relation.FULL, 0.25)
+        tile = TileCall(q, k, v, contract.Relation.FULL, 0.25)
+        kernel.backward(tile, dout, dout, lse)
     finally:
         torch.use_deterministic_algorithms(before)
     assert stand_in.last["deterministic"] is deterministic

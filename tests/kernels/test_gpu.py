@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
-from megatron_burst.kernels import KERNELS, Request
+from megatron_burst.kernels import KERNELS, Request, TileCall
 from megatron_burst.plans.mask import Relation
 from tests import oracle
 from tests.attention.cases import HEADS, Case, errors, run_cases, variants
@@ -148,9 +148,9 @@ def test_a_kernel_in_a_corner_equals_the_oracle(kernel: str, device: str, corner
         for tokens, heads in ((queries, 8), (keys, kv_heads), (keys, kv_heads), (queries, 8))
     )
     q[..., 0], k[..., 0] = 1.0, score * DIM**0.5
-    tile = relation, DIM**-0.5
-    out, lse = KERNELS[kernel].forward(q, k, v, *tile)
-    gradients = KERNELS[kernel].backward(dout, q, k, v, out, lse, *tile)
+    tile = TileCall(q, k, v, relation, DIM**-0.5)
+    out, lse = KERNELS[kernel].forward(tile)
+    gradients = KERNELS[kernel].backward(tile, dout, out, lse)
     expected = oracle.attention(q, k, v, dout, visible(relation, queries, keys, device))
     assert score == 0 or lse.max() < -88.7
     # The first column of dq is a sum that comes to 0 of terms as large as the score.

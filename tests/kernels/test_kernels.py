@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
-from megatron_burst.kernels import KERNELS, Kernel, Request, passed_over, select_kernel
+from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, passed_over, select_kernel
 from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.plans.mask import Relation
 from tests import oracle
@@ -111,12 +111,12 @@ def test_a_tile_equals_the_oracle(
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     expected = oracle.attention(q, k, v, dout, visible(relation, queries, keys, device))
-    scale = DIM**-0.5
+    tile = TileCall(q, k, v, relation, DIM**-0.5)
 
-    out, lse = kernel.forward(q, k, v, relation, scale)
+    out, lse = kernel.forward(tile)
     assert out.dtype == dtype and lse.dtype in (torch.float32, torch.float64)
     assert lse.shape == (2, heads[0], queries)
-    gradients = kernel.backward(dout, q, k, v, out, sliced_rows(lse), relation, scale)
+    gradients = kernel.backward(tile, dout, out, sliced_rows(lse))
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     found = oracle.Result(out, lse, *gradients)
     for name in oracle.Result._fields:
@@ -138,11 +138,10 @@ def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
     seen = torch.ones(queries, others + keys, dtype=torch.bool, device=device)
     seen[:, others:] = visible(relation, queries, keys, device)
     expected = oracle.attention(q, k, v, dout, seen)
-    scale = DIM**-0.5
-    wide = kernel.forward(q, k[:, others:], v[:, others:], relation, scale)[1].dtype
+    tile = TileCall(q, k[:, others:], v[:, others:], relation, DIM**-0.5)
+    wide = kernel.forward(tile)[1].dtype
     out, lse = expected.out.to(dtype), expected.lse.to(wide)
-    tile = (k[:, others:], v[:, others:], out, lse, relation, scale)
-    _, dk, dv = kernel.backward(dout, q, *tile)
+    _, dk, dv = kernel.backward(tile, dout, out, lse)
     assert oracle.relative_error(dk, expected.dk[:, others:]) < TOLERANCE[dtype]
     assert oracle.relative_error(dv, expected.dv[:, others:]) < TOLERANCE[dtype]
 
@@ -155,11 +154,12 @@ def test_any_out_with_the_same_row_products_serves_the_backward(
     skip_bands(kernel, device, dtype, relation, queries, keys)
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
-    out, lse = kernel.forward(q, k, v, relation, DIM**-0.5)
+    tile = TileCall(q, k, v, relation, DIM**-0.5)
+    out, lse = kernel.forward(tile)
     stand_in = stand_in_output(dout, stand_in_factor(dout, out))
     assert oracle.relative_error(stand_in, out) > 0.1
-    by_out = kernel.backward(dout, q, k, v, out, lse, relation, DIM**-0.5)
-    by_stand_in = kernel.backward(dout, q, k, v, stand_in, lse, relation, DIM**-0.5)
+    by_out = kernel.backward(tile, dout, out, lse)
+    by_stand_in = kernel.backward(tile, dout, stand_in, lse)
     for found, expected in zip(by_stand_in, by_out, strict=True):
         assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
 
@@ -169,9 +169,9 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     skip_without(kernel, device, dtype, soft_cap=SOFT_CAP)
     q, dout = (3 * draw(32, 8, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(32, 2, device, dtype, seed) for seed in (2, 3))
-    tile = Relation.CAUSAL, DIM**-0.5
-    out, lse = kernel.forward(q, k, v, *tile, soft_cap=SOFT_CAP)
-    gradients = kernel.backward(dout, q, k, v, out, lse, *tile, soft_cap=SOFT_CAP)
+    tile = TileCall(q, k, v, Relation.CAUSAL, DIM**-0.5, SOFT_CAP)
+    out, lse = kernel.forward(tile)
+    gradients = kernel.backward(tile, dout, out, lse)
     seen = visible(Relation.CAUSAL, 32, 32, device)
     expected = oracle.attention(q, k, v, dout, seen, soft_cap=SOFT_CAP)
     for found, wanted in zip((out, lse, *gradients), expected[:5], strict=True):
@@ -184,13 +184,13 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
 def test_results_are_new_tensors(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     # Whoever gets them writes into them.
     q, k, v, dout = (draw(24, 4, device, dtype, seed) for seed in range(4))
-    tile = (Relation.FULL, DIM**-0.5)
-    out, lse = kernel.forward(q, k, v, *tile)
-    gradients = kernel.backward(dout, q, k, v, out, lse, *tile)
+    tile = TileCall(q, k, v, Relation.FULL, DIM**-0.5)
+    out, lse = kernel.forward(tile)
+    gradients = kernel.backward(tile, dout, out, lse)
     tensors = (q, k, v, dout, out, lse, *gradients)
     assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
     before = out.clone()
-    kernel.forward(q, k, v, *tile)[0].zero_()
+    kernel.forward(tile)[0].zero_()
     assert torch.equal(out, before)
 
 
@@ -297,9 +297,9 @@ def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], relation: Rel
         dout[..., : sizes[1]],
     )
     kernel = PaddedKernel(KERNELS["cpu"], 16)
-    tile = relation, sizes[0] ** -0.5
-    out, lse = kernel.forward(q, k, v, *tile)
-    found = oracle.Result(out, lse, *kernel.backward(dout, q, k, v, out, lse, *tile))
+    tile = TileCall(q, k, v, relation, sizes[0] ** -0.5)
+    out, lse = kernel.forward(tile)
+    found = oracle.Result(out, lse, *kernel.backward(tile, dout, out, lse))
     expected = oracle.attention(q, k, v, dout, visible(relation, 32, 32, "cpu"))
     for name in oracle.Result._fields:
         assert getattr(found, name).shape == getattr(expected, name).shape
