@@ -135,6 +135,10 @@ class Tile:
             Item(Kind.D_KV, self.key_owner, self.key_part),
         )
 
+    def rows_of(self, kind: Kind) -> Interval:
+        """Return the rows of its KV or QUERY block, counted in the whole."""
+        return self.key_rows if kind is Kind.KV else self.query_rows
+
     def reading(self, kind: Kind, part: Interval) -> "Tile":
         """Return the tile that reads its KV or QUERY block from this part of the owner's rows."""
         if kind is Kind.KV:
@@ -246,7 +250,7 @@ def _last_uses(
     """Return for each message that arrives the last step in which its buffer is needed.
 
     A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
-    becomes the sum (see `ring_attention.backward.GradientSums`) and stays until the sum has been
+    becomes the sum (see `attention.gradient_sums`) and stays until the sum has been
     sent; what arrives after it, or at home, is added at once.
     """
     read: dict[Item, int] = {}

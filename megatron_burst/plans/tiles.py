@@ -1,7 +1,7 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.mask import FULLY, PARTLY, Mask, Relation
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.plan import Kind, Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,10 @@ class Tiling:
             )
         return self._known[pair]
 
+    def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
+        """Return what `user` computes with the KV or QUERY block of `owner`."""
+        return self(user, owner) if kind is Kind.KV else self(owner, user)
+
     def all(self) -> Iterator[Tile]:
         """Return the tiles of all pairs of ranks."""
         ranks = range(self.ranks)
@@ -105,12 +109,20 @@ class Tiling:
         )
 
 
-def thirds(tile: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
-    """Cut a tile into a half and two quarters of its pairs, each a tuple of at most one tile.
+def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:
+    """Cut tiles into a half and two quarters of their pairs.
 
     A causal square falls into the full square below the diagonal and the two causal ones on it; any
-    other tile into rows. Of fewer than four rows some parts are empty.
+    other tile into rows. A tile of fewer than four rows is missing in some parts.
     """
+    parts: tuple[list[Tile], list[Tile], list[Tile]] = ([], [], [])
+    for tile in tiles:
+        for part, pieces in zip(parts, _half_and_quarters(tile), strict=True):
+            part += pieces
+    return parts
+
+
+def _half_and_quarters(tile: Tile) -> Sequence[tuple[Tile, ...]]:
     rows, keys = tile.query_rows.length, tile.key_rows.length
     middle = rows // 2
     if tile.relation == Relation.CAUSAL and rows == keys:

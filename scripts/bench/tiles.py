@@ -35,7 +35,7 @@ from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Relation
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.comm import Communicator, Flight
@@ -223,7 +223,7 @@ COMPARISONS = (
     Comparison("forward", "tiles", "one call"),
     Comparison("backward", "tiles, kv ring", "one call"),
     Comparison("backward", "tiles, query ring", "one call"),
-    Comparison("backward", "own tile in thirds", "own tile in one"),
+    Comparison("backward", "own tile in parts", "own tile in one"),
 )
 # What is compared runs one after the other, in case the machine changes its pace.
 IN_TURN = tuple(dict.fromkeys((c.phase, what) for c in COMPARISONS for what in (c.what, c.against)))
@@ -277,13 +277,13 @@ def one_call(case: Case, kernel: Kernel) -> Jobs:
 
 
 def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
-    """Return the backward of a rank's own causal tile, in one and in thirds."""
+    """Return the backward of a rank's own causal tile, in one and in a half and two quarters."""
     q, k, v, dout = shard
     out, lse = kernel.forward(TileCall(q, k, v, Relation.CAUSAL, case.scale))
     (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
     plans: dict[str, Plan] = {
         "own tile in one": assemble(0, [], {0: (own,)}),
-        "own tile in thirds": assemble(0, [], {0: [t for part in thirds(own) for t in part]}),
+        "own tile in parts": assemble(0, [], {0: sum(half_and_quarters([own]), [])}),
     }
 
     def run(plan: Plan) -> None:
@@ -418,7 +418,7 @@ take turns; {clock}. "Time a pair of tokens": ours over theirs for each (query, 
 computed, the median of the repetitions' ratios and in brackets the least and the most; the target
 is at most 1.05. Beside it the ratio of the least times, which others on the machine disturb least.
 FLOP/s count 4 forward and 10 backward for each pair, head and element of the head size. "In
-kernels": the share of the loop's time; the rest is merges, sums and Python. "In thirds" is how a
+kernels": the share of the loop's time; the rest is merges, sums and Python. "In parts" is how a
 backward that has messages splits its own causal tile.
 """
 

@@ -13,7 +13,7 @@ from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.mask import Mask, Relation
 from megatron_burst.plans.plan import Tile
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
 
 LIMITS = st.none() | st.integers(0, 12)
@@ -114,10 +114,10 @@ def test_a_relation_cut_is_the_submatrix(
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.integers(1, 24), data=st.data())
-def test_a_tile_and_its_thirds_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
+def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)
     for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
-        parts = sum(thirds(tile), ())
+        parts = sum(half_and_quarters([tile]), [])
         for part in parts:
             assert_fits(part)
         found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))

@@ -1,17 +1,19 @@
 """Tiles: the fewest that cover what a pair of ranks sees, and how one is cut. (fast tier)"""
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron_burst.plans.layout import Interval, contiguous, zigzag
 from megatron_burst.plans.mask import Mask, Relation
 from megatron_burst.plans.plan import Tile
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)
 LATE_HALF = Interval(4, 8)
 
 
-def pairs_of(tiles: tuple[Tile, ...]) -> list[tuple[int, int]]:
+def pairs_of(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
     """Every (query row, key row) that the tiles compute, as often as they do."""
     return [
         (i, j)
@@ -52,9 +54,9 @@ FULL = [(n, keys, Relation.FULL) for n in (1, 2, 3, 4, 5, 7, 8, 33) for keys in 
 @pytest.mark.parametrize(("rows", "keys", "relation"), CAUSAL + FULL)
 def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, relation: Relation) -> None:
     tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), relation)
-    parts = thirds(tile)
+    parts = half_and_quarters([tile])
     assert all(len(part) <= 1 for part in parts)
-    pieces = sum(parts, ())
+    pieces = sum(parts, [])
     assert {(piece.query_owner, piece.key_owner) for piece in pieces} == {(3, 5)}
     assert sorted(pairs_of(pieces)) == sorted(pairs_of((tile,)))
     assert sum(piece.pairs for piece in pieces) == tile.pairs
