@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.gradient_sums import GradientSums
-from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
+from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.blocks import Block, rows_of
 
@@ -20,7 +20,7 @@ def backward(
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (*query, stand_in_factor(dout, out))
+        query = (*query, surrogate_factor(dout, out))
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
@@ -64,11 +64,11 @@ def _differentiate(
 
 
 class _Outputs:
-    """The output of the queries at hand: the true one of the own, a stand-in for visitors'."""
+    """The output of the queries at hand: the true one of the own, a surrogate for visitors'."""
 
     def __init__(self, own: Item, out: Tensor) -> None:
         self._own, self._out = own, out
-        self._visitor, self._stand_in = own, out
+        self._visitor, self._surrogate = own, out
 
     def of(self, item: Item, block: Block) -> Tensor:
         """Return what serves a kernel as the output of the query block `item`."""
@@ -76,5 +76,5 @@ class _Outputs:
             return self._out
         if item != self._visitor:
             _, dout, _, factor = block
-            self._visitor, self._stand_in = item, stand_in_output(dout, factor)
-        return self._stand_in
+            self._visitor, self._surrogate = item, surrogate_output(dout, factor)
+        return self._surrogate

@@ -65,8 +65,8 @@ def test_bfloat16_is_nearly_as_exact_as_one_call_of_the_kernel(
 
 
 @EVERY_KERNEL
-def test_the_true_output_and_the_stand_in_serve_alike(workers: WorkerPool, kernel: str) -> None:
-    # The kv ring passes the output itself, the query ring a stand-in.
+def test_the_true_output_and_the_surrogate_serve_alike(workers: WorkerPool, kernel: str) -> None:
+    # The kv ring passes the output itself, the query ring a surrogate.
     kv, query = (
         Case(
             config={"kernel": kernel, "backward": backward},
@@ -79,8 +79,8 @@ def test_the_true_output_and_the_stand_in_serve_alike(workers: WorkerPool, kerne
     )
     by_kv, by_query = run_cases(workers, 4, [kv, query], device="cuda")
     expected = kv.expected(4)
-    with_output, with_stand_in = (errors(a.found, expected) for a in (by_kv, by_query))
-    for name, error in with_stand_in.items():
+    with_output, with_surrogate = (errors(a.found, expected) for a in (by_kv, by_query))
+    for name, error in with_surrogate.items():
         assert error <= 1.1 * with_output[name], (name, error, with_output)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
+from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, passed_over, select_kernel
 from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.plans.mask import Relation
@@ -156,11 +156,11 @@ def test_any_out_with_the_same_row_products_serves_the_backward(
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
     tile = TileCall(q, k, v, relation, DIM**-0.5)
     out, lse = kernel.forward(tile)
-    stand_in = stand_in_output(dout, stand_in_factor(dout, out))
-    assert oracle.relative_error(stand_in, out) > 0.1
+    surrogate = surrogate_output(dout, surrogate_factor(dout, out))
+    assert oracle.relative_error(surrogate, out) > 0.1
     by_out = kernel.backward(tile, dout, out, lse)
-    by_stand_in = kernel.backward(tile, dout, stand_in, lse)
-    for found, expected in zip(by_stand_in, by_out, strict=True):
+    by_surrogate = kernel.backward(tile, dout, surrogate, lse)
+    for found, expected in zip(by_surrogate, by_out, strict=True):
         assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
 
 

@@ -258,14 +258,6 @@ def test_dw_is_added_to_main_grad_and_ddp_is_told(tied: bool) -> None:
     assert dummy.dtype == weight.dtype and (not tied or not dummy.any())
 
 
-def test_a_finished_dw_is_added_too() -> None:
-    weight = parameter()
-    place = weight_sum(weight)
-    place.add(torch.full((ROWS, SIZE), 2.0))
-    place.result()
-    assert (weight.main_grad == 3).all() and weight.grad_added_to_main_grad
-
-
 def test_a_narrow_main_grad_gets_the_sum_once() -> None:
     weight = parameter(torch.bfloat16)
     gradient, hidden, dw = product()

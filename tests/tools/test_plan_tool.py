@@ -146,10 +146,10 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
-def test_visiting_queries_cost_a_stand_in_for_their_outputs(backward: str, visitors: int) -> None:
+def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward)
     for plan in timing.plans(load)[1]:
-        moved = timing._stand_in_bytes(plan.tiles, load.shape, plan.rank)
+        moved = timing._surrogate_bytes(plan.tiles, load.shape, plan.rank)
         assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
 
 

@@ -155,7 +155,7 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
 
     def sums(tiles: Sequence[Tile], rank: int) -> float:
         moved = sum(_sum_bytes(tile, shape, backward) for tile in tiles)
-        return (moved + _stand_in_bytes(tiles, shape, rank)) / machine.memory_rate
+        return (moved + _surrogate_bytes(tiles, shape, rank)) / machine.memory_rate
 
     network = _Network(load, plans)
     ranks = {
@@ -239,7 +239,7 @@ def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
     return (queries * shape.head_dim + keys) * each
 
 
-def _stand_in_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
+def _surrogate_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
     """What is read and written to make the outputs that travel with no query: one a block."""
     blocks = {tile.query_owner for tile in tiles} - {rank}
     elements = shape.tokens * shape.query_heads * shape.value_head_dim
