@@ -54,7 +54,7 @@ class AttentionCall:
         """Cut the tile's rows out of the blocks that it reads."""
         queries, keys = tile.query_slice.rows, tile.key_slice.rows
         tensors = q[:, queries], k[:, keys], v[:, keys]
-        return TileCall(*tensors, tile.relation, self.scale, self.soft_cap)
+        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
 class BurstContext:

@@ -10,7 +10,7 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.protocol import Request, TileCall
 from megatron_burst.kernels.requirements import Requirements
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 
@@ -73,16 +73,16 @@ def _stripes(tile: TileCall) -> Iterator[_Stripe]:
     queries, every_key = tile.q.shape[1], Interval(0, tile.k.shape[1])
     for start in range(0, queries, _STRIPE_ROWS):
         stop = min(start + _STRIPE_ROWS, queries)
-        found = tile.relation.cut(Interval(start, stop), every_key)
+        found = tile.band.cut(Interval(start, stop), every_key)
         assert found  # every query of a tile sees a key
         rows, keys, band = found
         mask = None
-        if band != Relation.FULL:
+        if band != Band.FULL:
             visible = band.visible(rows.length, keys.length)
             mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
             mask.masked_fill_(~visible, -torch.inf)
         q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]
-        yield _Stripe(rows, keys, TileCall(q, k, v, Relation.FULL, tile.scale), mask)
+        yield _Stripe(rows, keys, TileCall(q, k, v, Band.FULL, tile.scale), mask)
 
 
 def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_to_BHSD(*tile.qkv),
         0.0,
-        tile.relation == Relation.CAUSAL,
+        tile.band == Band.CAUSAL,
         attn_mask=mask,
         scale=tile.scale,
     )
@@ -103,7 +103,7 @@ def _backward(
         *_to_BHSD(dout, *tile.qkv, out),
         lse,
         0.0,
-        tile.relation == Relation.CAUSAL,
+        tile.band == Band.CAUSAL,
         attn_mask=mask,
         scale=tile.scale,
     )

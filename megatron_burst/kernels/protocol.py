@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TileCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    relation: Relation
+    band: Band
     scale: float
     soft_cap: float | None = None
 
@@ -63,12 +63,12 @@ class TileCall:
     @property
     def is_banded(self) -> bool:
         """Whether the tile is neither full nor a causal square."""
-        return self.relation.is_banded(self.q.shape[1], self.k.shape[1])
+        return self.band.is_banded(self.q.shape[1], self.k.shape[1])
 
     @property
     def window(self) -> tuple[int | None, int | None]:
         """(left, right) as FlashAttention counts them; None is no limit."""
-        return self.relation.window(self.q.shape[1], self.k.shape[1])
+        return self.band.window(self.q.shape[1], self.k.shape[1])
 
     @property
     def is_causal(self) -> bool:
@@ -80,7 +80,7 @@ class Kernel(Protocol):
     """Attention of one tile; every backend equals the slow code below.
 
     With scores = scale · q kᵀ, under a soft cap soft_cap · tanh(scale · q kᵀ / soft_cap), masked by
-    the relation, forward returns out = softmax(scores) v in q's dtype and lse = logsumexp(scores),
+    the band, forward returns out = softmax(scores) v in q's dtype and lse = logsumexp(scores),
     [batch, query heads, queries], natural logarithm, float32 or better. A kernel without soft caps
     names that among its reasons, and is never given one.
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 
 class Kind(StrEnum):
@@ -100,24 +100,24 @@ class Tile:
     key_owner: int
     query_rows: Interval
     key_rows: Interval
-    relation: Relation
+    band: Band
     query_part: Interval | None = None
     key_part: Interval | None = None
 
     def __post_init__(self) -> None:
         """Check that every query sees a key."""
         queries, keys = self.query_rows.length, self.key_rows.length
-        assert self.relation.reaches_all(queries, keys), f"{self} has queries that see nothing"
+        assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
 
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs the tile's mask lets through."""
-        return self.relation.pairs(self.query_rows.length, self.key_rows.length)
+        return self.band.pairs(self.query_rows.length, self.key_rows.length)
 
     @property
     def is_banded(self) -> bool:
         """Whether the tile is neither full nor a causal square."""
-        return self.relation.is_banded(self.query_rows.length, self.key_rows.length)
+        return self.band.is_banded(self.query_rows.length, self.key_rows.length)
 
     @property
     def blocks(self) -> tuple[Item, Item]:

@@ -30,7 +30,7 @@ from megatron_burst.config import GradDtype, GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -130,7 +130,7 @@ def whole(inputs: Tensors, kernel: Kernel) -> Tensors:
     """Return (out, dq, dk, dv) of one call of the kernel on the whole sequence."""
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
-    tile = TileCall(q, k, v, Relation.CAUSAL, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, scale)
     out, lse = kernel.forward(tile)
     return out, *kernel.backward(tile, dout, out, lse)
 

@@ -32,7 +32,7 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
@@ -155,7 +155,7 @@ class TimedKernel:
 
     def _note(self, start: Any, tile: TileCall) -> None:
         self.calls.append((start, self._clock.mark()))
-        self.pairs += tile.relation.pairs(tile.q.shape[1], tile.k.shape[1])
+        self.pairs += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
 def one_call(case: Case, kernel: Kernel) -> Jobs:
     """Return the forward and the backward of one flash call."""
     q, k, v, dout = case.draw(case.tokens_of_one_call)
-    tile = TileCall(q, k, v, Relation.CAUSAL, case.scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, case.scale)
     out, lse = kernel.forward(tile)
     return {
         ("forward", "one call"): lambda: kernel.forward(tile),
@@ -279,7 +279,7 @@ def one_call(case: Case, kernel: Kernel) -> Jobs:
 def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
     """Return the backward of a rank's own causal tile, in one and in a half and two quarters."""
     q, k, v, dout = shard
-    out, lse = kernel.forward(TileCall(q, k, v, Relation.CAUSAL, case.scale))
+    out, lse = kernel.forward(TileCall(q, k, v, Band.CAUSAL, case.scale))
     (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
     plans: dict[str, Plan] = {
         "own tile in one": assemble(0, [], {0: (own,)}),

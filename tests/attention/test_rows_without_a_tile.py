@@ -9,7 +9,7 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Plan, Step, Tile
 from megatron_burst.transport.comm import Communicator
 from tests import oracle
@@ -36,8 +36,8 @@ def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
 @EVERY_KERNEL
 def test_rows_that_a_plan_leaves_out(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     tiles = [
-        Tile(0, 0, Interval(16, 48), Interval(0, 16), Relation.FULL),
-        Tile(0, 0, Interval(16, 48), Interval(16, 48), Relation.CAUSAL),
+        Tile(0, 0, Interval(16, 48), Interval(0, 16), Band.FULL),
+        Tile(0, 0, Interval(16, 48), Interval(16, 48), Band.CAUSAL),
     ]
     q, k, v, dout = inputs(device, dtype)
     out, lse, dq, dk, dv, _ = run(tiles, kernel, (q, k, v, dout))
@@ -62,4 +62,4 @@ def test_a_plan_without_a_tile(kernel: Kernel, device: str, dtype: torch.dtype) 
 
 def test_a_tile_with_a_row_that_sees_nothing_is_refused() -> None:
     with pytest.raises(AssertionError, match="queries that see nothing"):
-        Tile(0, 0, Interval(0, 4), Interval(0, 2), Relation(1, 0))
+        Tile(0, 0, Interval(0, 4), Interval(0, 2), Band(1, 0))

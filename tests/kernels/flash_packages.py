@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels import KERNELS, TileCall
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 SIGNATURES = {
     "flash2": (
@@ -115,10 +115,10 @@ class StandIn(ModuleType):
         assert left is None or left >= 0
         assert right is None or right >= 0
         shift = a["k"].shape[1] - a["q"].shape[1]
-        relation = Relation(
+        band = Band(
             None if left is None else left - shift, None if right is None else right + shift
         )
-        return TileCall(a["q"], a["k"], a["v"], relation, _scale(a), a["softcap"] or None)
+        return TileCall(a["q"], a["k"], a["v"], band, _scale(a), a["softcap"] or None)
 
     def _forward(self, a: Arguments) -> tuple[Tensor | None, ...]:
         out, lse = KERNELS["reference"].forward(self._tile(a))
