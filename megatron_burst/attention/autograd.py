@@ -146,9 +146,9 @@ def _over_heads(
 
 
 def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
-    group, index = context.heads.place(context.rank)
+    group, index = context.heads.coordinates(context.rank)
     members = context.heads.member_layout(context.layout(local_tokens * context.ranks), group)
-    return HeadExchange(index, members, context.communicator.among(context.heads.groups[group]))
+    return HeadExchange(index, members, context.communicator.subgroup(context.heads.groups[group]))
 
 
 class _RingAttention(torch.autograd.Function):

@@ -200,8 +200,10 @@ class BurstContext:
         request = _request(q, k, v, mask, soft_cap, plans)
         kernel = select_kernel(self.config.kernel, request)
         travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        _, index = self.heads.place(self.rank)
-        ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
+        _, index = self.heads.coordinates(self.rank)
+        ring = (
+            self.communicator.subgroup(self.heads.ring(index)) if self.group else self.communicator
+        )
         return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
 
     def _compare(self, call: str) -> None:
@@ -229,7 +231,7 @@ class BurstContext:
         tokens = q.shape[1] * self.grid.ranks
         stop = boundary(self.layout(tokens), memory.fraction)
         ring = self.heads.ring_layout(self.layout(tokens))
-        row = first_kept_row(ring, self.heads.place(self.rank)[0], stop)
+        row = first_kept_row(ring, self.heads.coordinates(self.rank)[0], stop)
         if memory.kept is None or stop == tokens:
             return replace(call, first_kept_row=row)
         early = self.prepare(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
@@ -252,7 +254,7 @@ class BurstContext:
         choice = choose(
             self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
         )
-        plans = choice.plans(self.heads.place(self.rank)[0])
+        plans = choice.plans(self.heads.coordinates(self.rank)[0])
         # With documents every micro-batch has a mask of its own: one line for all of them.
         said = shape, replace(mask, documents=mask.documents and (0,))
         if self.rank == 0 and said not in self._logged:

@@ -22,16 +22,16 @@ def forward(
     results = PartialResults(q, v.shape[-1])
     blocks |= parts_to_send(plan, blocks)
     recorder = call.communicator.recorder
-    flight = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
+    transfers = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
-        flight.post(number, step, blocks)
+        transfers.post(number, step, blocks)
         for tile in step.tiles:
             with recorder.tile(number, tile):
                 partial = _attend(tile, blocks, call)
             with recorder.sum(number):
                 results.add(tile.query_rows, *partial)
             del partial  # else it would live beside the next tile's
-        blocks.update(flight.land(number))
+        blocks.update(transfers.land(number))
     return results.finish(sink)
 
 

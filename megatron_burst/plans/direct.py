@@ -78,7 +78,7 @@ class Direct(Schedule):
             Channel.READ_WITHIN: Channel.READ_BETWEEN,
             Channel.GRADIENT_WITHIN: Channel.GRADIENT_BETWEEN,
         }
-        nodes = {self.grid.place(rank)[0] for rank in (owner, user)}
+        nodes = {self.grid.coordinates(rank)[0] for rank in (owner, user)}
         return within if len(nodes) == 1 else between[within]
 
     def _parts(self, owner: int, user: int) -> list[Interval]:

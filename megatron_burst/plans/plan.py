@@ -250,7 +250,7 @@ def _last_uses(
     """Return for each message that arrives the last step in which its buffer is needed.
 
     A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
-    becomes the sum (see `attention.gradient_sums`) and stays until the sum has been
+    becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
     sent; what arrives after it, or at home, is added at once.
     """
     read: dict[Item, int] = {}

@@ -132,7 +132,7 @@ class Ring(Schedule):
     def _reads(self, owner: int) -> _Hops:
         """The block's way: along its owner's column from node to node, and around each node."""
         grid, item = self.grid, Item(self.travels, owner, self._part(owner))
-        node, local = grid.place(owner)
+        node, local = grid.coordinates(owner)
         length = grid.ranks_per_node
         for p in range(grid.nodes):
             if p > 0:
@@ -145,7 +145,7 @@ class Ring(Schedule):
     def _chain(self, owner: int) -> _Hops:
         """The gradient's way if every rank adds to what came before."""
         grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
-        node, local = grid.place(owner)
+        node, local = grid.coordinates(owner)
         length, end = grid.ranks_per_node, grid.ranks + self._delay
         for p in range(grid.nodes):
             begin = p * length + self._delay
@@ -168,7 +168,7 @@ class Ring(Schedule):
     def _straight_home(self, owner: int) -> _Hops:
         """The gradient's way if each partial is sent as soon as it is there, summed once a node."""
         grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
-        node, local = grid.place(owner)
+        node, local = grid.coordinates(owner)
         length = grid.ranks_per_node
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for p in range(grid.nodes):

@@ -95,7 +95,7 @@ class _Rank:
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
         receives = [self._receive(receive) for receive in self.current.receives]
-        # What goes together, and in which order, is as in `comm.Flight.post`.
+        # What goes together, and in which order, is as in `comm.Transfers.post`.
         batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
         for message in (*receives, *sends):
             batches[message.transfer.channel, message.transfer.lands].append(message)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
 
@@ -21,9 +21,9 @@ ALL_ROWS, SOME_ROWS = Interval(0, TOKENS), Interval(2, 5)
 
 def make_sums(
     dtype: torch.dtype = torch.float32, travel_dtype: torch.dtype | None = None
-) -> GradientSums:
+) -> GradientAccumulator:
     like = torch.empty(SHAPE, dtype=dtype)
-    return GradientSums(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, travel_dtype)
+    return GradientAccumulator(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, travel_dtype)
 
 
 def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -31,7 +31,7 @@ def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) ->
     return (torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
 
 
-def hand_on(sums: GradientSums, item: Item) -> tuple[Tensor, ...]:
+def hand_on(sums: GradientAccumulator, item: Item) -> tuple[Tensor, ...]:
     return sums.hand_on([Send(item, 0, Channel.GRADIENT_WITHIN, 0)])[item]
 
 
@@ -88,7 +88,7 @@ def test_sums_of_bfloat16_are_float32(item: Item, travel_dtype: torch.dtype | No
 
 def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
     sums = make_sums(torch.float64)
-    assert {t.dtype for t in (*sums.total(OWN), *sums.like(OWN))} == {torch.float64}
+    assert {t.dtype for t in (*sums.total(OWN), *sums.template(OWN))} == {torch.float64}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_of_travel(
 ) -> None:
     sums = make_sums(torch.bfloat16, travel_dtype)
     for kind, tensors in ((Kind.D_QUERY, 1), (Kind.D_KV, 2)):
-        like = sums.like(Item(kind, 0))
+        like = sums.template(Item(kind, 0))
         assert [(t.shape, t.dtype) for t in like] == [(SHAPE, arrives_as)] * tensors
         assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape only
 

@@ -22,7 +22,7 @@ class _Sum:
     """Whether it lies where it arrived."""
 
 
-class GradientSums:
+class GradientAccumulator:
     """Sums of gradients by item, in float32 (float64 for float64 inputs).
 
     Args:
@@ -37,7 +37,7 @@ class GradientSums:
         self._rank, self._shaped, self._travel_dtype = rank, shaped, travel_dtype
         self._sums: dict[Item, _Sum] = {}
 
-    def like(self, item: Item) -> Block:
+    def template(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
         return tuple(
             t.new_empty((1,), dtype=self._travel_dtype or accumulation_dtype(t.dtype)).expand(
