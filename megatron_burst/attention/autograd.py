@@ -166,10 +166,10 @@ class _RingAttention(torch.autograd.Function):
         with call.communicator.record("forward", call.forward_plan):
             out, lse = forward(q, k, v, call, sink)
         if memory is not None:
-            if kept := memory.recall():
-                kept.put(out, lse)
+            if saved := memory.recall():
+                saved.put(out, lse)
             else:
-                memory.keep(call.first_kept_row, out, lse)
+                memory.save(call.first_saved_row, out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)

@@ -1,4 +1,4 @@
-"""The backward loop: blocks travel as in the forward, and so do the gradients that they collect."""
+"""The backward loop: blocks are sent as in the forward, and gradients to the blocks' owners."""
 
 from collections.abc import Mapping
 

@@ -13,7 +13,7 @@ from megatron_burst.transport.blocks import Block, rows_of
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks travel while tiles are computed."""
+    """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks arrive while tiles are computed."""
     plan = call.forward_plan
     blocks: dict[Item, Block] = {
         Item(Kind.QUERY, plan.rank): (q,),

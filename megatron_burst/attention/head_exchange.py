@@ -57,7 +57,7 @@ class HeadExchange:
         """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
 
         Equals the tensors of all ranks put together by the layout and cut along the heads, which
-        must divide by the ranks. Differentiable; gradients travel in the tensors' dtype.
+        must divide by the ranks. Differentiable; gradients are sent in the tensors' dtype.
         """
         return _Exchange.apply(self, True, *tensors)
 

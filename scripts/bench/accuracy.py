@@ -298,7 +298,7 @@ def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> Row:
     )
     nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
     sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
-    return {place: getattr(sent, place) for place in ("card", "node", "rank")}
+    return {"card": sent.nic, "node": sent.node, "rank": sent.rank}
 
 
 def _nodes_of_bytes(args: argparse.Namespace) -> int:
