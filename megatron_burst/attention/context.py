@@ -10,13 +10,20 @@ from torch import Tensor
 
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
-from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
+from megatron_burst.kernels import (
+    Kernel,
+    Request,
+    TileCall,
+    check_kernel_name,
+    passed_over,
+    select_kernel,
+)
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, Plans, choose, make_layout, mib
 from megatron_burst.plans.recompute import boundary, first_kept_row
 from megatron_burst.plans.tiles import Tiling
@@ -42,6 +49,12 @@ class AttentionCall:
     gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
     soft_cap: float | None = None
     first_kept_row: int = 0  # of a call with a memory: see `recompute`
+
+    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Cut the tile's rows out of the blocks that it reads."""
+        queries, keys = tile.query_slice.rows, tile.key_slice.rows
+        tensors = q[:, queries], k[:, keys], v[:, keys]
+        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
 class BurstContext:

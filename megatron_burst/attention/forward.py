@@ -38,15 +38,7 @@ def forward(
 def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
     (q,), (k, v) = blocks[query_item], blocks[key_item]
-    queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.forward(
-        q[:, queries],
-        k[:, keys],
-        v[:, keys],
-        tile.relation,
-        call.scale,
-        soft_cap=call.soft_cap,
-    )
+    return call.kernel.forward(call.of_tile(tile, q, k, v))
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:
