@@ -104,6 +104,11 @@ class Tile:
     key_part: Interval | None = None
 
     @property
+    def owners(self) -> tuple[int, int]:
+        """Whose queries meet whose keys."""
+        return self.query_owner, self.key_owner
+
+    @property
     def pairs(self) -> int:
         """How many (query, key) pairs the tile's mask lets through."""
         return self.relation.pairs(self.query_rows.length, self.key_rows.length)
