@@ -12,7 +12,6 @@ kernel runs beside them. On the CPU it lasts from posting until the wait for it 
 wait is exposed.
 """
 
-import argparse
 import gzip
 import json
 import re
@@ -24,9 +23,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from megatron_burst.tools import terminal
+from megatron_burst.tools.options import Parser, add_json
 from megatron_burst.transport.profiling import PREFIX
 
 ATTENTION = "attention"
@@ -243,59 +243,41 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _table(content: dict[str, Any]) -> Table:
-    share = 1e3 / content["steps"]
-    ranks = content["ranks"]
-    table = Table(title=f"attention in a training step, mean of {content['steps']} steps")
-    for name in ("rank", "pass"):
-        table.add_column(name)
-    for name in ("calls", "ms", "sent MiB", "communication ms", "exposed ms", "exposed", "hidden"):
-        table.add_column(name, justify="right")
+    steps = content["steps"]
+    numbers = ("calls", "ms", "sent MiB", "communication ms", "exposed ms", "exposed", "hidden")
+    title = f"attention in a training step, mean of {steps} steps"
+    table = terminal.table(("rank", "pass"), numbers, title)
     for row in content["rows"]:
-        if row["rank"] not in ranks[:_MOST_RANKS]:
-            continue
-        table.add_row(
-            str(row["rank"]),
-            row["name"],
-            f"{row['calls'] / content['steps']:g}",
-            f"{row['seconds'] * share:.2f}",
-            f"{row['bytes_sent'] / content['steps'] / 2**20:.2f}",
-            f"{row['communication'] * share:.2f}",
-            f"{row['exposed'] * share:.2f}",
-            f"{row['share']:.1%}",
-            f"{row['hidden']:.1%}",
-        )
+        if row["rank"] in content["ranks"][:_MOST_RANKS]:
+            times = [row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed")]
+            sent, shares = row["bytes_sent"] / steps / 2**20, (row["share"], row["hidden"])
+            first, *others = (f"{time:.2f}" for time in times)
+            counts = f"{row['calls'] / steps:g}", first, f"{sent:.2f}"
+            percents = (f"{share:.1%}" for share in shares)
+            table.add_row(str(row["rank"]), row["name"], *counts, *others, *percents)
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-burst trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    parser.add_argument("--json", action="store_true", help="print every rank's rows as JSON")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    args = _parser().parse_args(argv)
-    try:
-        content = summary(args.directory)
-        joined = join(args.directory)
-    except (TraceError, OSError) as error:
-        print(f"trace: {error}", file=sys.stderr)
-        return 1
+    """Run the command; return its exit status.
+
+    Raises:
+        TraceError: there is no trace, or no attention in it.
+    """
+    parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
+    parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
+    add_json(parser)
+    args = parser.parse(sys.argv[1:] if argv is None else argv)
+    content, joined = summary(args.directory), join(args.directory)
     if args.json:
         print(json.dumps(content, indent=2))
         return 0
-    console = Console(highlight=False, markup=False, width=120)  # no number may be cut
+    console = terminal.console()
     console.print(_table(content))
     whole = [row for row in content["rows"] if row["name"] == ATTENTION]
-    worst = max(whole, key=lambda row: row["share"])
+    worst = max(whole, key=itemgetter("share"))
     console.print(f"rank {worst['rank']} waits most: {worst['share']:.1%} of its attention time")
     if len(whole) > _MOST_RANKS:
         console.print(f"shown: {_MOST_RANKS} of {len(whole)} ranks; --json has all")
-    console.print(f"for ui.perfetto.dev: {joined}", soft_wrap=True)
+    console.print(f"for ui.perfetto.dev: {joined}")
     return 0

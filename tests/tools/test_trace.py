@@ -14,7 +14,7 @@ import torch
 from megatron_burst import BurstConfig, ring_attention
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Plan
-from megatron_burst.tools import trace
+from megatron_burst.tools import command, trace
 from megatron_burst.transport import profiling
 from tests.workers import Team, WorkerPool
 
@@ -169,7 +169,7 @@ def test_what_is_no_trace_of_attention_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(message: str) -> None:
-        assert trace.main([str(tmp_path)]) == 1
+        assert command.main(["trace", str(tmp_path)]) == 1
         assert message in capsys.readouterr().err
 
     refused("has no rank-N.json.gz: train with --profile --use-pytorch-profiler")
