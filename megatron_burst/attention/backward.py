@@ -10,6 +10,7 @@ from megatron_burst.attention.gradient_sums import GradientSums
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.profiling import span
 
 
 def backward(
@@ -30,21 +31,20 @@ def backward(
     def like(item: Item) -> Block:
         return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
-    recorder = call.communicator.recorder
     flight = call.communicator.begin("backward", plan, like)
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
-            with recorder.tile(number, tile):
+            with span("backward", number, "tile", *tile.owners):
                 dq, dk, dv = _differentiate(tile, blocks, outputs, call)
-            with recorder.sum(number):
+            with span("backward", number, "merge"):
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
         for item, block in flight.land(number):
             if item.kind.is_gradient:
-                with recorder.sum(number):
+                with span("backward", number, "merge"):
                     sums.take(item, block)
             else:
                 blocks[item] = block
