@@ -39,6 +39,7 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
+    "-c import sys; sys.exit"* | "-m megatron_burst launch"*) exec "$REAL_PYTHON" "$@" ;;
     *describe_node.py*) exec "$REAL_PYTHON" "$@" ;;
     *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
     *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
