@@ -35,6 +35,7 @@ ROOMS = (
     "pretrain_gpt",
     "run",
     "tools",
+    "__main__",
 )
 
 
