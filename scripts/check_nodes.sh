@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Says which nodes are free and healthy, over ssh or by Slurm: megatron-burst launch check.
 set -euo pipefail
-exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/megatron-burst" launch check "$@"
+exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch" check "$@"

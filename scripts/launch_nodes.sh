@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Trains on a list of nodes over ssh, without a scheduler: megatron-burst launch ssh.
 set -euo pipefail
-exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/megatron-burst" launch ssh "$@"
+exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch" ssh "$@"

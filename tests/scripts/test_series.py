@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_burst.tools.launch import links
 from tests.scripts.stand_ins import SCRIPTS, Machine, place
 from tests.workers import Team, WorkerPool
 
@@ -19,7 +20,6 @@ sys.path.append(str(SCRIPTS))
 
 import collect  # noqa: E402
 import describe_node  # noqa: E402
-import measure_links  # noqa: E402
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
 
 def measured(team: Team, per_node: int) -> dict[str, object]:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)  # of this worker, where nobody else reads it
-    return measure_links.measure(1 << 16, torch.device("cpu"))
+    return links.measure(1 << 16, torch.device("cpu"))
 
 
 def test_links_are_timed_within_nodes_and_between_them(workers: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""Says which nodes are free and healthy: GPUs, memory in use, links, clocks; over ssh or by Slurm."""
+"""Says which nodes are free and healthy, asked over ssh or by Slurm."""
 
 import argparse
 import os
@@ -55,6 +55,7 @@ class Node:
 
     @property
     def state(self) -> str:
+        """What the table calls it."""
         return "unhealthy" if self.faults else "busy" if self.occupied else "free"
 
     def row(self) -> str:

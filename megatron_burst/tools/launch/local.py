@@ -28,6 +28,4 @@ def run(args: argparse.Namespace) -> int:
         return subprocess.call(command)
     command.insert(command.index("--output"), "--end-with-input")
     signals = Signals()
-    return run_logged(
-        lambda log: supervise(command, signals, output=log, hold_input=True), output
-    )
+    return run_logged(lambda log: supervise(command, signals, output=log, hold_input=True), output)

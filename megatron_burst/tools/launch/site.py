@@ -13,7 +13,7 @@ from megatron_burst.tools.launch.processes import LaunchError
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
-LAUNCH = ("-m", "megatron_burst", "launch")
+LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
 
 

@@ -25,9 +25,10 @@ container (needs pyxis).
 
 A rank or node that dies ends the job on every node. If training had made a step by then, the job is
 put into the queue again, BURST_REQUEUES times in all (default 3), and goes on from the last
-checkpoint, if you gave --save and --load. One that fails before its first step is not. With
-`--exit-signal-handler` and sbatch's `--signal=USR1@SECONDS` Megatron saves that long before the time
-limit.
+checkpoint, if you gave --save and --load. One that fails before its first step is not.
+
+With --exit-signal-handler and sbatch's --signal=USR1@SECONDS Megatron saves that many seconds
+before the time limit.
 """
 BATCH = ("--job-name=megatron-burst", "--ntasks-per-node=1", "--exclusive", "--requeue")
 STEP = re.compile(rb" iteration +\d+/")
@@ -84,7 +85,8 @@ def _submit(args: argparse.Namespace) -> int:
         return subprocess.call(command)
     meeting = node.Meeting(args.nodes, "FIRST_NODE", 10000)
     print(shlex.join(["env", f"BURST_ROOT={site.ROOT}", *command]))
-    print(f"# in the job:\n{shlex.join(_srun(args, output, meeting))}\n# on every node:", flush=True)
+    print("# in the job:", shlex.join(_srun(args, output, meeting)), sep="\n")
+    print("# on every node:", flush=True)
     task = node.command(args, output, meeting, "--dry-run")
     return subprocess.call([site.python_of_training(), *task])
 
@@ -140,8 +142,8 @@ def _requeue(job: str, restarts: int, log: Path, before: int) -> bool:
 
 
 def _state(job: str) -> str:
-    done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], stdout=subprocess.PIPE, text=True)
-    return done.stdout.strip()
+    command = ["squeue", "-h", "-j", job, "-o", "%T"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def _made_a_step(log: Path, before: int) -> bool:

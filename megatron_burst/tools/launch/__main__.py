@@ -95,3 +95,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time the links between the ranks into DIR/links.json instead of training",
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
