@@ -40,7 +40,6 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 PYTHON = """
 case $* in
     "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
-    *describe_node.py*) exec "$REAL_PYTHON" "$@" ;;
     *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
     *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *tools.config*) echo "config: no such run" >&2; exit 1 ;;

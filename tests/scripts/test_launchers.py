@@ -262,9 +262,10 @@ def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
         "mlx5_4/ports/1": ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
     }
     for name, (state, rate) in ports.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "state").write_text(f"{state}\n")
-        (tmp_path / name / "rate").write_text(f"{rate}\n")
+        port = tmp_path / "infiniband" / name
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
     assert network.fastest_cards(tmp_path) == "=mlx5_0:1,mlx5_3:2"
     assert network.fastest_cards(tmp_path / "nothing") == ""
 

@@ -8,14 +8,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-CARDS = Path("/sys/class/infiniband")
+from megatron_burst.tools import hardware
+
 SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
 def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
     device = device_towards(master)
-    found = dict(zip(SETTINGS, (device, device, fastest_cards(CARDS)), strict=True))
+    found = dict(zip(SETTINGS, (device, device, fastest_cards(hardware.SYSFS)), strict=True))
     return {name: value for name, value in found.items() if value and not os.environ.get(name)}
 
 
@@ -33,15 +34,13 @@ def device_towards(host: str) -> str:
     return next((str(row.get("dev") or row["ifname"]) for row in rows), "")
 
 
-def fastest_cards(folder: Path) -> str:
+def fastest_cards(sysfs: Path) -> str:
     """Return "=name:port,..." of the active InfiniBand or RoCE ports of the highest rate.
 
     A card for storage or management beside them would be used for training, too.
     """
-    rates: dict[str, float] = {}
-    for port in sorted(folder.glob("*/ports/*")):
-        if "ACTIVE" in _text(port / "state"):
-            rates[f"{port.parts[-3]}:{port.name}"] = float(_text(port / "rate").split()[0])
+    ports = [port for port in hardware.network(sysfs) if ":" in port["name"]]
+    rates = {p["name"]: float(p["rate"].split()[0]) for p in ports if "ACTIVE" in p["state"]}
     fastest = [name for name, rate in rates.items() if rate == max(rates.values())]
     return "=" + ",".join(fastest) if fastest else ""
 
@@ -52,10 +51,3 @@ def _ip(*arguments: str) -> list[dict[str, Any]]:
         return list(json.loads(done.stdout or "[]"))
     except (OSError, subprocess.CalledProcessError):
         return []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

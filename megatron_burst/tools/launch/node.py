@@ -1,6 +1,7 @@
 """What every launcher runs on every node: the settings of this node, then torchrun to its end."""
 
 import argparse
+import json
 import os
 import platform
 import shlex
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import network, site
 from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
 
@@ -93,7 +95,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
         print(shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), *torchrun]))
         return 0
     os.environ.update(settings)
-    _describe(args, python, torchrun, who)
+    _describe(args, torchrun)
     # The environment of torchrun and of every process that it starts, and of no other, has this.
     mark = str(uuid.uuid4())
     # torchrun would die of the warning that Slurm sends to every process of a job.
@@ -133,20 +135,18 @@ def _torchrun(args: argparse.Namespace, python: str, ranks: str) -> list[str]:
     return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
 
 
+def _describe(args: argparse.Namespace, command: Sequence[str]) -> None:
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(hardware.describe(args.run or "", command), indent=2)
+    (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
+
+
 def _has_gpus() -> bool:
     if os.environ.get("MEGATRON_BURST_CPU") == "1":
         return False
     with suppress(OSError):
         return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
     return False
-
-
-def _describe(args: argparse.Namespace, python: str, command: Sequence[str], who: str) -> None:
-    script = str(site.ROOT / "scripts" / "describe_node.py")
-    file = str(args.output / f"node-{args.node_rank}.json")
-    run = ["--output", file, "--run", args.run or "", "--", *command]
-    if subprocess.run([python, script, *run]).returncode:
-        say("no description of this node was written", who=who)
 
 
 # ---- other processes
