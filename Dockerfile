@@ -13,4 +13,4 @@ COPY --from=megatron-lm . /opt/megatron-lm
 RUN ["/bin/bash", "-c", "/opt/megatron_burst/docker/install.sh --megatron /opt/megatron-lm --user \"${USER_ID}\""]
 USER ${USER_ID}
 WORKDIR /home/burst
-CMD ["python3", "-m", "megatron_burst.tools.doctor"]
+CMD ["python3", "-m", "megatron_burst", "doctor"]

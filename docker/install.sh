@@ -110,7 +110,7 @@ dataset_helpers.build(pathlib.Path(sys.argv[1]))' "$megatron/megatron/core/datas
 # Megatron's parser and all validation, on a command line that has to pass.
 prove() {
     say "the plug-in on a small command line"
-    MEGATRON_BURST_CPU=1 "$python" -m megatron_burst.tools.doctor -- \
+    MEGATRON_BURST_CPU=1 "$python" -m megatron_burst doctor -- \
         --context-parallel-algo burst --context-parallel-size 1 --calculate-per-token-loss \
         --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \
         --max-position-embeddings 64 --position-embedding-type rope --attention-dropout 0 \

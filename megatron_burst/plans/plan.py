@@ -110,6 +110,11 @@ class Tile:
         assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
 
     @property
+    def owners(self) -> tuple[int, int]:
+        """Whose queries meet whose keys."""
+        return self.query_owner, self.key_owner
+
+    @property
     def pairs(self) -> int:
         """How many (query, key) pairs the tile's mask lets through."""
         return self.band.pairs(self.query_rows.length, self.key_rows.length)

@@ -5,7 +5,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import megatron.training.argument_utils as argument_utils
@@ -32,7 +31,6 @@ from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
-from megatron_burst.plugin.hooks.trace import TraceSteps
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 
@@ -111,9 +109,6 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
         if pool is not None and pool.verification is not None:
             hooks = PositionHooks(pool, ids_begin_anew=args.reset_position_ids)
             model_config.pre_wrap_hooks.append(hooks)
-        if pool is not None and pool.config.trace is not None:
-            hook = TraceSteps(pool.recorder, Path(pool.config.trace))
-            model_config.pre_wrap_hooks.append(hook)
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
             model_config.pre_wrap_hooks.append(ChunkedHead(head))

@@ -20,7 +20,7 @@ case "$*" in
         while (($#)); do if [[ $1 == --constraint ]]; then cp "$2" constraints; fi; shift; done
         if [[ -e pip ]]; then source ./pip; fi
         exit ;;
-    "-m megatron_burst.tools.doctor"*) exit "$(cat doctor 2>/dev/null || echo 0)" ;;
+    "-m megatron_burst doctor"*) exit "$(cat doctor 2>/dev/null || echo 0)" ;;
 esac
 if [[ $(cat) == *"distributions()"* ]]; then cat packages; fi
 """

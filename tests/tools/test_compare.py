@@ -17,7 +17,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools.compare import __main__ as compare
 from megatron_burst.tools.compare import running
-from megatron_burst.tools.compare.mfu import peak_tflops, step_flops
 from megatron_burst.tools.compare.results import apart, measure
 from megatron_burst.tools.compare.variants import Job, choose, variants
 
@@ -103,47 +102,6 @@ def test_wrong_input_is_refused(
 ) -> None:
     assert compare.main(["--output", str(tmp_path), *arguments]) == 1
     assert message in capsys.readouterr().err
-
-
-# MFU
-
-
-def test_the_formula_of_the_mfu() -> None:
-    arguments = {
-        "hidden_size": "8",
-        "ffn_hidden_size": "32",
-        "kv_channels": "4",
-        "num_layers": "3",
-        "padded_vocab_size": "100",
-        "seq_length": "16",
-        "global_batch_size": "2",
-        "num_attention_heads": "2",
-        "num_query_groups": "1",
-        "group_query_attention": "True",
-        "swiglu": "True",
-    }
-    # q, k, v, out; three matrices of the MLP; scores and values of (16 + 1) / 2 keys; the head.
-    layer = 2 * 8 * (8 + 4 + 4 + 8) + 2 * 3 * 8 * 32 + 2 * 2 * 2 * 4 * 8.5
-    assert step_flops(arguments) == (3 * 2 * 16 * (3 * layer + 2 * 8 * 100), "")
-    flops, why = step_flops(arguments | {"num_experts": "8"})
-    assert flops is None and "--num-experts" in why
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A800-SXM4-80GB", 312.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA B200", 2250.0),
-        ("AMD EPYC 7742 64-Core Processor", None),
-    ],
-)
-def test_peaks_by_the_name_of_a_device(device: str, peak: float | None) -> None:
-    assert peak_tflops(device) == peak
 
 
 # Running, with trainings that only write what trainings write

@@ -17,11 +17,12 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.tools.flops import Model
 from megatron_burst.tools.plan import __main__ as command
 from megatron_burst.tools.plan import memory, page, timing, validation
 from megatron_burst.tools.plan.configs import Configs, parsed
 from megatron_burst.tools.plan.ranking import rank
-from megatron_burst.tools.plan.workload import Cluster, Flags, Model, Workload, workload_of
+from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
 
 CONFIGS = Configs.read()
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"

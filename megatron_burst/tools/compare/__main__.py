@@ -27,7 +27,6 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from megatron_burst.tools.extras import extra
 
 with extra("train,plot", __name__):
-    from megatron_burst.tools.compare.mfu import peak_tflops
     from megatron_burst.tools.compare.page import Comparison, write_report
     from megatron_burst.tools.compare.results import (
         FAILED,
@@ -43,6 +42,7 @@ with extra("train,plot", __name__):
     from megatron_burst.tools.compare.toy import RANKS, RANKS_PER_NODE, make_toy
     from megatron_burst.tools.compare.variants import REFERENCES, Job, Variant, choose, variants
     from megatron_burst.tools.exposure import calls_of, load
+    from megatron_burst.tools.flops import peak_tflops
     from megatron_burst.tools.timeline_figure import draw_timeline
 
 _OURS = (

@@ -1,6 +1,5 @@
 """What one variant amounts to, read from what its run wrote: losses, times, memory, messages."""
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.tools.compare.mfu import step_flops
+from megatron_burst.tools import hardware
+from megatron_burst.tools.flops import logged_step_flops
 from megatron_burst.tools.report import Difference, largest_difference, summarize
 from megatron_burst.tools.runlog import (
     LOSS,
@@ -100,7 +100,7 @@ def _mfu(
 ) -> tuple[float | None, str]:
     if peak is None:
         return None, "the device's peak is not known (--peak-tflops)"
-    flops, why_not = step_flops(arguments)
+    flops, why_not = logged_step_flops(arguments)
     if flops is None or seconds is None:
         return None, why_not or "no step was timed"
     return flops / (seconds * ranks * peak * 1e12), ""
@@ -134,26 +134,17 @@ def device_name() -> str:
     """Return the name of the GPU, or of the processor where there is none."""
     if torch.cuda.is_available() and os.environ.get("MEGATRON_BURST_CPU") != "1":
         return torch.cuda.get_device_name(0)
-    return _processor()
+    return hardware.cpu_model()
 
 
 def machine() -> dict[str, str]:
     """Return what the runs were made on, and with which versions."""
-    found = {"device": device_name(), "processor": _processor(), "system": platform.platform()}
+    found = {
+        "device": device_name(),
+        "processor": hardware.cpu_model(),
+        "system": platform.platform(),
+    }
     found["cores"] = str(len(os.sched_getaffinity(0)))
     found["python"] = platform.python_version()
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= {name: text for name in _PACKAGES if (text := hardware.installed(name))}
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -1,130 +1,156 @@
-"""Everything about one training command: does it run, and is it what was meant."""
+"""`megatron-burst doctor`: what is installed, and whether a training command will run."""
 
+import argparse
+import contextlib
+import io
+import logging
 import os
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_burst.config import BurstConfig, LmHeadLoss
 from megatron_burst.kernels import Request
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import make_layout
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plugin.arguments import burst_config_from_args
-from megatron_burst.plugin.limits import lm_head_refusals, refusals
-from megatron_burst.tools.doctor import divisibility, nodes, settings, silent
-from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.doctor.launch_line import LaunchLine
-from megatron_burst.tools.doctor.parsing import parse
-from megatron_burst.tools.doctor.situation import Situation, names_our_spec
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.plugin.cpu import platform as cpu_platform
+from megatron_burst.tools import hardware, options
+from megatron_burst.tools.doctor import judge, kernels, machine
+from megatron_burst.tools.doctor.check import Finding, Level, Target
+from megatron_burst.tools.doctor.launch_line import LaunchLine, split
+from megatron_burst.tools.doctor.report import Report, as_json, as_text
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ABOUT = """What is installed, what serves, and whether a training command will run. It starts none.
+
+The command may begin with variables, torchrun or python, or be flags alone. Megatron's parser and
+all validation run on it, then the checks on known silent errors. It is judged for this machine, or
+with --gpus-per-node or --nodes for a cluster, on the packages of this machine. The exit status is 0
+if the command line will run, else 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What was found about a command line, and the attention that it asks for."""
-
-    findings: list[Finding] = field(default_factory=list)
-    request: Request | None = None  # to a kernel; None where Megatron's own attention runs
-    kernel: str = "auto"
-
-
-def judge(line: LaunchLine, target: Target, environment: Mapping[str, str] = os.environ) -> Verdict:
-    """Parse the command line and make every check on what was parsed."""
-    parsed = parse(line, target)
-    args, findings = parsed.given, list(parsed.findings)
-    if args is None:
-        return Verdict(findings)
-    environment = {**environment, **line.environment}
-    config = _config(args)
-    findings += _refused(args, config, findings)
-    findings += divisibility.findings(args, target.ranks)
-    findings += nodes.findings(args, config, target)
-    findings += silent.findings(Situation(args, line, target, environment))
-    findings += settings.timeout_findings(environment, args.distributed_timeout_minutes)
-    return Verdict(findings, _request(args, config, target), args.burst_kernel)
+def main(argv: list[str] | None = None) -> int:
+    """Run the verb; return its exit status."""
+    own, words = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse(own)
+    if given.list_checks:
+        for check in judge.CHECKS:
+            print(f"{check.name:<20} {check.about} ({check.seen})")
+        return 0
+    report = _report(given, words)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here
+        print((as_json if given.json else as_text)(report, given.strict))
+    return 1 if report.verdict(given.strict) else 0
 
 
-def contradictions(line: LaunchLine, target: Target) -> list[Finding]:
-    """Compare what the launcher is told with what the options say."""
-    here = torch.cuda.device_count()
-    if not target.is_cluster and target.device == "cuda" and target.ranks_per_node > here:
-        text = f"{target.ranks_per_node} ranks a node, but this machine has {here} GPUs"
-        return [Finding("ranks", Level.ERROR, text, "--nproc-per-node, or --gpus for a cluster")]
-    if line.nodes is not None and line.ranks_per_node is None and not target.is_cluster:
-        text = "torchrun's --nproc-per-node gpu, but this machine has no GPU"
-        return [Finding("ranks", Level.ERROR, text, "--nproc-per-node, or --gpus for a cluster")]
-    asked = (
-        ("--nodes", target.nodes, "--nnodes", line.nodes),
-        ("--gpus", target.ranks_per_node, "--nproc-per-node", line.ranks_per_node),
+def _parser() -> options.Parser:
+    parser = options.Parser(
+        "doctor",
+        _ABOUT,
+        "megatron-burst doctor",
+        "megatron-burst doctor --shape 32,8,128",
+        "megatron-burst doctor --gpus-per-node 8 --nodes 4 -- torchrun ... -m "
+        "megatron_burst.pretrain_gpt FLAGS",
     )
-    return [
-        Finding("ranks", Level.ERROR, f"torchrun's {theirs} is {said}, {ours} is {meant}", theirs)
-        for ours, meant, theirs, said in asked
-        if said is not None and said != meant
-    ]
+    add = parser.add
+    options.add_cluster(parser, was_gpus=("--gpus",))
+    add(
+        "--compute-capability",
+        default="9.0",
+        metavar="X.Y",
+        help="of the cluster's GPUs (default: %(default)s, Hopper; 8.0 is Ampere, 10.0 Blackwell)",
+    )
+    add(
+        "--shape",
+        metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]",
+        help="of one rank's attention, to ask the kernels about (default: the command's)",
+    )
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
+    add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
+    options.add_json(parser)
+    add("--list-checks", action="store_true", help="print the checks on command lines and leave")
+    return parser
 
 
-def _config(args: Namespace) -> BurstConfig | None:
-    try:
-        if names_our_spec(args):
-            from megatron_burst.plugin import spec  # imports Megatron: after the platform
-
-            return spec.config_from_args(args)
-        return burst_config_from_args(args)
-    except ValueError:  # among the findings of the parser already
-        return None
-
-
-def _refused(
-    args: Namespace, config: BurstConfig | None, known: list[Finding]
-) -> Iterator[Finding]:
-    """Yield what we refuse beside the first reason, with which the program would stop."""
-    reasons = refusals(args) if config is not None else []
-    if args.lm_head_loss == LmHeadLoss.CHUNKED:
-        reasons += lm_head_refusals(args)
-    said = "\n".join(finding.text for finding in known)
-    for reason in dict.fromkeys(reasons):
-        if reason not in said:
-            yield Finding("refused", Level.ERROR, reason)
-
-
-def _request(args: Namespace, config: BurstConfig | None, target: Target) -> Request | None:
-    if config is None or not args.num_attention_heads:
-        return None
-    tensor = args.tensor_model_parallel_size
-    heads = args.num_attention_heads // tensor
-    kv_heads = args.num_query_groups // tensor if args.group_query_attention else heads
-    sizes = _head_sizes(args)
-    if sizes is None:
-        return None
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    device = torch.device(target.device)
-    return Request(
-        *(device, dtype, heads, max(kv_heads, 1), *sizes),
-        is_banded=_has_bands(args, config),
-        has_documents=args.dataloader_inter_document_masking,
+def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
+    line, findings = _split(words)
+    target = _target(given, line)
+    here = hardware.read()
+    environment = {**os.environ, **(line.environment if line else {})}
+    findings += [*machine.device_findings(here), *machine.variable_findings(environment)]
+    if line is not None and line.folder is not None:
+        sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
+    parts = machine.parts()  # before the CPU platform hides some
+    verdict = _judged(line, target)
+    own = _shape(given, target)
+    request, kernel = (own, "auto") if own else (verdict.request, verdict.kernel)
+    return Report(
+        target=str(target),
+        parts=parts,
+        hardware=here,
+        settings=hardware.settings(environment),
+        shape=_described(request),
+        kernels=kernels.served(request, target, kernel) if request else (),
+        findings=[*findings, *verdict.findings],
+        has_command=words is not None,
     )
 
 
-def _head_sizes(args: Namespace) -> tuple[int, int] | None:
-    if args.multi_latent_attention:
-        return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
-    if not args.kv_channels and not args.hidden_size:
-        return None
-    size = args.kv_channels or args.hidden_size // args.num_attention_heads
-    return size, size
-
-
-def _has_bands(args: Namespace, config: BurstConfig) -> bool:
-    """Whether the layout and the window make tiles that are neither full nor causal squares."""
-    window = args.window_size[0] if args.window_size and args.window_size[0] >= 0 else None
-    if not args.seq_length:
-        return window is not None
+def _split(words: Sequence[str] | None) -> tuple[LaunchLine | None, list[Finding]]:
+    if words is None:
+        return None, []
     try:
-        layout = make_layout(config, args.seq_length, args.context_parallel_size)
-    except ValueError:
-        return window is not None
-    return any(tile.is_banded for tile in Tiling(layout, Mask.causal(window=window)).all())
+        return split(words, torch.cuda.device_count()), []
+    except ValueError as error:
+        return None, [Finding("command", Level.ERROR, str(error))]
+
+
+def _judged(line: LaunchLine | None, target: Target) -> judge.Verdict:
+    if line is None:
+        return judge.Verdict()
+    with _quiet():
+        found = judge.judge(line, target)
+    found.findings[:0] = judge.contradictions(line, target)
+    return found
+
+
+def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
+    """The options count before the launcher's words, these before the launcher's environment."""
+    nodes, per_node = (line.nodes, line.ranks_per_node) if line else (None, None)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    per_node = given.gpus_per_node or per_node or local
+    nodes = given.nodes or nodes or max(world // local, 1)
+    if given.gpus_per_node is None and given.nodes is None:
+        device = "cpu" if cpu_platform.cpu_platform_wanted() else "cuda"
+        return Target(nodes, per_node, None, device)
+    major, _, minor = given.compute_capability.partition(".")
+    return Target(nodes, per_node, (int(major), int(minor or 0)), "cuda")
+
+
+def _shape(given: argparse.Namespace, target: Target) -> Request | None:
+    if given.shape is None:
+        return None
+    heads, kv_heads, size, *value_size = map(int, given.shape.split(","))
+    device, dtype = torch.device(target.device), DTYPES[given.dtype]
+    return Request(device, dtype, heads, kv_heads, size, value_size[0] if value_size else size)
+
+
+def _described(request: Request | None) -> str:
+    if request is None:
+        return ""
+    sizes = {request.head_dim, request.value_head_dim}
+    return (
+        f"{request.dtype} on {request.device.type}, {request.query_heads} query and "
+        f"{request.kv_heads} kv heads of {' and '.join(map(str, sorted(sizes, reverse=True)))} "
+        f"a rank{', with bands' if request.is_banded else ''}"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what importing Megatron prints and logs out of the report."""
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

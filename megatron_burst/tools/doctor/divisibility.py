@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_burst.tools.doctor.finding import Finding, Level
+from megatron_burst.tools.doctor.check import Finding, Level
 
 
 def findings(args: Namespace, ranks: int) -> list[Finding]:

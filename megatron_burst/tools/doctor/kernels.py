@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_burst.kernels import KERNELS, Request, select_kernel
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.check import Target
 
 
 @dataclass(frozen=True, slots=True)

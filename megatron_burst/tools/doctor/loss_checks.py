@@ -1,8 +1,6 @@
 """Losses and gradients that are not what was meant, each a check."""
 
-from megatron_burst.tools.doctor.check import Answer, Check
-from megatron_burst.tools.doctor.finding import Level
-from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
 
 _BURST = "--context-parallel-algo burst"
 

@@ -1,8 +1,6 @@
 """Documents, positions, masks and windows that a run would not honour, each a check."""
 
-from megatron_burst.tools.doctor.check import Answer, Check
-from megatron_burst.tools.doctor.finding import Level
-from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
 
 _DOCUMENTS = "--dataloader-inter-document-masking"
 _ROTARY = ("rope", "yarn", "mrope")

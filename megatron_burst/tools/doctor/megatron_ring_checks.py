@@ -2,9 +2,7 @@
 
 import math
 
-from megatron_burst.tools.doctor.check import Answer, Check
-from megatron_burst.tools.doctor.finding import Level
-from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
 
 _BURST = "--context-parallel-algo burst"
 _TE_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -6,8 +6,7 @@ from collections import Counter
 from megatron_burst.config import Algorithm, BurstConfig, Topology
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.topology import choose_grid
-from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.check import Finding, Level, Target
 
 
 def findings(args: Namespace, config: BurstConfig | None, target: Target) -> list[Finding]:

@@ -21,11 +21,9 @@ from unittest.mock import patch
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.tools.doctor.finding import Finding, Level
+from megatron_burst.tools.doctor.check import Finding, Level, Target, names_our_spec
 from megatron_burst.tools.doctor.kernels import on_the_target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
-from megatron_burst.tools.doctor.situation import names_our_spec
-from megatron_burst.tools.doctor.target import Target
 
 
 @dataclass(frozen=True, slots=True)

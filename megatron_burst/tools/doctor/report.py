@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_burst.tools.doctor.finding import Finding, Level, worst
-from megatron_burst.tools.doctor.hardware import Hardware, describe
-from megatron_burst.tools.doctor.installed import Part
+from megatron_burst.tools.doctor.check import Finding, Level, worst
 from megatron_burst.tools.doctor.kernels import Served
+from megatron_burst.tools.doctor.machine import Part, devices
+from megatron_burst.tools.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Report:
 
     def verdict(self, strict: bool) -> str:
         """Return why the command line will not do, or "" where it will."""
-        level = worst(list(self.findings))
+        level = worst(self.findings)
         if level is Level.ERROR:
             return "the command line will not run"
         if strict and level is Level.WRONG:
@@ -47,7 +47,7 @@ def as_text(report: Report, strict: bool) -> str:
     """Return the sections with their headings, the verdict last."""
     sections = [
         ("Installed", [_part(part) for part in report.parts]),
-        ("Hardware", list(describe(report.hardware))),
+        ("Hardware", list(devices(report.hardware))),
         ("Environment", [f"{k}={v}" for k, v in report.settings.items()] or ["nothing is set"]),
         (f"Kernels for {report.shape}", [_served(kernel) for kernel in report.kernels]),
         (f"Findings, {report.target}", _findings(report.findings)),

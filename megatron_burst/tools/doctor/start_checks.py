@@ -4,9 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from megatron_burst.plugin.arguments import MEGATRON
-from megatron_burst.tools.doctor.check import Answer, Check
-from megatron_burst.tools.doctor.finding import Level
-from megatron_burst.tools.doctor.situation import Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
 
 
 def _not_attached(s: Situation) -> Answer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -114,7 +115,7 @@ class Configs:
             key: table.get(f"share_{key}", self.constant(f"share_{key}"))
             for key in ("forward", "backward", "linear")
         }
-        peak = 1e12 * table["peak_tflops"]
+        peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table["gpu"]) or 0.0)
         return Cluster(
             name=name,
             gpus_per_node=table["gpus_per_node"],

@@ -16,6 +16,7 @@ from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.timeline import Message, Step, timeline
 from megatron_burst.plans.topology import Grid
+from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan.workload import Workload
 
 _SUM_BYTES = 4  # of an element of a sum
@@ -86,10 +87,7 @@ def predict(load: Workload) -> Prediction:
 
 def model_flops(load: Workload) -> float:
     """Return the FLOPs of a sequence that MFU counts: 3 x forward, visible pairs, no recompute."""
-    model = load.model
-    products = 2 * (model.layers * model.layer_parameters + model.head_parameters)
-    pairs = visible_pairs(load.mask, load.tokens)
-    return 3 * (load.tokens * products + 4 * pairs * model.layers * model.heads * model.head_dim)
+    return load.model.step_flops(load.tokens, visible_pairs(load.mask, load.tokens))
 
 
 def linear_flops(load: Workload) -> float:
@@ -224,9 +222,8 @@ def plans_of(schedule: Schedule, *, backward: bool) -> list[Plan]:
 
 def tile_flops(tile: Tile, shape: Shape, backward: bool) -> float:
     """Return the FLOPs of a tile's visible pairs: 2 products forward, 5 backward."""
-    keys, values = shape.head_dim, shape.value_head_dim
-    dims = 3 * keys + 2 * values if backward else keys + values
-    return 2.0 * tile.pairs * shape.query_heads * dims
+    dims = shape.head_dim, shape.value_head_dim
+    return attention_flops(tile.pairs, shape.query_heads, *dims, backward=backward)
 
 
 def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:

@@ -15,11 +15,11 @@ from megatron_burst.config import (
     GradientReturn,
     LayoutName,
 )
+from megatron_burst.tools.flops import Model
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import FOLDER, Configs, Table
 from megatron_burst.tools.plan.workload import (
     Cluster,
-    Model,
     Workload,
     burst_config_of,
     model_of,

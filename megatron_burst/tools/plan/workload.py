@@ -25,6 +25,7 @@ from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid
+from megatron_burst.tools.flops import Model
 
 type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
 
@@ -37,38 +38,6 @@ _NOT_MODELLED = {
     "burst-block-mask": "block masks",
     "fp16": "float16",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What of a GPT decides FLOPs and memory."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    gated: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of the matrices of one layer."""
-        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.hidden * (attention + (3 if self.gated else 2) * self.ffn)
-
-    @property
-    def head_parameters(self) -> int:
-        """Of the LM head; as many in the embedding."""
-        return self.hidden * self.vocabulary
-
-    @property
-    def parameters(self) -> int:
-        """Of all matrices."""
-        embeddings = self.head_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + embeddings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

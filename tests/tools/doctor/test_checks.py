@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.tools.doctor import divisibility, nodes, settings, silent
-from megatron_burst.tools.doctor.finding import Level
+from megatron_burst.tools import hardware
+from megatron_burst.tools.doctor import divisibility, judge, machine, nodes
+from megatron_burst.tools.doctor.check import Level, Situation, Target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
-from megatron_burst.tools.doctor.situation import Situation
-from megatron_burst.tools.doctor.target import Target
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron_burst.plugin.arguments import (  # noqa: E402
@@ -46,7 +45,7 @@ def look(
     args = parser.parse_args(words)
     set_dropouts(args)
     situation = Situation(args, line, CLUSTER, {})
-    return {finding.check: finding.level for finding in silent.findings(situation)}
+    return {finding.check: finding.level for finding in judge.silent_errors(situation)}
 
 
 def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +120,7 @@ def test_a_mask_that_transformer_engine_does_not_read(
 
 
 def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
-    names = [check.name for check in silent.CHECKS]
+    names = [check.name for check in judge.CHECKS]
     assert len(set(names)) == len(names)
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
@@ -183,9 +182,9 @@ def test_the_grid(parser: argparse.ArgumentParser, flags: str, said: str) -> Non
 
 def test_variables_that_harm() -> None:
     bad = {"NCCL_P2P_DISABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "HOME": "x"}
-    assert [f.check for f in settings.findings(bad)] == ["slow-links", "stalls-unseen"]
-    assert settings.findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"}) == []
-    assert list(settings.shown(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-    early = settings.timeout_findings({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300"}, 10)
-    assert [(f.level, f.remedy) for f in early] == [(W, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1200")]
-    assert settings.timeout_findings({}, 10)[0].level is N
+    assert [f.check for f in machine.variable_findings(bad)] == ["slow-links", "stalls-unseen"]
+    assert not [*machine.variable_findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"})]
+    assert list(hardware.settings(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    early = machine.timeout_finding({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300"}, 10)
+    assert (early.level, early.remedy) == (W, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1200")
+    assert machine.timeout_finding({}, 10).level is N

@@ -15,16 +15,16 @@ import torch
 from megatron_burst.kernels import KERNELS, Request
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import parsing
-from megatron_burst.tools.doctor.__main__ import main
-from megatron_burst.tools.doctor.installed import parts
+from megatron_burst.tools.doctor.check import Target
+from megatron_burst.tools.doctor.command import main
 from megatron_burst.tools.doctor.kernels import served
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.machine import parts
 from tests.training.launcher import MODEL
 
 ROOT = Path(__file__).parents[3]
 BURST = "--context-parallel-algo burst --calculate-per-token-loss --mock-data --bf16".split()
-CLUSTER = ["--gpus", "8", "--nodes", "2", "--json"]
+CLUSTER = ["--gpus-per-node", "8", "--nodes", "2", "--json"]
 CP16 = ["--context-parallel-size", "16", "--global-batch-size", "4"]
 
 
@@ -156,9 +156,9 @@ def test_strict_counts_what_is_silently_wrong(
     megatron: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*MODEL, *BURST, *CP16, "--reset-position-ids"]
-    assert main(["--gpus", "8", "--nodes", "2", "--", *words]) == 0
+    assert main(["--gpus-per-node", "8", "--nodes", "2", "--", *words]) == 0
     assert "the command line will run" in capsys.readouterr().out
-    assert main(["--gpus", "8", "--nodes", "2", "--strict", "--", *words]) == 1
+    assert main(["--gpus-per-node", "8", "--nodes", "2", "--strict", "--", *words]) == 1
     said = capsys.readouterr().out
     assert "not as it was meant" in said and "idle-positions" in said
 
@@ -172,7 +172,7 @@ def test_torchrun_and_options_that_contradict(
 
 
 def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
-    python = [sys.executable, "-m", "megatron_burst.tools.doctor", "--json", "--"]
+    python = [sys.executable, "-m", "megatron_burst", "doctor", "--json", "--"]
     torchrun = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_burst.pretrain_gpt"]
     words = [*MODEL, *BURST, "--context-parallel-size", "2", "--use-torch-fsdp2"]
     environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "PYTHONPATH": str(ROOT)}
@@ -212,7 +212,7 @@ def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[st
 
 
 def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--gpus", "1", "--shape", "16,2,300"]) == 1
+    assert main(["--gpus-per-node", "1", "--shape", "16,2,300"]) == 1
     assert "head size 300 is not a multiple of 8" in capsys.readouterr().out
 
 
@@ -227,7 +227,7 @@ def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
     (tmp_path / "pretrain_gpt.py").write_text("import megatron_burst\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-m", "megatron_burst.tools.doctor", "--", f"{tmp_path}/pretrain_gpt.py"],
+        [sys.executable, "-m", "megatron_burst", "doctor", "--", f"{tmp_path}/pretrain_gpt.py"],
         capture_output=True,
         text=True,
         env=environment,

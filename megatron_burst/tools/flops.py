@@ -1,0 +1,130 @@
+"""FLOPs as every tool counts them: of attention, of a training step, and the peaks of devices.
+
+With h hidden size, a query and g kv heads of size k, f the size of the MLP (m = 3 matrices where it
+is gated, else 2), V the padded vocabulary, L layers and T tokens in sequences of S, of which each
+has `pairs` visible (query, key) pairs, S (S + 1) / 2 under a causal mask:
+
+    forward of a token = L (2 h k (2 a + 2 g) + 2 m h f + 4 a k pairs / S) + 2 h V
+    step               = 3 T forward
+    MFU                = step / (seconds x GPUs x peak)
+
+So the causal half of attention counts half, and what recompute or a chunked loss computes again
+does not count: that is work of the method, not of the model. The backward is twice the forward.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.mask import Mask
+
+PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H20", 148.0),
+    ("GH200", 989.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("A40", 150.0),
+)
+"""Dense bfloat16 peaks by words of a device's name; the first that fits counts."""
+
+_UNCOUNTED = {
+    "num_experts": "None",
+    "multi_latent_attention": "False",
+    "hybrid_layer_pattern": "None",
+    "experimental_attention_variant": "None",
+    "mtp_num_layers": "None",
+    "dataloader_inter_document_masking": "False",
+    "burst_block_mask": "None",
+    "window_size": "None",
+}
+
+
+def peak_tflops(device: str) -> float | None:
+    """Return the peak of a device by its name, None where it is not known, as of a CPU."""
+    found = (peak for name, peak in PEAK_TFLOPS if re.search(rf"\b{name}\b", device))
+    return next(found, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What of a GPT decides FLOPs and memory."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int  # padded
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.hidden * (attention + (3 if self.gated else 2) * self.ffn)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the LM head; as many in the embedding."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices."""
+        embeddings = self.head_parameters * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + embeddings
+
+    def step_flops(self, tokens: int, pairs: int) -> float:
+        """Return the FLOPs of training on one sequence with so many visible (query, key) pairs."""
+        products = 2 * (self.layers * self.layer_parameters + self.head_parameters)
+        attention = self.layers * attention_flops(pairs, self.heads, self.head_dim, self.head_dim)
+        return 3 * (tokens * products + attention)
+
+
+def attention_flops(
+    pairs: int, heads: int, head_dim: int, value_head_dim: int, *, backward: bool = False
+) -> float:
+    """Return what a kernel computes: two matrix products forward, five backward."""
+    dims = 3 * head_dim + 2 * value_head_dim if backward else head_dim + value_head_dim
+    return 2.0 * pairs * heads * dims
+
+
+def logged_step_flops(arguments: Mapping[str, str]) -> tuple[float | None, str]:
+    """Return the model FLOPs of a step of a run with these arguments, or None and the reason.
+
+    Args:
+        arguments: Megatron's, as a run logs them, by name with underscores.
+    """
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name, plain in _UNCOUNTED.items()
+        if arguments.get(name, plain) != plain
+    ]
+    if others:
+        return None, f"the formula does not hold with {', '.join(others)}"
+    heads, length = int(arguments["num_attention_heads"]), int(arguments["seq_length"])
+    grouped = arguments.get("group_query_attention") == "True"
+    model = Model(
+        layers=int(arguments["num_layers"]),
+        hidden=int(arguments["hidden_size"]),
+        ffn=int(arguments["ffn_hidden_size"]),
+        gated=arguments.get("swiglu") == "True",
+        heads=heads,
+        kv_heads=int(arguments["num_query_groups"]) if grouped else heads,
+        head_dim=int(arguments["kv_channels"]),
+        vocabulary=int(arguments["padded_vocab_size"]),
+    )
+    pairs = visible_pairs(Mask.causal(), length)
+    return int(arguments["global_batch_size"]) * model.step_flops(length, pairs), ""

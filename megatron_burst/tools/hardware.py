@@ -1,0 +1,152 @@
+"""What a machine is: versions, GPUs and the links between them, network ports. Imports no torch.
+
+GPUs are what `nvidia-smi` says, links between them what `nvidia-smi topo -m` says, in its words:
+NV18 are 18 NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
+"""
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+
+SETTINGS = tuple(
+    "BURST_ MEGATRON_BURST_ NCCL_ GLOO_ CUDA_ CUBLAS_ OMP_ PYTORCH_ TORCH_ NVTE_ SLURM_JOB "
+    "MASTER_ADDR".split()
+)
+_PACKAGES = tuple(
+    "torch triton numpy megatron transformer-engine flash nvidia-nccl nvidia-cudnn".split()
+)
+_GPU_FIELDS = tuple(
+    "name memory.total driver_version power.limit clocks.max.sm compute_cap "
+    "pcie.link.gen.max pcie.link.width.max mig.mode.current".split()
+)
+SYSFS = Path("/sys/class")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices of a machine."""
+
+    gpus: Sequence[dict[str, str]]  # by nvidia-smi's names of its fields
+    links: dict[str, str]  # "0-1": by what two GPUs are joined
+    network: Sequence[dict[str, str]]
+    cpu: dict[str, str | int]
+
+
+def read(sysfs: Path = SYSFS) -> Hardware:
+    """Read this machine."""
+    cpu: dict[str, str | int] = {"model": cpu_model(), "count": len(os.sched_getaffinity(0))}
+    return Hardware(gpus(), gpu_links(_output("nvidia-smi", "topo", "-m")), network(sysfs), cpu)
+
+
+def describe(run: str, command: Sequence[str]) -> dict[str, object]:
+    """Return what a node of a run is, for a JSON file beside its log."""
+    found = read()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "run": run,
+        "command": list(command),
+        "commit": commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "gpus": found.gpus,
+        "gpu_links": found.links,
+        "cpu": found.cpu,
+        "kernel": platform.release(),
+        "links": found.network,
+        "settings": settings(os.environ),
+    }
+
+
+def settings(environment: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+    """Return the variables that NCCL, torch, CUDA and the launchers read, sorted."""
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(SETTINGS)}
+
+
+def installed(distribution: str) -> str:
+    """Return the version of one package, "" where it is missing."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Return the packages that training runs on; of one installed twice that which is imported."""
+    found: dict[str, str] = {}
+    for package in distributions():
+        name = package.name or ""
+        if name.lower().startswith(_PACKAGES):
+            found.setdefault(name, package.version)
+    return dict(sorted(found.items()))
+
+
+def commit(directory: Path) -> str:
+    """Return the commit of the repository, "+" behind it where code was changed; "" without git."""
+    git = ("git", "-C", str(directory))
+    name = _output(*git, "rev-parse", "--short=12", "HEAD").strip()
+    code = [":/", *(f":(exclude,top){what}" for what in ("docs", "*.md", "*.csv"))]
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code).strip()
+    return f"{name}+" if name and changed else name
+
+
+def cpu_model() -> str:
+    """Return the name of the processor."""
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return each GPU's fields; none where there is no driver."""
+    query = ("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+    rows = (line.split(", ") for line in _output(*query).splitlines())
+    return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
+
+
+def gpu_links(matrix: str) -> dict[str, str]:
+    """Return by what every two GPUs are joined: "0-1": "NV18".
+
+    Args:
+        matrix: what `nvidia-smi topo -m` prints, a row and a column for each GPU and network card.
+    """
+    rows = [line.split("\t") for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
+    of_gpus = [[cell.strip() for cell in row[1:]] for row in rows if re.match(r"GPU\d", row[0])]
+    count = len(of_gpus)
+    return {f"{i}-{j}": of_gpus[i][j] for i in range(count) for j in range(i + 1, count)}
+
+
+def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
+    """Return InfiniBand and RoCE ports, and network devices that say how fast they are."""
+    found = []
+    for port in sorted(sysfs.glob("infiniband/*/ports/*")):
+        name = f"{port.parts[-3]}:{port.name}"
+        found.append({"name": name, "state": _text(port / "state"), "rate": _text(port / "rate")})
+    for device in sorted(sysfs.glob("net/*")):
+        if (speed := _text(device / "speed")) and speed != "-1":
+            state = _text(device / "operstate")
+            found.append({"name": device.name, "state": state, "rate": f"{speed} Mb/s"})
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the speed of a device that is down cannot be read
+        return ""
+
+
+def _output(*command: str) -> str:
+    """What a command printed; nothing where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,32 @@
+"""What the tools print: tables and lines that no terminal's width cuts, and errors in red."""
+
+import sys
+from collections.abc import Iterable
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 200  # of tables: wider than a narrow terminal, so that no number is cut
+
+
+def console() -> Console:
+    """Return a console on stdout that prints words as they are."""
+    return Console(highlight=False, markup=False, soft_wrap=True, width=_WIDTH)
+
+
+def table(left: Iterable[str], right: Iterable[str], title: str | None = None) -> Table:
+    """Return a table of columns of words, then of columns of numbers; plain where it is piped."""
+    made = Table(title=title, title_justify="left", box=SIMPLE if sys.stdout.isatty() else None)
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(name, no_wrap=True, justify="right")
+    return made
+
+
+def complain(command: str, problems: Iterable[str]) -> None:
+    """Print each problem on stderr, behind the name of the command."""
+    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    for problem in problems:
+        errors.print(f"{command}: {problem}", style="red")

@@ -1,0 +1,121 @@
+"""The one command: its verbs, its help, and what it says where something is wrong. (fast tier)"""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_burst.tools import command, options
+from megatron_burst.tools.command import VERBS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_shows_examples_first_and_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("examples:\n  megatron-burst ")
+    for name, verb in VERBS.items():
+        assert f"  {name}" in said and verb.about in said
+
+
+def test_without_a_verb_it_shows_its_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: megatron-burst VERB" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_an_error_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paln"]) == 2
+    assert capsys.readouterr().err == (
+        f"megatron-burst: there is no verb 'paln'; the verbs are {', '.join(VERBS)}\n"
+    )
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_is_a_module_with_a_main(name: str) -> None:
+    found = find_spec(f"megatron_burst.tools.{VERBS[name].module}")
+    assert found is not None and found.origin is not None
+    assert "def main(argv: " in Path(found.origin).read_text()
+
+
+def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "megatron_burst", "doctor", "--no-such-flag"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+    )
+    assert ran.returncode == 2
+    assert "unrecognized arguments: --no-such-flag" in ran.stderr
+
+
+def verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Put a verb into the place of all, whose main raises `error`."""
+
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(main=fail))
+
+
+def test_a_missing_package_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb_that(monkeypatch, ModuleNotFoundError(name="megatron.core"))
+    assert main(["compare"]) == 1
+    assert capsys.readouterr().err == (
+        "megatron-burst compare: megatron is not installed: pip install 'megatron-core==0.19.*', "
+        "or all that this needs: megatron-burst[train,plot]\n"
+    )
+
+
+def test_a_module_of_ours_that_is_missing_is_our_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    verb_that(monkeypatch, ModuleNotFoundError(name="megatron_burst.tools.none"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["compare"])
+
+
+@pytest.mark.parametrize("error", [ValueError("P is 3"), OSError("P is 3")])
+def test_wrong_input_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    verb_that(monkeypatch, error)
+    assert main(["plan"]) == 1
+    assert capsys.readouterr().err == "megatron-burst plan: P is 3\n"
+
+
+def a_parser() -> options.Parser:
+    parser = options.Parser("plan", "What it does.", "megatron-burst plan --nodes 2")
+    options.add_cluster(parser, was_gpus=["--gpus"])
+    return parser
+
+
+def test_help_of_a_verb_begins_with_its_examples() -> None:
+    said = a_parser().format_help()
+    assert said.startswith(
+        "examples:\n  megatron-burst plan --nodes 2\n\nusage: megatron-burst plan"
+    )
+    assert "--gpus " not in said, "an old name is hidden"
+
+
+@pytest.mark.parametrize("words", [["--gpus", "4"], ["--gpus=4"]])
+def test_an_old_name_works_and_warns(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert a_parser().parse(words).gpus_per_node == 4
+    warning = "megatron-burst plan: --gpus is now called --gpus-per-node\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_a_count_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        a_parser().parse(["--nodes", "0"])
+    assert "0 is not positive" in capsys.readouterr().err
+
+
+def test_words_behind_two_dashes_are_anothers() -> None:
+    assert options.split_at_dashes(["a", "--", "b", "--"]) == (["a"], ["b", "--"])
+    assert options.split_at_dashes(["a", "--"]) == (["a"], [])
+    assert options.split_at_dashes(["a"]) == (["a"], None)

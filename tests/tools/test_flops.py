@@ -1,0 +1,49 @@
+"""The one formula of FLOPs, by hand, and peaks by the names of devices. (fast tier)"""
+
+import pytest
+
+from megatron_burst.tools.flops import attention_flops, logged_step_flops, peak_tflops
+
+
+def test_the_formula_of_the_mfu() -> None:
+    arguments = {
+        "hidden_size": "8",
+        "ffn_hidden_size": "32",
+        "kv_channels": "4",
+        "num_layers": "3",
+        "padded_vocab_size": "100",
+        "seq_length": "16",
+        "global_batch_size": "2",
+        "num_attention_heads": "2",
+        "num_query_groups": "1",
+        "group_query_attention": "True",
+        "swiglu": "True",
+    }
+    # q, k, v, out; three matrices of the MLP; scores and values of (16 + 1) / 2 keys; the head.
+    layer = 2 * 8 * (8 + 4 + 4 + 8) + 2 * 3 * 8 * 32 + 2 * 2 * 2 * 4 * 8.5
+    assert logged_step_flops(arguments) == (3 * 2 * 16 * (3 * layer + 2 * 8 * 100), "")
+    flops, why = logged_step_flops(arguments | {"num_experts": "8"})
+    assert flops is None and "--num-experts" in why
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("AMD EPYC 7742 64-Core Processor", None),
+    ],
+)
+def test_peaks_by_the_name_of_a_device(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+def test_attention_has_two_products_forward_and_five_backward() -> None:
+    assert attention_flops(10, 3, 4, 6) == 2 * 10 * 3 * (4 + 6)
+    # dV and dP have the values' size, scores, dQ and dK that of the keys.
+    assert attention_flops(10, 3, 4, 6, backward=True) == 2 * 10 * 3 * (2 * 6 + 3 * 4)
