@@ -49,7 +49,7 @@ class Item(NamedTuple):
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
+    part: Interval | None = None  # which of the owner's rows, or shares of its heads; None: all
 
     def __str__(self) -> str:
         what = "heads" if self.kind is Kind.HEADS else "rows"

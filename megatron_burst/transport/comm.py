@@ -184,7 +184,8 @@ class Transfers:
                 before they have landed.
         """
         batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
-        for transfer in (*step.receives, *step.sends):
+        transfers: list[Send | Receive] = [*step.receives, *step.sends]
+        for transfer in transfers:
             if isinstance(transfer, Receive):
                 block = self._buffer(transfer)
             else:
@@ -323,7 +324,7 @@ def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     for channel in Channel:  # one order for all ranks, whose groups overlap
         if channel in channels:
             group = channels[channel]
-            with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
+            with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
                 dist.barrier(group)
 
 
