@@ -365,12 +365,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is fetched from the host and what is put into results, in order, by number of layer."""
     log: list[str] = []
     numbers: dict[int, int] = {}  # of layers, by memory
-    kept = itertools.count()
-    keep, fetch, recall = (getattr(AttentionMemory, n) for n in ("keep", "fetch", "recall"))
+    count = itertools.count()
+    save, fetch, recall = (getattr(AttentionMemory, n) for n in ("save", "fetch", "recall"))
 
-    def keeping(memory: AttentionMemory, *arguments: Any) -> None:
-        numbers[id(memory)] = next(kept) % LAYERS
-        keep(memory, *arguments)
+    def saving(memory: AttentionMemory, *arguments: Any) -> None:
+        numbers[id(memory)] = next(count) % LAYERS
+        save(memory, *arguments)
 
     def fetching(memory: AttentionMemory) -> None:
         before = memory.saved
@@ -389,7 +389,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.__new__(Stream))
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(AttentionMemory, "keep", keeping)
+    monkeypatch.setattr(AttentionMemory, "save", saving)
     monkeypatch.setattr(AttentionMemory, "fetch", fetching)
     monkeypatch.setattr(AttentionMemory, "recall", recalling)
     monkeypatch.setattr(Stream, "made", 0)
