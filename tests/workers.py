@@ -87,9 +87,9 @@ class WorkerPool:
         self._workers, self._teams = [], set()
 
     def _start(self) -> None:
-        # Torch is imported once, in the server that the processes are forked from.
+        # Torch, too, is imported once, in the server that the processes are forked from.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_burst"])
+        context.set_forkserver_preload(["tests.workers"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(MAX_RANKS):
             here, there = context.Pipe()

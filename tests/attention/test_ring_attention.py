@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from tests.attention.cases import (
     variants,
 )
 from tests.plans.masks import Masking
+from tests.tier import examples
 from tests.workers import Team, WorkerPool
 
 GRAD_DTYPES = ("float32", "model")
@@ -302,7 +303,7 @@ def roundings(case: Case, place: Place) -> int:
     return (grid.ranks if double else grid.ranks - 1) - grid.nodes
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     place=st.sampled_from([*PLACES.values()]),
     which=st.integers(0, 2**31),
