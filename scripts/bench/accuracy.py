@@ -36,7 +36,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, by_node
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
@@ -71,11 +71,11 @@ class MemoryCommunicator(Communicator):
         super().__init__((), {}, PATIENCE_SECONDS)
         self._rank, self._wires = rank, wires
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return MemoryFlight(self._rank, self._wires)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return MemoryTransfers(self._rank, self._wires)
 
 
-class MemoryFlight(Flight):
+class MemoryTransfers(Transfers):
     """Moves references, no bytes, and so has no buffers.
 
     Nothing needs a copy. Blocks are never written to. A gradient's receiver may write to it, but it
@@ -298,7 +298,7 @@ def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> Row:
     )
     nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
     sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
-    return {place: getattr(sent, place) for place in ("card", "node", "rank")}
+    return {"card": sent.nic, "node": sent.node, "rank": sent.rank}
 
 
 def _nodes_of_bytes(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -75,17 +75,17 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return LocalFlight(self._buffers, like)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return LocalTransfers(self._buffers, template)
 
 
-class LocalFlight(Flight):
+class LocalTransfers(Transfers):
     """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
 
     def __init__(
-        self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
+        self, buffers: dict[tuple[Kind, int], Block], template: Callable[[Item], Block]
     ) -> None:
-        self._arrived, self._like = buffers, like
+        self._arrived, self._template = buffers, template
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -100,7 +100,7 @@ class LocalFlight(Flight):
         if (kind, receive.buffer) not in self._arrived:
             self._arrived[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
-                for t in self._like(receive.item)
+                for t in self._template(receive.item)
             )
         return self._arrived[kind, receive.buffer]
 
