@@ -79,7 +79,7 @@ check_named_run() {
     local names
     if [[ -z $named_run ]]; then return; fi
     # A login node may have no Python for it; then the nodes find out.
-    names=$(PYTHONPATH=$burst_root "$(python_of_training)" -m megatron_burst.tools.config --list \
+    names=$(PYTHONPATH=$burst_root "$(python_of_training)" -m megatron_burst plan --list \
         2>/dev/null) || return 0
     grep -qxF -- "$named_run" <<<"$names" ||
         die "configs/ has no run $named_run; it has: ${names//$'\n'/, }"

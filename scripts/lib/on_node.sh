@@ -82,7 +82,8 @@ if [[ $measure == yes ]]; then
     program=("$burst_root/scripts/measure_links.py" --output "$output/links.json")
 else
     if [[ -n $run ]]; then
-        listing=$("$python" -m megatron_burst.tools.config "$run") || die "no flags for --run $run"
+        listing=$("$python" -m megatron_burst plan --run "$run" --flags) ||
+            die "no flags for --run $run"
         mapfile -t named <<<"$listing"
     fi
     program+=(--tensorboard-dir "$output/tensorboard" "${named[@]}" "${flags[@]}")
