@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.plan import attention, show
+from megatron_burst.tools.plan import show
 from megatron_burst.tools.plan.configs import FOLDER, Configs, parsed
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.ranking import Candidate, rank, with_rates
@@ -18,7 +18,7 @@ from megatron_burst.tools.plan.workload import Cluster
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
-those of the run or the model. With --heads it counts what attention alone sends."""
+those of the run or the model."""
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
 # What of a cluster can be given as measured, with what a unit of it is.
 _RATES = {
@@ -34,9 +34,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the verb; return its exit status."""
     own, rest = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
     given = _parser().parse(own)
-    if given.heads:
-        attention.show_bytes(given)
-        return 0
     configs = Configs.read(given.configs)
     if given.list is not None:
         print(*configs.names(given.list), sep="\n")
@@ -67,7 +64,10 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
         f"{load.data}; {load.tokens} tokens, {load.model.parameters / 1e9:.2f} billion parameters"
     )
     console.print(_ranking(found[: given.top]))
-    console.print("MiB: what a rank sends for one layer; exposed: of attention's time")
+    console.print(
+        "MiB: what a rank sends for attention of a layer; NIC: of it, to other nodes; exposed: "
+        "of attention's time"
+    )
     if not found[0].fits:
         raise ValueError(
             "nothing fits: more GPUs, a larger --tensor-model-parallel-size, or "
@@ -86,6 +86,7 @@ def _figures(each: Candidate) -> dict[str, Any]:
         "memory_bytes": each.memory.total,
         "fits": each.fits,
         "sent_bytes_a_layer": each.time.sent,
+        "sent_between_nodes_bytes_a_layer": each.time.between,
         "exposed_share": each.time.exposed_share,
         "seconds_a_step": each.time.seconds,
         "tokens_per_second_per_gpu": each.time.tokens_per_gpu,
@@ -95,7 +96,7 @@ def _figures(each: Candidate) -> dict[str, Any]:
 
 
 def _ranking(found: Iterable[Candidate]) -> Table:
-    numbers = ("heads", "rho", "GiB", "MiB", "exposed", "s/step", "tokens/s/GPU", "MFU")
+    numbers = ("heads", "rho", "GiB", "MiB", "NIC", "exposed", "s/step", "tokens/s/GPU", "MFU")
     table = terminal.table(("algorithm",), numbers)
     for each in found:
         table.add_row(
@@ -104,6 +105,7 @@ def _ranking(found: Iterable[Candidate]) -> Table:
             each.fraction,
             f"{each.memory.total / GIB:.1f}{'' if each.fits else ' too much'}",
             f"{each.time.sent / 2**20:.0f}",
+            f"{each.time.between / 2**20:.0f}",
             f"{each.time.exposed_share:.1%}",
             f"{each.time.seconds:.2f}",
             f"{each.time.tokens_per_gpu:.1f}",
@@ -159,13 +161,10 @@ def _parser() -> options.Parser:
         _ABOUT,
         "megatron-burst plan --run 14b_1m_32gpu_a800",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
-        "megatron-burst plan --heads 40 --head-dim 128 --tokens-per-rank 32768 --nodes 4 "
-        "--gpus-per-node 8",
         "megatron-burst plan --run toy --flags",
     )
     _add_runs(parser)
     _add_predicted(parser)
-    attention.add_flags(parser)
     return parser
 
 
