@@ -19,6 +19,9 @@ from megatron_burst.plans.plan import Channel
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
+# Each group of gloo looks for messages a hundred times a second: all teams of a run, waiting for a
+# next test, took more than a core.
+KEPT_TEAMS = 3
 
 
 class WorkerError(AssertionError):
@@ -40,6 +43,9 @@ class Team:
         return BurstContext.create(config, self.group, groups=self.groups)
 
 
+type Teams = dict[tuple[int, ...], Team]
+
+
 class WorkerPool:
     """Runs `function(team, *args)` on every rank of a team and returns the results by rank.
 
@@ -50,7 +56,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
-        self._teams: set[tuple[int, ...]] = set()  # whose groups exist
+        self._teams: list[tuple[int, ...]] = []  # whose groups exist, the latest used last
 
     def run(
         self,
@@ -62,13 +68,16 @@ class WorkerPool:
         members = tuple(range(MAX_RANKS - ranks, MAX_RANKS) if isinstance(ranks, int) else ranks)
         if not self._workers:
             self._start()
-        if members not in self._teams:
-            for _, connection in self._workers:  # torch makes groups with all processes
-                _send(connection, (members, None, ()))
-            self._teams.add(members)
+        if members in self._teams:
+            self._teams.remove(members)
+        else:
+            self._tell_all(_make, members)  # torch makes groups with all processes
+        self._teams.append(members)
+        if len(self._teams) > KEPT_TEAMS:
+            self._tell_all(_drop, self._teams.pop(0))
         chosen = [self._workers[rank] for rank in members]
         for _, connection in chosen:
-            _send(connection, (members, function, args))
+            _send(connection, (_call, members, function, args))
         replies = [_reply(connection, timeout) for _, connection in chosen]
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -80,7 +89,11 @@ class WorkerPool:
         for process, _ in self._workers:
             process.kill()
             process.join()
-        self._workers, self._teams = [], set()
+        self._workers, self._teams = [], []
+
+    def _tell_all(self, job: Callable[..., None], members: tuple[int, ...]) -> None:
+        for _, connection in self._workers:
+            _send(connection, (job, members))
 
     def _start(self) -> None:
         # Torch is imported once, in the server that the processes are forked from.
@@ -118,19 +131,37 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
         world_size=MAX_RANKS,
         timeout=timedelta(seconds=60),
     )
-    teams: dict[tuple[int, ...], Team] = {}
+    teams: Teams = {}
     while True:
         try:
-            members, function, args = pickle.loads(connection.recv_bytes())
+            job, *args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        if function is None:
-            group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
-            if rank in members:
-                by_channel = dict(zip(Channel, channels, strict=True))
-                teams[members] = Team(group, Groups(by_channel, agreement))
-            continue
-        try:
-            _send(connection, (True, function(teams[members], *args)))
-        except Exception:
-            _send(connection, (False, traceback.format_exc()))
+        job(teams, connection, *args)
+
+
+def _make(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
+    group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
+    if dist.get_rank() in members:
+        by_channel = dict(zip(Channel, channels, strict=True))
+        teams[members] = Team(group, Groups(by_channel, agreement))
+
+
+def _drop(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
+    if members in teams:
+        team = teams.pop(members)
+        for group in (team.group, team.groups.agreement, *team.groups.channels.values()):
+            dist.destroy_process_group(group)
+
+
+def _call(
+    teams: Teams,
+    connection: Connection,
+    members: tuple[int, ...],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        _send(connection, (True, function(teams[members], *args)))
+    except Exception:
+        _send(connection, (False, traceback.format_exc()))

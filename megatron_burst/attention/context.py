@@ -10,20 +10,26 @@ from torch import Tensor
 
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
-from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
+from megatron_burst.kernels import (
+    Kernel,
+    Request,
+    TileCall,
+    check_kernel_name,
+    passed_over,
+    select_kernel,
+)
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, Plans, choose, make_layout, mib
 from megatron_burst.plans.recompute import boundary, first_kept_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
-from megatron_burst.transport.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,12 @@ class AttentionCall:
     gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
     soft_cap: float | None = None
     first_kept_row: int = 0  # of a call with a memory: see `recompute`
+
+    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Cut the tile's rows out of the blocks that it reads."""
+        queries, keys = tile.query_slice.rows, tile.key_slice.rows
+        tensors = q[:, queries], k[:, keys], v[:, keys]
+        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
 class BurstContext:
@@ -81,7 +93,6 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         groups: Groups | None = None,
-        recorder: Recorder | None = None,
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -96,7 +107,6 @@ class BurstContext:
                 node and the one between the nodes.
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
-            recorder: of what the calls do and when, if it is started; see `trace`.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
@@ -107,7 +117,7 @@ class BurstContext:
             group = dist.group.WORLD
         if group is None or group.size() == 1:
             _head_groups(config, (0,))
-            alone = Communicator((), {}, config.timeout_seconds, recorder)
+            alone = Communicator((), {}, config.timeout_seconds)
             return cls(config, None, flat_grid(1), (0,), alone)
         check_agreement(group, "the configuration", str(config), config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
@@ -126,7 +136,7 @@ class BurstContext:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
         warm_up(groups.channels)
         ranks = dist.get_process_group_ranks(group)
-        communicator = Communicator(ranks, groups.channels, config.timeout_seconds, recorder)
+        communicator = Communicator(ranks, groups.channels, config.timeout_seconds)
         return cls(
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,

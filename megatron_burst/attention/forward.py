@@ -8,6 +8,7 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
 from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.profiling import span
 
 
 def forward(
@@ -21,14 +22,13 @@ def forward(
     }
     results = PartialResults(q, v.shape[-1])
     blocks |= parts_to_send(plan, blocks)
-    recorder = call.communicator.recorder
     flight = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
         flight.post(number, step, blocks)
         for tile in step.tiles:
-            with recorder.tile(number, tile):
+            with span("forward", number, "tile", *tile.owners):
                 partial = _attend(tile, blocks, call)
-            with recorder.sum(number):
+            with span("forward", number, "merge"):
                 results.add(tile.query_rows, *partial)
             del partial  # else it would live beside the next tile's
         blocks.update(flight.land(number))
@@ -38,15 +38,7 @@ def forward(
 def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
     (q,), (k, v) = blocks[query_item], blocks[key_item]
-    queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.forward(
-        q[:, queries],
-        k[:, keys],
-        v[:, keys],
-        tile.relation,
-        call.scale,
-        soft_cap=call.soft_cap,
-    )
+    return call.kernel.forward(call.of_tile(tile, q, k, v))
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:

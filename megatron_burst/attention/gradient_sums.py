@@ -1,6 +1,7 @@
 """The gradients that a rank sums, of its own tokens and of those that visit it."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,16 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.blocks import Block, rows_of
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What has been added up of an item; a single partial stays as it came."""
+
+    rows: Interval
+    block: Block
+    arrived: bool = False
+    """Whether it lies where it arrived."""
 
 
 class GradientSums:
@@ -24,10 +35,7 @@ class GradientSums:
         self, rank: int, shaped: Mapping[Kind, Block], travel_dtype: torch.dtype | None
     ) -> None:
         self._rank, self._shaped, self._travel_dtype = rank, shaped, travel_dtype
-        self._sums: dict[Item, Block] = {}
-        # A single partial stays as it came: what arrives may become the sum, or nothing more comes.
-        self._single: dict[Item, tuple[Interval, Block]] = {}
-        self._adopted: set[Item] = set()  # visitors' sums that live where they arrived
+        self._sums: dict[Item, _Sum] = {}
 
     def like(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
@@ -40,10 +48,10 @@ class GradientSums:
 
     def add(self, item: Item, rows: Interval, parts: Block) -> None:
         """Add a tile's gradients to the given rows of the item; the tensors become ours."""
-        if item not in self._sums and item not in self._single:
-            self._single[item] = (rows, parts)
+        if item in self._sums:
+            _accumulate(self._whole(item), rows, parts)
         else:
-            _accumulate(self._sum(item), rows, parts)
+            self._sums[item] = _Sum(rows, parts)
 
     def take(self, item: Item, block: Block) -> None:
         """Add what has arrived.
@@ -53,17 +61,16 @@ class GradientSums:
         """
         if item.owner == self._rank:
             whole = item._replace(part=None)
-            _accumulate(self._sum(whole), item.part or self._all_rows(whole), block)
+            _accumulate(self._whole(whole), item.part or self._all_rows(whole), block)
             return
-        if item in self._adopted:
-            _accumulate(self._sum(item), self._all_rows(item), block)
+        mine = self._sums.get(item)
+        if mine is not None and mine.arrived:
+            _accumulate(mine.block, mine.rows, block)
             return
-        whole_sum = (self._all_rows(item), self._sums.pop(item, ()))
-        rows, mine = self._single.pop(item, whole_sum)
-        self._sums[item] = tuple(t.to(accumulation_dtype(t.dtype)) for t in block)
-        self._adopted.add(item)
-        if mine:
-            _accumulate(self._sums[item], rows, mine)
+        wide = tuple(t.to(accumulation_dtype(t.dtype)) for t in block)
+        self._sums[item] = _Sum(self._all_rows(item), wide, arrived=True)
+        if mine is not None:
+            _accumulate(wide, mine.rows, mine.block)
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
         """Return, as they travel, the sums of every gradient among `sends`; they start anew."""
@@ -71,27 +78,27 @@ class GradientSums:
 
     def total(self, item: Item) -> Block:
         """Return the item's sum, or its single partial where that covers all rows."""
-        if item in self._single and self._single[item][0] == self._all_rows(item):
-            return self._single[item][1]
-        return self._sum(item)
+        found = self._sums.get(item)
+        if found is not None and found.rows == self._all_rows(item):
+            return found.block
+        return self._whole(item)
 
     def _pop_to_travel(self, item: Item) -> Block:
-        total = self._sum(item)
+        total = self._whole(item)
         del self._sums[item]
-        self._adopted.discard(item)
         return tuple(t.to(self._travel_dtype or t.dtype) for t in total)
 
-    def _sum(self, item: Item) -> Block:
-        """Return the item's sum, made of its single partial or of nothing if there is none yet."""
-        if item not in self._sums:
-            rows, parts = self._single.pop(item, (Interval(0, 0), ()))
-            if rows == self._all_rows(item):
-                self._sums[item] = tuple(map(_widened, parts))
-            else:
-                self._sums[item] = tuple(map(_zeros, self._shape(item)))
-                if parts:
-                    _accumulate(self._sums[item], rows, parts)
-        return self._sums[item]
+    def _whole(self, item: Item) -> Block:
+        """Return the sum of all rows in the dtype of sums, zeros if there is none yet."""
+        found, every = self._sums.get(item), self._all_rows(item)
+        if found is not None and found.rows == every:
+            found.block = tuple(map(_widened, found.block))
+            return found.block
+        total = tuple(map(_zeros, self._shape(item)))
+        self._sums[item] = _Sum(every, total)
+        if found is not None:
+            _accumulate(total, found.rows, found.block)
+        return total
 
     def _all_rows(self, item: Item) -> Interval:
         return Interval(0, self._shape(item)[0].shape[1])

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, assemble
 from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.profiling import span
 
 # Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
 _PEERS_AT_A_TIME = 42
@@ -70,7 +71,7 @@ class HeadExchange:
         parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
         flight = self._communicator.begin("head exchange", self._plan, lambda _: parts[self.rank])
-        with self._communicator.record("head exchange", self._plan):
+        with span("head exchange"):
             for number, step in enumerate(self._plan.steps):
                 flight.post(number, step, outgoing)
                 for item, block in flight.land(number):

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, Tile, assemble
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
+from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import Grid
 
 type _Hops = Iterator[Hop]
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Schedule):
     """What the plans of all ranks have in common.
 
     Nothing travels that nobody further on needs: a block stops after the last rank with a tile for
@@ -43,17 +44,10 @@ class Ring:
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
 
-    def forward(self, rank: int) -> Plan:
-        """Return a rank's plan of the forward."""
-        return assemble(rank, self.reads(), self.tiles(rank, backward=False))
-
-    def backward(self, rank: int) -> Plan:
-        """Return a rank's plan of the backward.
-
-        The gradient of what travels comes home; that of what stays is summed in place.
-        """
-        hops = [*self.reads(), *self.gradients()]
-        return assemble(rank, hops, self.tiles(rank, backward=True))
+    @property
+    def name(self) -> str:
+        """What it is called in the log."""
+        return f"{self.travels} ring"
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
@@ -87,13 +81,10 @@ class Ring:
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         """What `rank` computes with the block of `owner`."""
-        tiles = self._shared(rank, owner)
+        tiles = self.tiling.of_block(self.travels, owner, rank)
         if rank == owner or (part := self._part(owner)) is None:
             return tiles
         return tuple(tile.reading(self.travels, part) for tile in tiles)
-
-    def _shared(self, rank: int, owner: int) -> tuple[Tile, ...]:
-        return self.tiling(*((rank, owner) if self.travels is Kind.KV else (owner, rank)))
 
     def _part(self, owner: int) -> Interval | None:
         """The rows from the first to the last that another rank needs of a block; None for all.
@@ -104,10 +95,9 @@ class Ring:
         if not self.tiling.mask.is_sparse:
             return None
         needed = [
-            tile.key_rows if self.travels is Kind.KV else tile.query_rows
-            for rank in self._owners
-            if rank != owner
-            for tile in self._shared(rank, owner)
+            tile.rows_of(self.travels)
+            for user in self._users(owner)
+            for tile in self.tiling.of_block(self.travels, owner, user)
         ]
         if not needed:
             return None
@@ -116,7 +106,8 @@ class Ring:
 
     def _users(self, owner: int) -> set[int]:
         """The ranks beside the owner that compute with its block."""
-        return {rank for rank in self._owners if rank != owner and self._shared(rank, owner)}
+        others = (rank for rank in self._owners if rank != owner)
+        return {user for user in others if self.tiling.of_block(self.travels, owner, user)}
 
     def _tiles_by_step(self, rank: int) -> dict[int, Sequence[Tile]]:
         visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
@@ -130,14 +121,13 @@ class Ring:
         A double ring ends with a message between nodes and one within the node: the half goes to
         the first of the two, a quarter to the other and to the start, whose message is within.
         """
-        parts = [thirds(tile) for tile in own]
-        halves, firsts, seconds = ([t for part in parts for t in part[i]] for i in range(3))
+        half, first, second = half_and_quarters(own)
         end = self.grid.ranks
         if min(self.grid.nodes, self.grid.ranks_per_node) == 1:
-            return {0: halves, end: firsts + seconds}
+            return {0: half, end: first + second}
         if self.gradient_return is GradientReturn.CHAIN:
-            return {0: firsts, end: halves, end + 1: seconds}
-        return {0: firsts, end: seconds, end + 1: halves}
+            return {0: first, end: half, end + 1: second}
+        return {0: first, end: second, end + 1: half}
 
     def _reads(self, owner: int) -> _Hops:
         """The block's way: along its owner's column from node to node, and around each node."""

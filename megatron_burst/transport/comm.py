@@ -12,7 +12,7 @@ import datetime
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.trace import HostClock, Recorder
+from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
 
@@ -37,7 +37,6 @@ class Communicator:
         ranks: the job's number of each rank of the group.
         channels: the process group of each channel; empty for a process that has no peer.
         timeout_seconds: how long a message may take.
-        recorder: of what is carried out by it; None: of nothing.
     """
 
     def __init__(
@@ -45,9 +44,7 @@ class Communicator:
         ranks: Sequence[int],
         channels: Mapping[Channel, dist.ProcessGroup],
         timeout_seconds: float,
-        recorder: Recorder | None = None,
     ) -> None:
-        self.recorder = recorder or Recorder(HostClock())
         self._ranks, self._channels = ranks, channels
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
@@ -70,10 +67,6 @@ class Communicator:
         part._ranks = [self._ranks[member] for member in members]
         part._numbers = [self._numbers[member] for member in members]
         return part
-
-    def record(self, name: str, plan: Plan) -> AbstractContextManager[None]:
-        """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
-        return self.recorder.call(name, plan, self._ranks)
 
     def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> "Flight":
         """Start the transfers of a forward or backward.
@@ -184,11 +177,10 @@ class Flight:
                 block = outgoing[transfer.item]
             batch = batches[transfer.channel, transfer.lands]
             batch += self._communicator.messages(transfer, block)
-        posted = ((m.transfer, m.wire.nbytes) for batch in batches.values() for m in batch)
-        with self._communicator.recorder.post(number, posted):
-            for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+        for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+            with span(self._name, number, "post", _Posted(lands, batch)):
                 pending = self._communicator.start(batch, f"{self._name} step {number}")
-                self._pending[lands].append(pending)
+            self._pending[lands].append(pending)
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -200,7 +192,7 @@ class Flight:
         """
         if number not in self._pending:
             return []
-        with self._communicator.recorder.wait(number):
+        with span(self._name, number, "wait"):
             landed = self._pending.pop(number)
             receives = [receive for pending in landed for receive in pending.wait()]
         return [(receive.item, self._buffer(receive)) for receive in receives]
@@ -247,6 +239,22 @@ class PendingTransfers:
             message.unload()
         received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
         return list(dict.fromkeys(received))
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """What a profiler shows of messages: the step that waits for them, bytes sent, which they are.
+
+    `tools.trace` reads it.
+    """
+
+    lands: int
+    messages: Sequence[Message]
+
+    def __str__(self) -> str:
+        sent = sum(m.wire.nbytes for m in self.messages if isinstance(m.transfer, Send))
+        which = "; ".join(dict.fromkeys(map(str, self.messages)))
+        return f"for step {self.lands}, {sent} bytes: {which}"
 
 
 def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:

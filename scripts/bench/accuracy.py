@@ -27,10 +27,10 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -130,8 +130,9 @@ def whole(inputs: Tensors, kernel: Kernel) -> Tensors:
     """Return (out, dq, dk, dv) of one call of the kernel on the whole sequence."""
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, scale)
-    return out, *kernel.backward(dout, q, k, v, out, lse, Relation.CAUSAL, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, scale)
+    out, lse = kernel.forward(tile)
+    return out, *kernel.backward(tile, dout, out, lse)
 
 
 def oracle(inputs: Tensors) -> Tensors:

@@ -23,7 +23,7 @@ from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval, Layout, zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
     query: Interval
     key: Interval
-    relation: Relation
+    band: Band
 
 
 def pieces(layout: Layout, tile: Tile) -> list[Piece]:
@@ -71,12 +71,12 @@ def pieces(layout: Layout, tile: Tile) -> list[Piece]:
     found = []
     for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
         for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
-            relation = tile.relation
-            if relation == Relation.CAUSAL and key_offset > query_offset:
+            band = tile.band
+            if band == Band.CAUSAL and key_offset > query_offset:
                 continue  # above the diagonal of a causal square
-            if relation == Relation.CAUSAL and key_offset < query_offset:
-                relation = Relation.FULL
-            found.append(Piece(query, key, relation))
+            if band == Band.CAUSAL and key_offset < query_offset:
+                band = Band.FULL
+            found.append(Piece(query, key, band))
     return found
 
 
@@ -261,9 +261,9 @@ def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Pie
         others = Interval(0, end)
         if mask.is_causal:
             others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
-            found.append(Piece(own, own, Relation.CAUSAL))
+            found.append(Piece(own, own, Band.CAUSAL))
         pair = (own, others) if travels is Kind.KV else (others, own)
-        found.append(Piece(*pair, Relation.FULL))
+        found.append(Piece(*pair, Band.FULL))
     return found
 
 
@@ -286,11 +286,11 @@ def _matrix(
     def fill(piece: Piece, color: str) -> None:
         query, key = piece.query, piece.key
         corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if piece.relation == Relation.CAUSAL else [(key.stop, query.start)]
+        corners += [] if piece.band == Band.CAUSAL else [(key.stop, query.start)]
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
-    shown = Relation.CAUSAL if mask.is_causal else Relation.FULL
+    shown = Band.CAUSAL if mask.is_causal else Band.FULL
     fill(Piece(everything, everything, shown), _VISIBLE)
     for piece in band:
         fill(piece, _BAND)

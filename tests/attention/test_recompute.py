@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.kernels import KERNELS
+from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.cost import Shape, bytes_sent, pairs_computed
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
@@ -93,10 +93,9 @@ def counted(team: Team, *arguments: Any) -> dict[str, Any]:
     """`twice`, with the pairs that forward kernel calls compute counted."""
     forward = CpuKernel.forward
 
-    def counting(self: CpuKernel, q: Tensor, k: Tensor, *more: Any, **options: Any) -> Any:
-        relation = more[1]
-        calls["pairs"] += relation.pairs(q.shape[1], k.shape[1])
-        return forward(self, q, k, *more, **options)
+    def counting(self: CpuKernel, tile: TileCall) -> Any:
+        calls["pairs"] += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
+        return forward(self, tile)
 
     CpuKernel.forward = counting  # type: ignore[method-assign]
     try:

@@ -187,7 +187,10 @@ def test_the_table_of_one_rank(tmp_path: Path, recompute: bool) -> None:
     error, (text,) = first_step(None, {"block_mask": str(file)}, recompute=recompute)
     assert not error
     title, names, *rows = text.splitlines()
-    assert "over 1 context-parallel rank(s) the first micro-batch equals attention" in title
+    assert (
+        "over 1 context-parallel rank(s) the first micro-batch equals the unsharded reference"
+        in title
+    )
     assert names.split() == ["layer", "out", "lse", "dq", "dk", "dv", "dsink"]
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all(row.count("<") == 6 for row in rows)

@@ -26,7 +26,6 @@ from megatron_burst.plugin.attention.sink import add_softmax_offset, sharded_sof
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
 from megatron_burst.plugin.limits import refusals
 from megatron_burst.transport.comm import check_agreement
-from megatron_burst.transport.trace import make_recorder
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 _MASKS_KEPT = 64
@@ -43,7 +42,6 @@ class ContextPool:
         self.config = config
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self.recorder = make_recorder()
         self.verification = Verification(config) if config.verify else None
         self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
         fraction = config.recompute_fraction
@@ -71,9 +69,7 @@ class ContextPool:
         key = group, config.algorithm
         if key not in self._contexts:
             self._compare_block_masks()
-            self._contexts[key] = BurstContext.create(
-                config, group, hierarchy=hierarchy, recorder=self.recorder
-            )
+            self._contexts[key] = BurstContext.create(config, group, hierarchy=hierarchy)
         return self._contexts[key]
 
     def get_megatrons(
