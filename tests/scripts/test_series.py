@@ -167,7 +167,7 @@ def test_a_pattern_that_names_no_run_is_an_error(counted: Machine) -> None:
 def test_a_dry_run_prints_every_command_and_makes_nothing(machine: Machine) -> None:
     done = machine.run(*SERIES, "--dry-run", "--title", "a b")
     assert done.stdout.count("torch.distributed.run") == 2
-    assert "--burst-topology double --title a\\ b" in done.stdout.splitlines()[1]
+    assert "--burst-topology double --title 'a b'" in done.stdout.splitlines()[1]
     assert not (machine.folder / "series").exists()
 
 
