@@ -1,18 +1,34 @@
 """Context-parallel attention and a chunked LM-head loss for very long sequences in Megatron-Core.
 
-Importing this package needs torch and numpy alone; what touches Megatron lives in
-`megatron_burst.plugin`.
+Importing this package loads nothing; its names need torch and numpy alone, and what touches
+Megatron lives in `megatron_burst.plugin`.
 """
 
-from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.context import BurstContext
-from megatron_burst.config import BurstConfig
-from megatron_burst.kernels.torch_version import check_torch_version
-from megatron_burst.loss.function import linear_cross_entropy
-from megatron_burst.plans.mask import Mask
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_burst.attention.autograd import ring_attention
+    from megatron_burst.attention.context import BurstContext
+    from megatron_burst.config import BurstConfig
+    from megatron_burst.loss.function import linear_cross_entropy
+    from megatron_burst.plans.mask import Mask
 
 __all__ = ["BurstConfig", "BurstContext", "Mask", "linear_cross_entropy", "ring_attention"]
 
 __version__ = "0.1.0"
 
-check_torch_version()
+_HOMES = {
+    "BurstConfig": "config",
+    "BurstContext": "attention.context",
+    "Mask": "plans.mask",
+    "linear_cross_entropy": "loss.function",
+    "ring_attention": "attention.autograd",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is asked for: `megatron-burst launch` runs where no torch is."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -4,7 +4,7 @@
 # read it where they are started and again on every node. Written as `: "${X:=value}"`, a setting
 # gives way to the same variable in the environment, so that you can change one for one run.
 #
-# Started instead of read, it shows what would be found on this machine: scripts/env.example.sh
+# What a node found by itself stands in node-N.json of the run's output.
 
 # ---- Python, ranks, container ---------------------------------------------------------------------
 # The Python of the training. Default: .venv of this repository (scripts/setup.sh), else python3; in a
@@ -53,26 +53,3 @@
 # How many requests of a GPU may wait at once. Default: 1, which Megatron asks for on GPUs older than
 # Blackwell, so that communication starts before the computation that hides it.
 # : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
-
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-    set -euo pipefail
-    burst_me="env"
-    # shellcheck source=scripts/lib/common.sh
-    source "$(dirname -- "${BASH_SOURCE[0]}")/lib/common.sh"
-    # shellcheck source=scripts/lib/network.sh
-    source "$burst_root/scripts/lib/network.sh"
-    case ${1:-} in
-        -h | --help)
-            printf 'Usage: scripts/env.example.sh [FIRST_NODE]\n\n'
-            printf 'Shows the network settings that a node would find by itself, seen from this\n'
-            printf 'machine (towards FIRST_NODE, if given). Read this file to learn all settings.\n'
-            ;;
-        *)
-            network_settings "${1:-$(uname -n)}"
-            for name in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_IB_HCA; do
-                printf '%s=%s\n' "$name" "${!name:-}"
-            done
-            printf 'Python: %s\n' "$(python_of_training)"
-            ;;
-    esac
-fi

@@ -35,6 +35,31 @@ value_of() {
     printf '%s' "$value"
 }
 
+# Runs a command with its output in log $1; while it runs, shows what the function $2 makes of the
+# log: every second on a terminal, every ten seconds elsewhere.
+with_progress() {
+    local log=$1 status_of=$2 child result=0 started=$SECONDS shown=-10 now
+    shift 2
+    "$@" >"$log" 2>&1 </dev/null &
+    child=$!
+    trap 'kill "$child" 2>/dev/null; wait "$child"; exit 130' INT TERM
+    while kill -0 "$child" 2>/dev/null; do
+        now=$((SECONDS - started))
+        if [[ -t 2 ]]; then
+            printf '\r\033[K[%4d s] %s' "$now" "$("$status_of" "$log")" >&2
+        elif ((now - shown >= 10)); then
+            printf '[%4d s] %s\n' "$now" "$("$status_of" "$log")" >&2
+            shown=$now
+        fi
+        sleep 1
+    done
+    wait "$child" || result=$?
+    trap - INT TERM
+    if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+    printf '[%4d s] %s\n' $((SECONDS - started)) "$("$status_of" "$log")" >&2
+    return "$result"
+}
+
 # "step 30/150  loss 2.41  1.20 s/step" from the last such line of a Megatron log.
 training_status() {
     local line number='([0-9.E+-]+)'

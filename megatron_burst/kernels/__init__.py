@@ -12,8 +12,11 @@ from megatron_burst.kernels.flash4 import Flash4Kernel
 from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.kernels.protocol import Kernel, Request
 from megatron_burst.kernels.reference import ReferenceKernel
+from megatron_burst.kernels.torch_version import check_torch_version
 
 __all__ = ["KERNELS", "Kernel", "Request", "passed_over", "select_kernel"]
+
+check_torch_version()
 
 # In the order in which `auto` asks them, fastest first. Within a class of about the same speed, one
 # that takes the head sizes as they are goes before one that needs zeros in K or V.

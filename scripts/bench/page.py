@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from describe_node import commit, cpu_model  # noqa: E402
+from megatron_burst.tools.hardware import commit, cpu_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NOTES = "\n## Notes"

@@ -23,7 +23,7 @@ FAKE_HOST=$host exec bash -c "$*"
 # The command follows the image. Variables named by --env pass, all others do not.
 DOCKER = """
 echo "docker $*" >>"$STAND_INS/docker.log"
-kept=(PATH="$PATH" FAKE_HOST="${FAKE_HOST:-}" STAND_INS="$STAND_INS")
+kept=(PATH="$PATH" FAKE_HOST="${FAKE_HOST:-}" STAND_INS="$STAND_INS" REAL_PYTHON="$REAL_PYTHON")
 shift
 while [[ $1 == -* ]]; do
     case $1 in
@@ -39,7 +39,7 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
-    *describe_node.py*) exec "$REAL_PYTHON" "$@" ;;
+    "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
     *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
     *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *tools.config*) echo "config: no such run" >&2; exit 1 ;;
@@ -196,5 +196,6 @@ def place(folder: Path) -> Machine:
         path = folder / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{body.strip()}\n")
         path.chmod(0o755)
+    (folder / "bin" / "python3.12").symlink_to(sys.executable)
     (folder / "env.sh").write_text("")
     return Machine(folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_burst.tools.launch import network
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*.sh")})
@@ -38,9 +39,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 100) -> None:
 
 @pytest.mark.parametrize("script", STARTED, ids=lambda path: path.name)
 def test_every_script_explains_itself_and_does_nothing(script: Path, tmp_path: Path) -> None:
-    done = subprocess.run([str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "BURST_PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(script), "--help"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Usage: {script.relative_to(ROOT)}")
+    starts = (f"Usage: {script.relative_to(ROOT)}", "usage: megatron-burst launch ")
+    assert done.stdout.startswith(starts)
     assert not list(tmp_path.iterdir())
 
 
@@ -90,8 +95,8 @@ def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine
 def test_a_run_leaves_command_log_status_and_what_it_ran_on(machine: Machine) -> None:
     machine.run("launch_local.sh", "--output", "out", "--title", "a b")
     out = machine.folder / "out"
-    _, *given = shlex.split((out / "command.txt").read_text())
-    assert given == ["--output", "out", "--title", "a b"]
+    given = shlex.split((out / "command.txt").read_text())
+    assert given == ["megatron-burst", "launch", "local", "--output", "out", "--title", "a b"]
     assert "iteration        3/" in (out / "log.txt").read_text()
     assert (out / "status").read_text() == "0\n"
     assert '"host"' in (out / "node-0.json").read_text()
@@ -113,7 +118,7 @@ def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
 
 def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
     done = machine.run("launch_local.sh", "--output", "out", FAIL_ON="here", expect=7)
-    assert "node 0 (here): the ranks of this node ended with status 7" in done.stdout + done.stderr
+    assert re.search(r"node 0 \(.+\): the ranks of this node ended with status 7", done.stdout)
     assert "ended with status 7; the log is" in done.stderr
     assert machine.text("out/status") == "7\n"
 
@@ -122,7 +127,7 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
     ("arguments", "message"),
     [
         (("--run", "huge"), "no flags for --run huge"),
-        (("--output",), "--output needs a value"),
+        (("--output",), "argument --output: expected one argument"),
     ],
 )
 def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], message: str) -> None:
@@ -161,31 +166,70 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     job.terminate()
     out, _ = job.communicate(timeout=100)
     assert job.returncode == 143
-    assert "(here): the ranks of this node ended with status 143" in out
+    assert "the ranks of this node ended with status 143" in out
     assert gone(int(machine.text("hanging-here")))
 
 
-def test_nothing_keeps_a_node_from_ending_what_its_ranks_leave_behind(machine: Machine) -> None:
-    """The end of the input is told again and again, also while the processes are looked through."""
-    slow = machine.folder / "bin" / "grep"
-    slow.write_text(f'#!/usr/bin/env bash\nsleep 0.05\nexec {shutil.which("grep")} "$@"\n')
-    slow.chmod(0o755)
+def test_a_node_whose_launcher_is_gone_ends_its_ranks_and_what_they_left(machine: Machine) -> None:
+    job = machine.start("launch_local.sh", "--output", "out", HANG="1", LEAVE_BEHIND="1")
+    wait_for(lambda: machine.text("hanging-here"))
+    job.kill()
+    wait_for(lambda: gone(int(machine.text("hanging-here"))))
+    wait_for(lambda: gone(int(machine.text("left"))))
+    wait_for(lambda: "the ranks of this node ended with status 143" in machine.text("out/log.txt"))
+    assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
+    job.communicate(timeout=100)
+
+
+def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(
+    machine: Machine,
+) -> None:
+    (machine.folder / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
     (machine.folder / "out").mkdir()
-    node = subprocess.Popen(
-        machine.command("lib/on_node.sh", "--output", "out", "--end-with-input"),
+    arguments = ("--output", "out", "--end-with-input", "--ranks-per-node", "1")
+    node = subprocess.run(
+        machine.command("lib/launch", "node", *arguments),
         cwd=machine.folder,
-        env=machine.environment | {"HANG": "1", "LEAVE_BEHIND": "1"},
-        stdin=subprocess.PIPE,
+        env=machine.environment | {"HANG": "1"},
+        stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        timeout=300,
     )
-    wait_for(lambda: machine.text("hanging-here"))
-    _, said = node.communicate(timeout=200)  # closes its input
-    left = int(machine.text("left"))
-    assert node.returncode == 143, said
-    assert f"ended process {left}, which outlived its launcher" in said
-    assert "the ranks of this node ended with status 143" in said
-    assert gone(left)
+    assert node.returncode == 143, node.stderr
+    hanging = machine.text("hanging-here")
+    assert not hanging or gone(int(hanging))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--exit-signal-handler",), "its time is soon over: SIGTERM to 1 rank(s)"),
+        ((), "with --exit-signal-handler Megatron would save"),
+    ],
+)
+def test_before_a_time_limit_the_ranks_are_told_and_torchrun_is_not(
+    machine: Machine, flags: tuple[str, ...], told: str
+) -> None:
+    (machine.folder / "bin/python-of-training").write_text(
+        f"""#!/usr/bin/env bash
+case $* in *tools.launch*|*sys.exit*|*describe*) exec {sys.executable} "$@" ;; esac
+trap 'touch "$STAND_INS/torchrun-was-told"; exit 3' TERM
+LOCAL_RANK=0 bash -c 'trap "echo saved; exit 0" TERM; touch "$STAND_INS/trained"
+    while [[ ! -e $STAND_INS/enough ]]; do sleep 0.1; done' &
+wait $!
+"""
+    )
+    job = machine.start("launch_local.sh", "--output", "out", *flags)
+    wait_for(lambda: (machine.folder / "trained").exists())
+    job.send_signal(signal.SIGUSR1)
+    wait_for(lambda: told in machine.text("out/log.txt"))
+    if not flags:
+        (machine.folder / "enough").touch()
+    out, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, out
+    assert ("saved" in out) == bool(flags)
+    assert not (machine.folder / "torchrun-was-told").exists()
 
 
 # ---- settings of the site
@@ -209,11 +253,6 @@ def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
     assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
 
 
-def bash(command: str) -> str:
-    lib = f'source "{SCRIPTS}/lib/network.sh"; {command}'
-    return subprocess.check_output(["bash", "-euo", "pipefail", "-c", lib], text=True)
-
-
 def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
     ports = {
         "mlx5_0/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
@@ -223,11 +262,12 @@ def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
         "mlx5_4/ports/1": ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
     }
     for name, (state, rate) in ports.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "state").write_text(f"{state}\n")
-        (tmp_path / name / "rate").write_text(f"{rate}\n")
-    assert bash(f'fastest_cards "{tmp_path}"') == "=mlx5_0:1,mlx5_3:2"
-    assert bash(f'fastest_cards "{tmp_path}/nothing"') == ""
+        port = tmp_path / "infiniband" / name
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
+    assert network.fastest_cards(tmp_path) == "=mlx5_0:1,mlx5_3:2"
+    assert network.fastest_cards(tmp_path / "nothing") == ""
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")
@@ -236,8 +276,8 @@ def test_the_device_towards_a_host_is_found() -> None:
     if not route:
         pytest.skip("no default route")
     device = route.split(" dev ")[1].split()[0]
-    assert bash("device_towards 198.51.100.7") == device
-    assert bash("device_towards localhost") == device  # a host whose own name means loopback
+    assert network.device_towards("198.51.100.7") == device
+    assert network.device_towards("localhost") == device  # a host whose own name means loopback
 
 
 # ---- a list of nodes
@@ -269,7 +309,7 @@ def test_a_dry_run_prints_a_line_for_each_node(machine: Machine) -> None:
 def test_a_node_that_fails_ends_the_others_with_its_name(machine: Machine) -> None:
     done = machine.run("launch_nodes.sh", *TWO, HANG="1", FAIL_ON="n2", expect=7)
     assert "user@n2 ended with status 7, so all nodes are ended" in done.stdout
-    assert "(n1): the ranks of this node ended with status 143" in done.stdout
+    assert re.search(r"node 0 \(.+\): the ranks of this node ended with status 143", done.stdout)
     assert gone(int(machine.text("hanging-n1")))
 
 
@@ -309,7 +349,7 @@ def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> No
     for part in ("--gpus all", f"--volume {ROOT}:{ROOT}", "--volume /data:/data", "--network host"):
         assert part in line
     assert f"--volume {site}:{site}" in line
-    assert line.index("--interactive") < line.index("image:1") < line.index("on_node.sh")
+    assert line.index("--interactive") < line.index("image:1") < line.index(" node ")
 
 
 # ---- Slurm

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_burst.tools import hardware
+from megatron_burst.tools.launch import links
 from tests.scripts.stand_ins import SCRIPTS, Machine, place
 from tests.workers import Team, WorkerPool
 
 sys.path.append(str(SCRIPTS))
 
 import collect  # noqa: E402
-import describe_node  # noqa: E402
-import measure_links  # noqa: E402
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_pattern_that_names_no_run_is_an_error(counted: Machine) -> None:
 def test_a_dry_run_prints_every_command_and_makes_nothing(machine: Machine) -> None:
     done = machine.run(*SERIES, "--dry-run", "--title", "a b")
     assert done.stdout.count("torch.distributed.run") == 2
-    assert "--burst-topology double --title a\\ b" in done.stdout.splitlines()[1]
+    assert "--burst-topology double --title 'a b'" in done.stdout.splitlines()[1]
     assert not (machine.folder / "series").exists()
 
 
@@ -278,7 +278,7 @@ def write_run(directory: Path, log: str, host: str = "n1") -> None:
     (directory / "command.txt").write_text("scripts/launch_local.sh --x\n")
     (directory / "log.txt").write_text(log)
     (directory / "status").write_text("0\n")
-    node = describe_node.describe("toy", ["python"])
+    node = hardware.describe("toy", ["python"])
     changes = {"host": host, "versions": {"torch": "2.11"}, "gpus": [], "links": []}
     (directory / "node-0.json").write_text(json.dumps(node | changes))
 
@@ -325,7 +325,7 @@ def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     gpus(machine, here="NVIDIA X, 81559 MiB, 570.1, 700.00 W, 1980 MHz\n" * 2)
     for name, value in machine.environment.items():
         monkeypatch.setenv(name, value)
-    node = describe_node.describe("toy", ["a", "b"])
+    node = hardware.describe("toy", ["a", "b"])
     assert [gpu["name"] for gpu in node["gpus"]] == ["NVIDIA X"] * 2
     assert collect.device(node) == "2 x NVIDIA X"
     assert "torch" in node["versions"] and node["command"] == ["a", "b"]
@@ -334,7 +334,7 @@ def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
 
 def measured(team: Team, per_node: int) -> dict[str, object]:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)  # of this worker, where nobody else reads it
-    return measure_links.measure(1 << 16, torch.device("cpu"))
+    return links.measure(1 << 16, torch.device("cpu"))
 
 
 def test_links_are_timed_within_nodes_and_between_them(workers: WorkerPool) -> None:

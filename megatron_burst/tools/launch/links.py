@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times the links between the ranks of a job: within nodes and between them.
 
 The launchers start it on every rank instead of a training (--measure-links). All ranks send to the
@@ -9,6 +8,8 @@ number on the next node. The result is that of the slowest rank, the median of t
 import argparse
 import json
 import os
+import platform
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,18 +23,17 @@ WARM_UP, REPETITIONS = 3, 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/measure_links.py", description=__doc__)
+    """Be one rank of torchrun's."""
+    parser = argparse.ArgumentParser(prog="megatron-burst launch --measure-links")
     parser.add_argument("--output", type=Path, required=True, metavar="JSON")
     parser.add_argument(
         "--bytes", type=int, default=LARGE, help="of a message (default %(default)s)"
     )
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available() and os.environ.get("MEGATRON_BURST_CPU") != "1"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
-    device = torch.device("cuda" if on_gpu else "cpu")
-    result = measure(args.bytes, device)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    device = common_device()
+    group = dist.new_group(backend="nccl") if device.type == "cuda" else None
+    result = measure(args.bytes, device, group)
     if dist.get_rank() == 0:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=2) + "\n")
@@ -41,12 +41,35 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(size: int, device: torch.device) -> dict[str, object]:
+def common_device() -> torch.device:
+    """Return what all ranks measure on: their GPUs, or the CPU where no rank has one.
+
+    Raises:
+        SystemExit: some have a GPU and some have not; the message names their nodes.
+    """
+    on_gpu = torch.cuda.is_available() and os.environ.get("MEGATRON_BURST_CPU") != "1"
+    found: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (on_gpu, platform.node()))
+    lacking = sorted({node for has_one, node in found if not has_one})
+    if any(has_one for has_one, _ in found) and lacking:
+        sys.exit(
+            f"links: no GPU on {', '.join(lacking)}, but on others; MEGATRON_BURST_CPU=1 "
+            "measures the CPUs of all"
+        )
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def measure(
+    size: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, object]:
+    """Return what the links carry, of all ranks' the slowest; `group` sends, default: gloo's."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     rank, world = dist.get_rank(), dist.get_world_size()
     first = rank - rank % local
     result: dict[str, object] = {
-        "backend": dist.get_backend(),
+        "backend": dist.get_backend(group),
         "ranks": world,
         "ranks_per_node": local,
         "bytes": size,
@@ -56,21 +79,26 @@ def measure(size: int, device: torch.device) -> dict[str, object]:
     for name, (target, source) in steps.items():
         if target == rank:  # a single rank on the node, or a single node
             continue
-        latency = exchange(SMALL, target, source, device)
-        seconds = exchange(size, target, source, device)
+        latency = exchange(SMALL, target, source, device, group)
+        seconds = exchange(size, target, source, device, group)
         result[f"{name}_gbit_per_s"] = round(8e-9 * size / seconds, 3)
         result[f"{name}_latency_us"] = round(1e6 * latency, 1)
     return result
 
 
-def exchange(size: int, target: int, source: int, device: torch.device) -> float:
-    """Seconds that the slowest rank takes to send to one rank while it receives from another."""
+def exchange(
+    size: int, target: int, source: int, device: torch.device, group: dist.ProcessGroup | None
+) -> float:
+    """Return what the slowest rank takes, in seconds, to send to one rank and hear from another."""
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    transfers = [dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, target)]
+    transfers = [
+        dist.P2POp(dist.irecv, received, source, group),
+        dist.P2POp(dist.isend, sent, target, group),
+    ]
     times = []
     for _ in range(WARM_UP + REPETITIONS):
-        dist.barrier()
+        dist.barrier(group)
         synchronize(device)
         start = time.perf_counter()
         for work in dist.batch_isend_irecv(transfers):
@@ -78,11 +106,12 @@ def exchange(size: int, target: int, source: int, device: torch.device) -> float
         synchronize(device)
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(median(times[WARM_UP:]), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return slowest.item()
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -1,0 +1,101 @@
+"""`megatron-burst launch`: starts trainings, on one machine or many, and says which nodes serve."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
+from megatron_burst.tools.launch.processes import LaunchError, say
+
+PLACES = {"local": local, "ssh": ssh, "slurm": slurm, "check": check, "node": node}
+USAGE = """usage: megatron-burst launch local|ssh|slurm [options] [Megatron flags]
+       megatron-burst launch check [options]
+
+  megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
+  megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800
+  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
+
+local   trains on this machine
+ssh     trains on a list of nodes over ssh, bare or by docker run
+slurm   submits itself, and in the job trains on every node, bare or by pyxis
+check   says which nodes are free and healthy
+
+Each has --help."""
+REST = """
+Everything else, and all that follows --, goes to Megatron. The settings of your site are read from
+scripts/env.sh, or from the file that BURST_ENV names; scripts/env.example.sh explains them.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its status."""
+    place, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if place not in PLACES:
+        print(USAGE)
+        return 0 if place in ("-h", "--help") else 2
+    args = parse(place, rest)
+    try:
+        site.load_env()
+        return PLACES[place].run(args)
+    except LaunchError as error:
+        say(str(error))
+        return 2
+
+
+def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options; `flags` are Megatron's, `command` is what was given."""
+    module = PLACES[place]
+    trains = module is not check
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-burst launch {place}",
+        description=module.ABOUT,
+        epilog=REST if trains else None,
+        usage="%(prog)s [options]" + (" [Megatron flags]" if trains else ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # of Megatron's flags none is a short form of ours
+    )
+    module.add_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    if not trains:
+        return parser.parse_args(argv)
+    _add_common_options(parser)
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, flags = parser.parse_known_args(argv[:end])
+    args.flags, args.command = [*flags, *argv[end + 1 :]], [place, *argv]
+    if args.script:
+        args.script = args.script.absolute()
+    return args
+
+
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", metavar="NAME", help="a named run of configs/; flags that you add win over its own"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        metavar="N",
+        help="ranks on a node (default: one a GPU; needed where there is none)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="log, command, versions and TensorBoard events go here (default: a new directory in "
+        "runs/ below the current one)",
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="PATH",
+        help="run this pretrain_gpt.py of Megatron-LM instead of ours",
+    )
+    parser.add_argument(
+        "--measure-links",
+        action="store_true",
+        help="time the links between the ranks into DIR/links.json instead of training",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

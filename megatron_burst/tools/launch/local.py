@@ -1,0 +1,31 @@
+"""Trains on this machine alone."""
+
+import argparse
+import subprocess
+
+from megatron_burst.tools.launch import node, site
+from megatron_burst.tools.launch.processes import Signals, run_logged, supervise
+
+ABOUT = """Trains on this machine, on its GPUs, or on the CPU with MEGATRON_BURST_CPU=1.
+
+  megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
+
+Ends with the status of the training. A rank that dies ends all ranks; so does SIGTERM, Ctrl-C, or
+the end of this process, however it comes.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add no option: those of all launchers are enough."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train to the end; return the status."""
+    output = site.prepare_output(args)
+    command = [site.python_of_training(), *node.command(args, output, node.Meeting(1, "", 0))]
+    if args.dry_run:
+        command.insert(command.index("--output"), "--dry-run")
+        return subprocess.call(command)
+    command.insert(command.index("--output"), "--end-with-input")
+    signals = Signals()
+    return run_logged(lambda log: supervise(command, signals, output=log, hold_input=True), output)

@@ -1,0 +1,186 @@
+"""What every launcher runs on every node: the settings of this node, then torchrun to its end."""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_burst.tools import hardware
+from megatron_burst.tools.launch import network, site
+from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
+
+ABOUT = """Started by the launchers: the ranks of one node.
+
+All of them end when one dies, when this is told to by SIGTERM, or, with --end-with-input, when its
+standard input ends: so nothing is left running where the launcher or the connection to it is gone.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the launchers tell a node beside what the user gave them."""
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=int(os.environ.get("SLURM_NODEID", "0")))
+    parser.add_argument("--master", default="", help="the first node")
+    parser.add_argument("--port", type=int, default=0, help="to meet at")
+    parser.add_argument("--end-with-input", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the ranks of this node to their end; return torchrun's status."""
+    signals = Signals(with_input=args.end_with_input)
+    who = f"node {args.node_rank} ({platform.node()})"
+    status = 2
+    try:
+        status = _run_ranks(args, signals, who)
+        if status:
+            say(f"the ranks of this node ended with status {status}", who=who)
+    except LaunchError as error:
+        say(str(error), who=who)
+    finally:
+        # As soon as a node fails srun ends the others and may drop what it has not read yet.
+        if status and "SLURM_STEP_ID" in os.environ:
+            time.sleep(1)
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of several nodes meet."""
+
+    nodes: int
+    master: str
+    port: int
+
+    def options(self) -> list[str]:
+        """Return them as options of a node."""
+        values = ("--nodes", self.nodes, "--master", self.master, "--port", self.port)
+        return [*map(str, values)] if self.nodes > 1 else []
+
+
+def command(args: argparse.Namespace, output: Path, meeting: Meeting, *more: str) -> list[str]:
+    """Return the command that runs a node, less its Python, with what the user gave a launcher."""
+    return [*site.LAUNCH, "node", *meeting.options(), *more, "--output", str(output), *given(args)]
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """Return the options that all launchers take, less --output, and Megatron's flags again."""
+    options = ["--measure-links"] if args.measure_links else []
+    for name in ("run", "ranks_per_node", "script"):
+        if (value := getattr(args, name)) is not None:
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    return [*options, "--", *args.flags]
+
+
+def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
+    python = os.environ.get("BURST_PYTHON") or sys.executable
+    ranks = args.ranks_per_node or os.environ.get("BURST_RANKS_PER_NODE") or "gpu"
+    if ranks == "gpu" and not args.dry_run and not _has_gpus():
+        raise LaunchError(
+            "no GPU is used here: say how many ranks with --ranks-per-node N or "
+            "BURST_RANKS_PER_NODE"
+        )
+    settings = _settings(args)
+    torchrun = _torchrun(args, python, ranks)
+    if args.dry_run:
+        print(shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), *torchrun]))
+        return 0
+    os.environ.update(settings)
+    _describe(args, torchrun)
+    # The environment of torchrun and of every process that it starts, and of no other, has this.
+    mark = str(uuid.uuid4())
+    # torchrun would die of the warning that Slurm sends to every process of a job.
+    deaf = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *torchrun]
+    try:
+        return supervise(
+            deaf,
+            signals,
+            environment={**os.environ, "BURST_MARK": mark},
+            on_warning=lambda pid: _warn_ranks(pid, args.flags, who),
+        )
+    finally:
+        _end_leftovers(f"BURST_MARK={mark}", who)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, str]:
+    # Megatron asks for one connection before it runs context parallelism on GPUs before Blackwell.
+    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+    found = {name: os.environ.get(name) or value for name, value in defaults.items()}
+    found["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
+    found["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    return found | (network.network_settings(args.master) if args.nodes > 1 else {})
+
+
+def _torchrun(args: argparse.Namespace, python: str, ranks: str) -> list[str]:
+    meeting = ["--standalone"]
+    if args.nodes > 1:
+        meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
+        meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
+    start = [python, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks]
+    if args.measure_links:
+        links = str(args.output / "links.json")
+        return [*start, "-m", "megatron_burst.tools.launch.links", "--output", links]
+    program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
+    named = site.flags_of_run(python, args.run) if args.run else []
+    board = ["--tensorboard-dir", str(args.output / "tensorboard")]
+    return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
+
+
+def _describe(args: argparse.Namespace, command: Sequence[str]) -> None:
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(hardware.describe(args.run or "", command), indent=2)
+    (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
+
+
+def _has_gpus() -> bool:
+    if os.environ.get("MEGATRON_BURST_CPU") == "1":
+        return False
+    with suppress(OSError):
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    return False
+
+
+# ---- other processes
+
+
+def _warn_ranks(torchrun: int, flags: Sequence[str], who: str) -> None:
+    """Send every rank the signal on which Megatron saves and ends, once."""
+    if "--exit-signal-handler" not in flags:
+        say("its time is soon over; with --exit-signal-handler Megatron would save", who=who)
+        return
+    name = flags[flags.index("--exit-signal") + 1] if "--exit-signal" in flags else "SIGTERM"
+    ranks = [pid for pid in _processes("LOCAL_RANK=") if _parent(pid) == torchrun]
+    say(f"its time is soon over: {name} to {len(ranks)} rank(s)", who=who)
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, name))
+
+
+def _end_leftovers(mark: str, who: str) -> None:
+    for pid in _processes(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            say(f"ended process {pid}, which outlived its launcher", who=who)
+
+
+def _processes(start: str) -> Iterator[int]:
+    """Yield the processes that have a variable which starts so."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if f"\0{start}".encode() in b"\0" + file.read_bytes():
+                yield int(file.parts[2])
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0

@@ -1,0 +1,110 @@
+"""The settings of a site and of a run: the env file, the Python, the mounts, the output."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from megatron_burst.tools.launch.processes import LaunchError
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
+LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
+FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
+
+
+def load_env() -> None:
+    """Read scripts/env.sh, or the file that BURST_ENV names, into this environment.
+
+    What the environment already says wins where the file writes `: "${X:=value}"`. The package
+    is found by all that is started from here, also if it is a checkout that is not installed.
+
+    Raises:
+        LaunchError: the file that BURST_ENV names cannot be read, or the file fails.
+    """
+    named = os.environ.get("BURST_ENV")
+    file = Path(named) if named else ROOT / "scripts" / "env.sh"
+    if os.access(file, os.R_OK):
+        command = ["bash", "-euc", 'set -a; source "$1"; exec env -0', "bash", str(file)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise LaunchError(f"{file} ended with status {done.returncode}")
+        lines = done.stdout.split("\0")
+        os.environ.update(dict(line.split("=", 1) for line in lines if "=" in line))
+    elif named:
+        raise LaunchError(f"BURST_ENV={named} cannot be read")
+    paths = os.environ.get("PYTHONPATH", "").split(":")
+    if CHECKOUT and str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = ":".join([str(ROOT), *filter(None, paths)])
+
+
+def words(variable: str, default: str = "") -> list[str]:
+    """Return the words of a setting, split as a shell does."""
+    return shlex.split(os.environ.get(variable) or default)
+
+
+def python_of_training(*, in_container: bool = False) -> str:
+    """Return the Python of the ranks: in a container the image's own."""
+    return os.environ.get("BURST_PYTHON") or ("python3" if in_container else sys.executable)
+
+
+def variables_for_nodes() -> dict[str, str]:
+    """Return the variables of this environment that a node shall have, too."""
+    found = {name: value for name, value in os.environ.items() if FOR_NODES.match(name)}
+    return found | ({"PYTHONPATH": str(ROOT)} if CHECKOUT else {})
+
+
+def mounts(output: Path) -> list[str]:
+    """Return what a container needs of this machine, each once, as docker and pyxis want it."""
+    needed = {str(Path.cwd()), str(output), *([str(ROOT)] if CHECKOUT else [])}
+    env_file = os.environ.get("BURST_ENV")
+    if env_file and Path(env_file).is_file():
+        needed.add(str(Path(env_file).absolute()))
+    own = os.environ.get("BURST_MOUNTS", "")
+    return [f"{path}:{path}" for path in sorted(needed)] + list(filter(None, own.split(",")))
+
+
+def prepare_output(args: argparse.Namespace, default: str = "") -> Path:
+    """Return the directory of the run; make it, unless nothing shall be run, with the command."""
+    name = default or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    output: Path = (args.output or Path(name)).absolute()
+    if not args.dry_run:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "status").unlink(missing_ok=True)
+        words = ["megatron-burst", "launch", *args.command]
+        (output / "command.txt").write_text(f"{shlex.join(words)}\n")
+    return output
+
+
+def flags_of_run(python: str, name: str) -> list[str]:
+    """Return the Megatron flags of a named run.
+
+    Raises:
+        LaunchError: there is no such run, or it cannot be read.
+    """
+    command = [python, "-m", "megatron_burst.tools.config", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise LaunchError(f"no flags for --run {name}")
+    return done.stdout.removesuffix("\n").split("\n")
+
+
+def check_run(name: str | None) -> None:
+    """Refuse a --run that configs/ lacks before a node is asked for.
+
+    Raises:
+        LaunchError: there is no such run; the message names all.
+    """
+    command = [python_of_training(), "-m", "megatron_burst.tools.config", "--list"]
+    if name is None:
+        return
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return  # without the Python of the training here, the nodes find out
+    if name not in (names := done.stdout.split()):
+        raise LaunchError(f"configs/ has no run {name}; it has: {', '.join(names)}")
