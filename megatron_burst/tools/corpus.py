@@ -32,7 +32,7 @@ class CorpusError(ValueError):
     """The input cannot become a corpus; the message says which file or line, and why."""
 
 
-def prepare(inputs: list[Path], output: Path, *, limit: int = LIMIT, least: int = LEAST) -> str:
+def prepare(inputs: list[Path], output: Path) -> str:
     """Leave corpus.bin, .idx and .json in `output`, unless they are of the same text already.
 
     Returns:
@@ -44,15 +44,15 @@ def prepare(inputs: list[Path], output: Path, *, limit: int = LIMIT, least: int 
     texts, left_out, used, was_cut = [], list[Path](), 0, False
     for text in documents(inputs, left_out):
         used += len(text)
-        if was_cut := used > limit:
+        if was_cut := used > LIMIT:
             break
         texts.append(text)
     tokens = sum(map(len, texts)) + len(texts)
-    if tokens < least:
-        raise CorpusError(f"too little text: {tokens} tokens, at least {least} are needed")
+    if tokens < LEAST:
+        raise CorpusError(f"too little text: {tokens} tokens, at least {LEAST} are needed")
     digest = hashlib.sha256(b"".join(len(text).to_bytes(8, "little") + text for text in texts))
     facts, prefix = output / "corpus.json", output / "corpus"
-    said = f"{len(texts)} documents, {tokens} tokens" + was_cut * f", cut at {limit} bytes"
+    said = f"{len(texts)} documents, {tokens} tokens" + was_cut * f", cut at {LIMIT} bytes"
     if left_out:
         said += f"; left out, not UTF-8: {len(left_out)} files ({left_out[0]} ...)"
     if facts.is_file() and json.loads(facts.read_text())["source"] == digest.hexdigest():

@@ -43,7 +43,7 @@ case $* in
     *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
     *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *tools.config*) echo "config: no such run" >&2; exit 1 ;;
-    *collect.py*) exec "$REAL_PYTHON" "$@" ;;
+    *compare*--collect*) exec "$REAL_PYTHON" "$@" ;;
     *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac
 host=$(uname -n)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.compare.pictures import draw
 from megatron_burst.tools.compare.results import RAN, Difference, Result
 
 COLUMNS = (
@@ -79,6 +78,8 @@ def write_report(comparison: Comparison, directory: Path) -> Path:
     """Write compare.md, compare.svg and compare.json; return the page."""
     page = directory / "compare.md"
     if comparison.reference:
+        from megatron_burst.tools.compare.pictures import draw  # matplotlib: not for --collect
+
         picture = directory / "compare.svg"
         draw(comparison.ran, comparison.reference, comparison.entropy, picture)
     page.write_text(_page(comparison))
