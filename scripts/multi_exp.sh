@@ -137,5 +137,5 @@ for size in $sizes; do
     done
 done
 if [[ $dry_run == yes || $listing == yes ]]; then exit; fi
-"$(python_of_training)" "$burst_root/scripts/collect.py" "$output" --output "$output/results"
+"$(python_of_training)" -m megatron_burst compare --collect "$output"
 if ((failed)); then say "$failed run(s) failed; the same command tries them again"; exit 1; fi

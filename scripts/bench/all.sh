@@ -33,8 +33,7 @@ attention | 6 | {results}/cpu_attention.md docs/attention.svg | scripts/bench/at
 two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
 planner | 1 | docs/planner.md docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
 end_to_end | 18 | {results}/cpu_end_to_end.md docs/end-to-end.svg | scripts/bench/end_to_end.py ; scripts/bench/plot.py {results}/cpu_end_to_end.csv --output docs/end-to-end.svg
-compare | 5 | docs/compare-loss.svg | -m megatron_burst.tools.compare --toy --output {runs}/compare ; cp {runs}/compare/loss.svg docs/compare-loss.svg ; rm -r {runs}/compare
-timeline | 2 | docs/timeline.png | -m megatron_burst.tools.compare --toy --ranks 2 --variants burst --output {runs}/timeline -- --seq-length 8192 --max-position-embeddings 8192 --train-iters 3 ; -m megatron_burst.tools.trace {runs}/timeline/runs/burst/trace ; cp {runs}/timeline/runs/burst/timeline.png docs/timeline.png ; rm -r {runs}/timeline
+compare | 5 | docs/compare-loss.svg | -m megatron_burst compare --toy --output {runs}/compare ; cp {runs}/compare/compare.svg docs/compare-loss.svg ; rm -r {runs}/compare
 END
 }
 

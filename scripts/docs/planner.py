@@ -13,9 +13,9 @@ import validation
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from picture import save
 from validation import Compared
 
-from megatron_burst.tools.picture import save
 from megatron_burst.tools.plan.configs import Configs
 
 _COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
