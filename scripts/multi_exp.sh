@@ -75,7 +75,7 @@ expand_sizes() {
     set -f
     for word in $1; do
         if [[ $word == *[*?[]* ]]; then
-            found=$("$(python_of_training)" -m megatron_burst.tools.config --list "$word") || return
+            found=$("$(python_of_training)" -m megatron_burst plan --list "$word") || return
             [[ -n $found ]] || die "no run of configs/ matches $word"
             printf '%s\n' "$found"
         else
@@ -137,5 +137,5 @@ for size in $sizes; do
     done
 done
 if [[ $dry_run == yes || $listing == yes ]]; then exit; fi
-"$(python_of_training)" "$burst_root/scripts/collect.py" "$output" --output "$output/results"
+"$(python_of_training)" -m megatron_burst compare --collect "$output"
 if ((failed)); then say "$failed run(s) failed; the same command tries them again"; exit 1; fi
