@@ -12,7 +12,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.config import LayoutName
+from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -31,7 +31,6 @@ from megatron_burst.plugin.files import whole_checkpoints
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.files.whole_checkpoints import original
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
-from megatron_burst.plugin.hooks.recompute_log import RecomputeLog
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.trace import TraceSteps
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
@@ -100,6 +99,7 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
             if args.rank == 0:
                 logger.info("%s", config)
+                _say_uneven_recompute(config, args.context_parallel_size)
         pool = None if config is None else ContextPool(config)
         model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
         if pool is not None and (
@@ -108,7 +108,6 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             model_config.pre_wrap_hooks.append(SequenceHooks(pool))
         if pool is not None and pool.checkpoints is not None:
             model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
-            model_config.pre_wrap_hooks.append(RecomputeLog(pool, args))
         if pool is not None and pool.verification is not None:
             hooks = PositionHooks(pool, ids_begin_anew=args.reset_position_ids)
             model_config.pre_wrap_hooks.append(hooks)
@@ -122,3 +121,12 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
 
     build.original = gpt_config_from_args  # type: ignore[attr-defined]
     return build
+
+
+def _say_uneven_recompute(config: BurstConfig, ranks: int) -> None:
+    if ranks > 1 and config.cuts_for_recompute and config.layout is LayoutName.ZIGZAG:
+        logger.info(
+            "--recompute-attention-fraction %g: under zigzag the ranks recompute unequal parts; "
+            "--burst-layout segmented-zigzag spreads them evenly",
+            config.recompute_fraction,
+        )

@@ -180,7 +180,8 @@ LM_HEAD_LIMITS: tuple[Limit, ...] = (
     Limit(
         "cuda_graph_impl",
         (None, "none", "local", "transformer_engine"),
-        "gradients made in forward may ask the host: drop --cuda-graph-impl full_iteration",
+        "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
+        "full_iteration",
     ),
     Limit(
         "batch_invariant_mode",

@@ -106,7 +106,7 @@ class Row:
         """Give each place with the bytes counted, the formula and its value."""
         if self.counted is None:
             return
-        counted = (self.counted.rank, self.counted.card, self.counted.node)
+        counted = (self.counted.rank, self.counted.nic, self.counted.node)
         for place, count, formula in zip(PLACES, counted, self.formulas, strict=True):
             yield place, count, formula, _evaluate(formula, setting.symbols)
 
@@ -190,7 +190,7 @@ def _ring_row(setting: Setting, case: _Case, returns: GradientReturn | None) -> 
 def _with_exchange(setting: Setting, ring: Traffic) -> Traffic:
     """Add the all-to-all, which stays in the node, and the rings of the other heads."""
     size = setting.head_parallel_size
-    return Traffic(ring.rank + setting.shape.exchange_bytes(size), ring.card, ring.node * size)
+    return Traffic(ring.rank + setting.shape.exchange_bytes(size), ring.nic, ring.node * size)
 
 
 def _and_exchange(setting: Setting, formulas: Sequence[str]) -> tuple[str, ...]:
@@ -229,10 +229,10 @@ def _auto_shape(setting: Setting) -> str:
 def _auto_kind(setting: Setting, returns: GradientReturn) -> Kind:
     """What travels backward where the configuration leaves it open."""
 
-    def bytes_of_busiest_link(kind: Kind) -> int:
-        return _ring_traffic(setting, Topology.AUTO, kind, returns).busiest_link
+    def bytes_of_bottleneck(kind: Kind) -> int:
+        return _ring_traffic(setting, Topology.AUTO, kind, returns).bottleneck
 
-    return min(_ITEMS_OF_RING, key=bytes_of_busiest_link)
+    return min(_ITEMS_OF_RING, key=bytes_of_bottleneck)
 
 
 def _ulysses_row(setting: Setting) -> Row:

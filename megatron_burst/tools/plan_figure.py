@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval, Layout, zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 
     query: Interval
     key: Interval
-    relation: Relation
+    band: Band
 
 
 def pieces(layout: Layout, tile: Tile) -> list[Piece]:
@@ -74,12 +74,12 @@ def pieces(layout: Layout, tile: Tile) -> list[Piece]:
     found = []
     for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
         for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
-            relation = tile.relation
-            if relation == Relation.CAUSAL and key_offset > query_offset:
+            band = tile.band
+            if band == Band.CAUSAL and key_offset > query_offset:
                 continue  # above the diagonal of a causal square
-            if relation == Relation.CAUSAL and key_offset < query_offset:
-                relation = Relation.FULL
-            found.append(Piece(query, key, relation))
+            if band == Band.CAUSAL and key_offset < query_offset:
+                band = Band.FULL
+            found.append(Piece(query, key, band))
     return found
 
 
@@ -185,14 +185,14 @@ class _Panel:
                 self._label(x, y + _MATRIX + 0.04, words, plan.rank, va="top")
 
     def _corner(self, rank: int, step: int) -> tuple[float, float]:
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         row = node * self._grid.ranks_per_node + local
         return _LEFT + step * _COLUMN, self._top + row * _ROW + node * _NODE
 
     def _row_name(self, rank: int) -> None:
         y = self._corner(rank, 0)[1]
         self._axes.text(0.12, y + _MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         if self._grid.nodes > 1 and local == 0:
             self._axes.text(0.12, y - 0.05, f"node {node}", va="bottom", color=_GREY)
 
@@ -238,7 +238,7 @@ class _Panel:
             self._line(send, (begin, end))
 
     def _goes_around(self, rank: int, peer: int) -> bool:
-        (node, local), (other, place) = self._grid.place(rank), self._grid.place(peer)
+        (node, local), (other, place) = self._grid.coordinates(rank), self._grid.coordinates(peer)
         return node == other and place == 0 and local == self._grid.ranks_per_node - 1 > 0
 
     def _line(self, send: Send, points: Iterable[tuple[float, float]], arrow: str = "-|>") -> None:
@@ -264,9 +264,9 @@ def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Pie
         others = Interval(0, end)
         if mask.is_causal:
             others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
-            found.append(Piece(own, own, Relation.CAUSAL))
+            found.append(Piece(own, own, Band.CAUSAL))
         pair = (own, others) if travels is Kind.KV else (others, own)
-        found.append(Piece(*pair, Relation.FULL))
+        found.append(Piece(*pair, Band.FULL))
     return found
 
 
@@ -289,11 +289,11 @@ def _matrix(
     def fill(piece: Piece, color: str) -> None:
         query, key = piece.query, piece.key
         corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if piece.relation == Relation.CAUSAL else [(key.stop, query.start)]
+        corners += [] if piece.band == Band.CAUSAL else [(key.stop, query.start)]
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
-    shown = Relation.CAUSAL if mask.is_causal else Relation.FULL
+    shown = Band.CAUSAL if mask.is_causal else Band.FULL
     fill(Piece(everything, everything, shown), _VISIBLE)
     for piece in band:
         fill(piece, _BAND)

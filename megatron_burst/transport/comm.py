@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, 
 from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.trace import HostClock, Recorder
 from megatron_burst.transport.watchdog import Watchdog
+
+type _Work = tuple[str, dist.Work]  # with what it does
 
 
 class CommunicationError(RuntimeError):
@@ -61,7 +63,7 @@ class Communicator:
         """Payload bytes that this rank has sent so far."""
         return self.bytes_by_channel.total()
 
-    def among(self, members: Sequence[int]) -> "Communicator":
+    def subgroup(self, members: Sequence[int]) -> "Communicator":
         """Return the transport of a part of the group: rank i there is `members[i]` here.
 
         It shares the process groups, which must reach the members, and the count of the bytes.
@@ -75,15 +77,15 @@ class Communicator:
         """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
         return self.recorder.call(name, plan, self._ranks)
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> "Flight":
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> "Transfers":
         """Start the transfers of a forward or backward.
 
         Args:
             name: which it is, for error messages.
             plan: whose steps will be posted.
-            like: returns tensors of the shape and dtype in which an item arrives.
+            template: returns tensors of the shape and dtype in which an item arrives.
         """
-        return Flight(self, name, plan, like)
+        return Transfers(self, name, plan, template)
 
     def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
         """Return one message for each tensor of what `transfer` moves."""
@@ -91,8 +93,8 @@ class Communicator:
         owner = self._numbers[transfer.item.owner]
         return [Message(transfer, peer, owner, group, t, self._wire(t)) for t in block]
 
-    def start(self, messages: Sequence["Message"], where: str) -> "PendingTransfers":
-        """Post the messages of one channel, receives first."""
+    def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
+        """Post the messages of one channel, receives first; return what is to be waited for."""
         for message in messages:
             message.load()
         names = [str(message) for message in messages]
@@ -104,11 +106,24 @@ class Communicator:
         for message in messages:
             if isinstance(message.transfer, Send):
                 self.bytes_by_channel[message.transfer.channel] += message.wire.nbytes
-        if self._watchdog:
-            for name, work in zip(names, works, strict=True):
-                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
         named_works = list(zip(names, works, strict=True))
-        return PendingTransfers(messages, named_works, where, self._timeout)
+        if self._watchdog:
+            for name, work in named_works:
+                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
+        return named_works
+
+    def wait(self, works: Sequence[_Work], where: str) -> None:
+        """Wait until all are through.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        for name, work in works:
+            with _named_errors(where, name):
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
 
     def _wire(self, tensor: Tensor) -> Tensor:
         if self._on_gloo and tensor.is_cuda:
@@ -152,19 +167,19 @@ class Message:
         return f"{verb} {kind} of CP rank {self.owner} {side} rank {self.peer}"
 
 
-class Flight:
+class Transfers:
     """The transfers of one forward or backward: its buffers, and what is on its way.
 
     A buffer is one flat piece a tensor, as large as the largest item that the plan puts there.
     """
 
     def __init__(
-        self, communicator: Communicator, name: str, plan: Plan, like: Callable[[Item], Block]
+        self, communicator: Communicator, name: str, plan: Plan, template: Callable[[Item], Block]
     ) -> None:
-        self._communicator, self._name, self._like = communicator, name, like
+        self._communicator, self._name, self._template = communicator, name, template
         self._largest = plan.largest_arrivals
         self._buffers: dict[tuple[Kind, int], Block] = {}
-        self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
+        self._posted: dict[int, list[_Posted]] = defaultdict(list)  # by the step that waits for it
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         """Start the transfers of step `number` and return at once.
@@ -176,8 +191,7 @@ class Flight:
                 before they have landed.
         """
         batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
-        transfers: list[Send | Receive] = [*step.receives, *step.sends]
-        for transfer in transfers:
+        for transfer in (*step.receives, *step.sends):
             if isinstance(transfer, Receive):
                 block = self._buffer(transfer)
             else:
@@ -187,8 +201,9 @@ class Flight:
         posted = ((m.transfer, m.wire.nbytes) for batch in batches.values() for m in batch)
         with self._communicator.recorder.post(number, posted):
             for (_, lands), batch in sorted(batches.items(), key=_channel_order):
-                pending = self._communicator.start(batch, f"{self._name} step {number}")
-                self._pending[lands].append(pending)
+                where = f"{self._name} step {number}"
+                works = self._communicator.start(batch, where)
+                self._posted[lands].append(_Posted(batch, works, where))
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -198,55 +213,32 @@ class Flight:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        if number not in self._pending:
+        if number not in self._posted:
             return []
+        receives: dict[Receive, None] = {}
         with self._communicator.recorder.wait(number):
-            landed = self._pending.pop(number)
-            receives = [receive for pending in landed for receive in pending.wait()]
+            for messages, works, where in self._posted.pop(number):
+                self._communicator.wait(works, where)
+                for message in messages:
+                    message.unload()
+                    if isinstance(message.transfer, Receive):
+                        receives[message.transfer] = None
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:
         """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
         key = receive.item.kind, receive.buffer
         if key not in self._buffers:
-            largest = self._like(self._largest[key])
+            largest = self._template(self._largest[key])
             self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
-        shaped = zip(self._buffers[key], self._like(receive.item), strict=True)
+        shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
         return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
 
 
-class PendingTransfers:
-    """Messages in flight; to be waited for once."""
-
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        works: Sequence[tuple[str, dist.Work]],
-        where: str,
-        timeout: datetime.timedelta | None,
-    ) -> None:
-        self._messages: Sequence[Message] | None = messages
-        self._works, self._where, self._timeout = works, where, timeout
-
-    def wait(self) -> list[Receive]:
-        """Wait until all are through; return what was received.
-
-        Raises:
-            CommunicationError: a peer died, or a message took longer than the time limit.
-        """
-        if self._messages is None:
-            raise RuntimeError("these transfers have been waited for already")
-        for name, work in self._works:
-            with _named_errors(self._where, name):
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-        messages, self._messages = self._messages, None
-        for message in messages:
-            message.unload()
-        received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
-        return list(dict.fromkeys(received))
+class _Posted(NamedTuple):
+    messages: Sequence[Message]
+    works: Sequence[_Work]
+    where: str
 
 
 def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:

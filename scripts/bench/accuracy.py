@@ -27,16 +27,16 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, by_node
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
@@ -71,11 +71,11 @@ class MemoryCommunicator(Communicator):
         super().__init__((), {}, PATIENCE_SECONDS)
         self._rank, self._wires = rank, wires
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return MemoryFlight(self._rank, self._wires)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return MemoryTransfers(self._rank, self._wires)
 
 
-class MemoryFlight(Flight):
+class MemoryTransfers(Transfers):
     """Moves references, no bytes, and so has no buffers.
 
     Nothing needs a copy. Blocks are never written to. A gradient's receiver may write to it, but it
@@ -130,8 +130,9 @@ def whole(inputs: Tensors, kernel: Kernel) -> Tensors:
     """Return (out, dq, dk, dv) of one call of the kernel on the whole sequence."""
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, scale)
-    return out, *kernel.backward(dout, q, k, v, out, lse, Relation.CAUSAL, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, scale)
+    out, lse = kernel.forward(tile)
+    return out, *kernel.backward(tile, dout, out, lse)
 
 
 def oracle(inputs: Tensors) -> Tensors:
@@ -297,7 +298,7 @@ def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> Row:
     )
     nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
     sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
-    return {place: getattr(sent, place) for place in ("card", "node", "rank")}
+    return {"card": sent.nic, "node": sent.node, "rank": sent.rank}
 
 
 def _nodes_of_bytes(args: argparse.Namespace) -> int:

@@ -32,7 +32,8 @@ from megatron_burst.loss import products
 from megatron_burst.loss.chunk_size import MIB
 
 ALL_LOGITS = "all logits"
-TARGETS = {"in backward": 1.4, "in forward": 1.05}
+CHUNKED = "in chunks"
+TARGETS = {CHUNKED: 1.4}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"shapes": ["2048x16384x1024", "4096x32768x256"], "dtype": "float32"},
     "cuda": {"shapes": ["8192x32768x4096", "8192x131072x4096"], "dtype": "bfloat16"},
@@ -62,8 +63,7 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
     """Return what is compared, by name."""
     found: dict[str, Way] = {
         ALL_LOGITS: all_logits,
-        "in backward": chunked(memory_mb=args.memory_mb, gradients="backward"),
-        "in forward": chunked(memory_mb=args.memory_mb, gradients="forward"),
+        CHUNKED: chunked(memory_mb=args.memory_mb),
     }
     if args.device != "cpu":
         found |= packages()
@@ -176,7 +176,7 @@ def memory_rows(args: argparse.Namespace) -> list[Row]:
     """Count the peaks of both ways for all vocabularies and numbers of tokens."""
     compared = {
         ALL_LOGITS: all_logits,
-        f"chunked, {args.memory_mb} MiB": chunked(memory_mb=args.memory_mb, gradients="backward"),
+        f"chunked, {args.memory_mb} MiB": chunked(memory_mb=args.memory_mb),
     }
     shapes = [Shape(n, rows, args.hidden) for rows in args.vocabularies for n in args.tokens]
     return [
@@ -204,8 +204,8 @@ def memory_table(found: Sequence[Row]) -> str:
 
 ABOUT = """
 Forward and backward of the mean loss, {dtype}, median of {repetitions} repetitions in turns. "all
-logits": `F.cross_entropy(F.linear(hidden, weight).float(), targets)`. "in backward", "in forward":
-`linear_cross_entropy` with `memory_mb={memory_mb}` and its gradients made there. {clock}
+logits": `F.cross_entropy(F.linear(hidden, weight).float(), targets)`. "in chunks":
+`linear_cross_entropy` with `memory_mb={memory_mb}`. {clock}
 """
 CLOCKS = {
     "cpu": "CPU time of the process: other load does not count, but shares the caches.",
@@ -215,7 +215,7 @@ ABOUT_MEMORY = """
 Memory in MiB beside inputs, weight and gradients at the largest moment of forward and backward,
 bfloat16, hidden size {hidden}: live bytes counted operation by operation, on tensors without
 data. For all logits it is too little by the gradients, which do not exist yet at that moment.
-Gradients are made in backward. Where dW in float32 takes more than half of the limit it is summed
+Where dW in float32 takes more than half of the limit it is summed
 in blocks of rows, for which the logits are computed once more; with Megatron's `main_grad` there is
 no such sum.
 """

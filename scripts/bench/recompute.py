@@ -7,14 +7,15 @@ A few layers in which attention dominates, forward and backward, on one rank: wi
 with every layer checkpointed for each ρ, in turns. Times are CPU time of the process, so that other
 load counts little. Stored are the bytes that operations have made in forward and that live until
 backward. Beside both stand the predictions: the time without recompute, and that of one more
-forward less the share of attention that does not run again; bytes by `recompute_cost`. Writes a
-page and its CSV.
+forward less the share of attention that does not run again; bytes as counted by hand. Writes a page
+and its CSV.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,10 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from turns import in_turns, spread
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.recompute import boundary
-from megatron_burst.plans.recompute_cost import Prediction, predict
-from megatron_burst.plans.topology import flat_grid
 from megatron_burst.plugin.attention.recompute import Checkpoints
 
 MIB = 2**20
@@ -129,13 +128,13 @@ class Bench:
         del loss
         return stored
 
-    def prediction(self, fraction: float) -> Prediction:
-        args = self.args
-        size = args.hidden // args.heads
-        shape = Shape(args.tokens, args.heads, args.heads, size, size, 4, 4)
-        layout = self.context.layout(args.tokens)
-        stop = boundary(layout, fraction)
-        return predict(self.context.config, layout, Mask.causal(), flat_grid(1), shape, stop, [0])
+    def prediction(self, fraction: float) -> tuple[float, int]:
+        """Return the share of attention's FLOPs that runs again, and the bytes a layer keeps."""
+        args, mask = self.args, Mask.causal()
+        stop = boundary(self.context.layout(args.tokens), fraction)
+        again = visible_pairs(replace(mask, query_stop=stop), args.tokens)
+        row = 4 * (args.hidden + args.heads)  # an output and a log-sum-exp a head, in float32
+        return again / visible_pairs(mask, args.tokens), (args.tokens - stop) * row
 
 
 def cpu_time(run: Callable[[], object]) -> float:
@@ -162,10 +161,10 @@ def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point]
     hidden = (args.layers + 1) * bench.x.nbytes  # the inputs of the layers and the last output
     predicted = {}
     for fraction in FRACTIONS:
-        counted = bench.prediction(fraction)
-        spared = (1 - counted.flops_share) * middle["attention"]
+        flops_share, kept = bench.prediction(fraction)
+        spared = (1 - flops_share) * middle["attention"]
         seconds = middle[None] + middle["forward"] - spared
-        predicted[fraction] = Point(seconds, hidden + args.layers * max(counted.kept))
+        predicted[fraction] = Point(seconds, hidden + args.layers * kept)
     sizes = {n: getattr(args, n) for n in ("layers", "tokens", "hidden", "heads", "repetitions")}
     rows: list[Row] = []
     for which, point in measured.items():

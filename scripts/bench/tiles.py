@@ -30,15 +30,15 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -75,17 +75,17 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return LocalFlight(self._buffers, like)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return LocalTransfers(self._buffers, template)
 
 
-class LocalFlight(Flight):
+class LocalTransfers(Transfers):
     """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
 
     def __init__(
-        self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
+        self, buffers: dict[tuple[Kind, int], Block], template: Callable[[Item], Block]
     ) -> None:
-        self._arrived, self._like = buffers, like
+        self._arrived, self._template = buffers, template
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -100,7 +100,7 @@ class LocalFlight(Flight):
         if (kind, receive.buffer) not in self._arrived:
             self._arrived[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
-                for t in self._like(receive.item)
+                for t in self._template(receive.item)
             )
         return self._arrived[kind, receive.buffer]
 
@@ -139,44 +139,23 @@ class TimedKernel:
     def reasons_against(self, request: Request) -> list[str]:
         return self._kernel.reasons_against(request)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.forward(q, k, v, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+        result = self._kernel.forward(tile)
+        self._note(start, tile)
         return result
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         start = self._clock.mark()
-        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+        result = self._kernel.backward(tile, dout, out, lse)
+        self._note(start, tile)
         return result
 
-    def _note(self, start: Any, q: Tensor, k: Tensor, relation: Relation) -> None:
+    def _note(self, start: Any, tile: TileCall) -> None:
         self.calls.append((start, self._clock.mark()))
-        queries, keys = q.shape[1], k.shape[1]
-        causal = relation == Relation.CAUSAL
-        self.pairs += queries * (queries + 1) // 2 if causal else queries * keys
+        self.pairs += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -244,7 +223,7 @@ COMPARISONS = (
     Comparison("forward", "tiles", "one call"),
     Comparison("backward", "tiles, kv ring", "one call"),
     Comparison("backward", "tiles, query ring", "one call"),
-    Comparison("backward", "own tile in thirds", "own tile in one"),
+    Comparison("backward", "own tile in parts", "own tile in one"),
 )
 # What is compared runs one after the other, in case the machine changes its pace.
 IN_TURN = tuple(dict.fromkeys((c.phase, what) for c in COMPARISONS for what in (c.what, c.against)))
@@ -289,22 +268,22 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
 def one_call(case: Case, kernel: Kernel) -> Jobs:
     """Return the forward and the backward of one flash call."""
     q, k, v, dout = case.draw(case.tokens_of_one_call)
-    relation, scale = Relation.CAUSAL, case.scale
-    out, lse = kernel.forward(q, k, v, relation, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, case.scale)
+    out, lse = kernel.forward(tile)
     return {
-        ("forward", "one call"): lambda: kernel.forward(q, k, v, relation, scale),
-        ("backward", "one call"): lambda: kernel.backward(dout, q, k, v, out, lse, relation, scale),
+        ("forward", "one call"): lambda: kernel.forward(tile),
+        ("backward", "one call"): lambda: kernel.backward(tile, dout, out, lse),
     }
 
 
 def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
-    """Return the backward of a rank's own causal tile, in one and in thirds."""
+    """Return the backward of a rank's own causal tile, in one and in a half and two quarters."""
     q, k, v, dout = shard
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, case.scale)
+    out, lse = kernel.forward(TileCall(q, k, v, Band.CAUSAL, case.scale))
     (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
     plans: dict[str, Plan] = {
         "own tile in one": assemble(0, [], {0: (own,)}),
-        "own tile in thirds": assemble(0, [], {0: [t for part in thirds(own) for t in part]}),
+        "own tile in parts": assemble(0, [], {0: sum(half_and_quarters([own]), [])}),
     }
 
     def run(plan: Plan) -> None:
@@ -439,7 +418,7 @@ take turns; {clock}. "Time a pair of tokens": ours over theirs for each (query, 
 computed, the median of the repetitions' ratios and in brackets the least and the most; the target
 is at most 1.05. Beside it the ratio of the least times, which others on the machine disturb least.
 FLOP/s count 4 forward and 10 backward for each pair, head and element of the head size. "In
-kernels": the share of the loop's time; the rest is merges, sums and Python. "In thirds" is how a
+kernels": the share of the loop's time; the rest is merges, sums and Python. "In parts" is how a
 backward that has messages splits its own causal tile.
 """
 

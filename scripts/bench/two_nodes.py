@@ -40,12 +40,11 @@ from algorithms import (
 from page import Page, Row, add_output, origin, output, table
 from ranks import launch
 from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, shaped_links
-from torch import Tensor
 from turns import busy_share, check_load, in_turns, progress, spread
 
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.plan import Tile
+from megatron_burst.transport.blocks import rows_of
 
 MESSAGE_BYTES = 8 * 10**6
 
@@ -163,19 +162,13 @@ class KernelsAlone(Attention):
 
     def forward(self) -> Any:
         for tile in self.call.forward_plan.tiles:
-            self.call.kernel.forward(*self._cut(tile), tile.relation, self.call.scale)
+            self.call.kernel.forward(self.call.of_tile(tile, *self.qkv))
 
     def backward(self, _: Any) -> None:
         out, lse = self.finished
         for tile in self.call.backward_plan.tiles:
-            rows = tile.query_rows.rows
-            tensors = (self.dout[:, rows], *self._cut(tile), out[:, rows], lse[:, :, rows])
-            self.call.kernel.backward(*tensors, tile.relation, self.call.scale)
-
-    def _cut(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.qkv
-        keys = tile.key_rows.rows
-        return q[:, tile.query_rows.rows], k[:, keys], v[:, keys]
+            finished = rows_of((self.dout, out, lse), tile.query_rows)
+            self.call.kernel.backward(self.call.of_tile(tile, *self.qkv), *finished)
 
 
 def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:

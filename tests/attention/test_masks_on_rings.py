@@ -149,7 +149,7 @@ def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:
     assert "causal, window 3: 12.0% of the pairs without it in 13 tiles, a layer sends" in line, (
         line
     )
-    assert "a rank forward straight instead of" in line
+    assert "a rank forward by the kv direct exchange instead of" in line
     assert "direct exchange puts" in line and "FLOPs max/mean 1.024" in line
 
 

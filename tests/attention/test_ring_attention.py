@@ -422,7 +422,7 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
 
 
 def most_bytes(answer: Answer) -> int:
-    """What the busiest link has to carry in the backward: a node's card, if one is in use."""
+    """What the bottleneck link has to carry in the backward: a NIC, if one is in use."""
     between = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
     cards = [sum(reply.backward[c] for c in between) for reply in answer.replies]
     return max(cards) or most_bytes_of_a_rank(answer)
@@ -464,7 +464,7 @@ def test_the_choice_of_auto_is_logged_once_with_both_figures(
     forward = in_mib(answered[0].replies[0].forward.total())
     assert f"burst on 4 ranks (zigzag, {grid})" in line
     assert f"sends {forward} a rank forward; backward the {choice} ring puts" in line
-    assert f"puts {figures[choice]} on the busiest link, the {other} ring" in line
+    assert f"puts {figures[choice]} on the bottleneck link, the {other} ring" in line
     assert f"the {other} ring would {figures[other]};" in line
     assert figures[choice] != figures[other] and "0.00" not in line
 

@@ -70,7 +70,7 @@ def test_a_node_that_does_not_divide_is_refused_with_the_numbers(
 def test_members_of_one_index_form_a_ring() -> None:
     groups = head_groups("abab", 2)
     assert [groups.ring(index) for index in range(2)] == [(0, 1), (2, 3)]
-    assert [groups.place(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [groups.coordinates(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
     choice = choose(BurstConfig(**config), tiling, grid, shape.item_bytes(), "aabb")
     rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
     for rank, reply in enumerate(answer.replies):
-        plans = choice.plans(groups.place(rank)[0])
+        plans = choice.plans(groups.coordinates(rank)[0])
         sizes = shape.item_bytes()
         forward = bytes_sent(plans.forward, sizes, 24) + shape.exchange_bytes(2) + rows
         backward_bytes = bytes_sent(plans.backward, sizes, 24) + shape.exchange_bytes(2)

@@ -41,7 +41,7 @@ class Counting(Checkpoints):
     def memory(self, attention: object, query: Tensor) -> Any:
         memory = super().memory(attention, query)
         if torch.is_grad_enabled():
-            has = memory is not None and memory.kept is not None
+            has = memory is not None and memory.saved is not None
             self.found, self.missed = self.found + has, self.missed + (not has)
         return memory
 
@@ -56,7 +56,7 @@ class Counting(Checkpoints):
         """How many attention calls have something kept."""
         gc.collect()
         return sum(
-            m.kept is not None for call in self._calls.values() if call for m in call.values()
+            m.saved is not None for call in self._calls.values() if call for m in call.values()
         )
 
 
@@ -373,13 +373,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         keep(memory, *arguments)
 
     def fetching(memory: AttentionMemory) -> None:
-        before = memory.kept
+        before = memory.saved
         fetch(memory)
-        if memory.kept is not before:
+        if memory.saved is not before:
             log.append(f"fetch {numbers[id(memory)]}")
 
     def recalling(memory: AttentionMemory) -> Any:
-        if memory.kept:
+        if memory.saved:
             log.append(f"put {numbers[id(memory)]}")
         return recall(memory)
 

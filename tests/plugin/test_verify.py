@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.transport.comm import Flight
+from megatron_burst.transport.comm import Transfers
 from tests.attention import test_verify as faults
 from tests.workers import Team, WorkerPool
 
@@ -255,8 +255,8 @@ def longer_window_at_first(layer: Any) -> None:
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "": lambda _: faults.no_fault(),
     "swapped chunk": everywhere(HeadGroups, "ring_layout", faults.swapped_chunk),
-    "stale buffer": everywhere(Flight, "land", faults.stale_buffer),
-    "lost gradient": everywhere(GradientSums, "take", faults.lost_gradient),
+    "stale buffer": everywhere(Transfers, "land", faults.stale_buffer),
+    "lost gradient": everywhere(GradientAccumulator, "take", faults.lost_gradient),
     "wrong window": in_layer_2(longer_window),
     "wrong window at first": in_layer_2(longer_window_at_first),
     "wrong scale": in_layer_2(other_scale),

@@ -75,8 +75,8 @@ def test_a_double_ring_loads_a_card_less_by_the_ranks_of_a_node() -> None:
     rows = {row.algorithm: row.counted for row in command.forward_rows(setting(2, 8, shape()))}
     kv = 12 * 24 * (5 + 3) * 2
     flat, double = rows["ring flat"], rows["burst double"]
-    assert flat and (flat.rank, flat.card, flat.node) == (15 * kv, 15 * kv, 15 * kv)
-    assert double and (double.rank, double.card, double.node) == (15 * kv, kv, 8 * kv)
+    assert flat and (flat.rank, flat.nic, flat.node) == (15 * kv, 15 * kv, 15 * kv)
+    assert double and (double.rank, double.nic, double.node) == (15 * kv, kv, 8 * kv)
     assert rows["burst auto: double"] == double
 
 
@@ -86,7 +86,7 @@ def test_ulysses_exchanges_p_minus_1_of_p_parts_of_four_tensors() -> None:
     for rows in (command.forward_rows(here), command.backward_rows(here)):
         counted = rows[-1].counted
         assert counted
-        assert (counted.rank, counted.card) == (total * 7 // 8, total * 4 // 8)
+        assert (counted.rank, counted.nic) == (total * 7 // 8, total * 4 // 8)
         assert counted.node == total * 16 // 8
 
 

@@ -52,8 +52,7 @@ def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> Non
         return
     assert f"{chunking.tokens} tokens a chunk, " in text
     assert f"; {chunking.products} products with the LM head a token" in text
-    alone = run.flags.get("tensor-model-parallel-size", 1) == 1
-    assert chunking.rows is None and chunking.products == (3 if alone else 4)
+    assert chunking.rows is None and chunking.products == 4
     assert chunking.tokens >= 2048
     if name in PREDICTED:
         found = memory.predict(run.workload(CONFIGS), CONFIGS.constant("working_set"))

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Send
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -43,7 +43,7 @@ def test_the_pieces_of_all_ranks_are_the_mask_once(
         for piece in plan_figure.pieces(layout, tile)
         for i in range(*piece.query)
         for j in range(*piece.key)
-        if piece.relation == Relation.FULL or j - piece.key.start <= i - piece.query.start
+        if piece.band == Band.FULL or j - piece.key.start <= i - piece.query.start
     ]
     tokens = range(layout.ranks * layout.local_tokens)
     visible = [(i, j) for i in tokens for j in tokens if j <= i or not mask.is_causal]

@@ -13,8 +13,8 @@ from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import Way
 from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from megatron_burst.tools.flops import Model
@@ -81,7 +81,7 @@ def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
     ],
     ids=["flat", "double query home", "gathered", "direct"],
 )
-def test_the_plans_of_all_ranks_are_those_of_each(way: Way, backward: bool) -> None:
+def test_the_plans_of_all_ranks_are_those_of_each(way: Schedule, backward: bool) -> None:
     each = way.backward if backward else way.forward
     assert timing.plans_of(way, backward=backward) == [each(rank) for rank in range(4)]
 
@@ -147,10 +147,10 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
-def test_visiting_queries_cost_a_stand_in_for_their_outputs(backward: str, visitors: int) -> None:
+def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward)
     for plan in timing.plans(load)[1]:
-        moved = timing._stand_in_bytes(plan.tiles, load.shape, plan.rank)
+        moved = timing._surrogate_bytes(plan.tiles, load.shape, plan.rank)
         assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
 
 

@@ -10,8 +10,9 @@ from megatron_burst.plans.cost import Shape, bytes_sent, visible_pairs
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Item, Plan, Tile, assemble
 from megatron_burst.plans.plan import Step as PlannedStep
-from megatron_burst.plans.planning import Choice, Way, choose, make_layout
+from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.recompute import boundary
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.timeline import Message, Step, timeline
 from megatron_burst.plans.topology import Grid
@@ -152,7 +153,7 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
 
     def sums(tiles: Sequence[Tile], rank: int) -> float:
         moved = sum(_sum_bytes(tile, shape, backward) for tile in tiles)
-        return (moved + _stand_in_bytes(tiles, shape, rank)) / machine.memory_rate
+        return (moved + _surrogate_bytes(tiles, shape, rank)) / machine.memory_rate
 
     network = _Network(load, plans)
     ranks = {
@@ -192,8 +193,8 @@ def _made(
     backward: bool,
 ) -> tuple[Plan, ...]:
     choice = _choice(config, tokens, mask, grid, nodes, shape)
-    way = choice.backward[choice.chosen] if backward else choice.forward
-    return tuple(plans_of(way, backward=backward))
+    schedule = choice.backward if backward else choice.forward
+    return tuple(plans_of(schedule, backward=backward))
 
 
 @lru_cache(maxsize=64)
@@ -209,14 +210,14 @@ def _choice(
     return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes)
 
 
-def plans_of(way: Way, *, backward: bool) -> list[Plan]:
+def plans_of(schedule: Schedule, *, backward: bool) -> list[Plan]:
     """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
     ours = defaultdict(list)
-    for hop in [*way.reads(), *(way.gradients() if backward else ())]:
+    for hop in schedule.hops(backward=backward):
         for rank in (hop.source, hop.target):
             ours[rank].append(hop)
-    ranks = range(way.grid.ranks)
-    return [assemble(rank, ours[rank], way.tiles(rank, backward=backward)) for rank in ranks]
+    ranks = range(schedule.tiling.ranks)
+    return [assemble(rank, ours[rank], schedule.tiles(rank, backward=backward)) for rank in ranks]
 
 
 def tile_flops(tile: Tile, shape: Shape, backward: bool) -> float:
@@ -235,7 +236,7 @@ def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
     return (queries * shape.head_dim + keys) * each
 
 
-def _stand_in_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
+def _surrogate_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
     """What is read and written to make the outputs that travel with no query: one a block."""
     blocks = {tile.query_owner for tile in tiles} - {rank}
     elements = shape.tokens * shape.query_heads * shape.value_head_dim

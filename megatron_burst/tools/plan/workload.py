@@ -264,7 +264,7 @@ def loss_chunking(given: Flags) -> Chunking | None:
         statistics=call.objective.statistics,
         sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
     )
-    return call.chunking(sizes, needs_gradients=True)
+    return call.chunking(sizes)
 
 
 def _widths(given: Flags) -> tuple[int, int]:
