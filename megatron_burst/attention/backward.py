@@ -20,7 +20,7 @@ def backward(
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (*query, surrogate_factor(dout, out))
+        query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)

@@ -27,9 +27,9 @@ from megatron_burst.plugin.arguments import (
 from megatron_burst.plugin.attention.core_attention import ContextPool
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.files import whole_checkpoints
+from megatron_burst.plugin.files import complete_checkpoints
+from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
-from megatron_burst.plugin.files.whole_checkpoints import original
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.trace import TraceSteps
@@ -76,7 +76,7 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
         except ValueError as error:
             sys.exit(f"megatron_burst: {error}")
         if checked:
-            whole_checkpoints.attach(args)
+            complete_checkpoints.attach(args)
         return args
 
     parse.original = parse_args  # type: ignore[attr-defined]

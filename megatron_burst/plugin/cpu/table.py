@@ -30,54 +30,23 @@ class StandIn:
     reason: str
 
 
-class NoStream:
-    """A stream and a stream's context at once: on a CPU everything already ran in order."""
+class AllIsDone:
+    """A stream, its context and an event at once: on a CPU everything already ran in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __enter__(self) -> "NoStream":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         pass
-
-    def wait_stream(self, stream: object) -> None:
-        """Wait for nothing: work of the other stream is finished."""
-
-    def wait_event(self, event: object) -> None:
-        """Wait for nothing: every event has happened."""
-
-    def record_event(self, event: "NoEvent | None" = None) -> "NoEvent":
-        """Return an event that has happened."""
-        return event or NoEvent()
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
 
     def query(self) -> bool:
         """Say that all work is done."""
         return True
 
+    def _nothing(self, *_: object, **__: object) -> "AllIsDone":
+        return self
 
-class NoEvent:
-    """An event that has always happened already."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        """Mark nothing."""
-
-    def wait(self, stream: object = None) -> None:
-        """Wait for nothing."""
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-    def query(self) -> bool:
-        """Say that the event has happened."""
-        return True
+    __enter__ = synchronize = record = wait = wait_stream = wait_event = record_event = _nothing
 
 
 def returns(value: Any) -> Callable[[Any], Any]:
@@ -240,17 +209,17 @@ TORCH_STAND_INS: tuple[StandIn, ...] = (
     ),
     *_same(
         "torch.cuda.Stream torch.cuda.stream",
-        replaced_by(NoStream),
+        replaced_by(AllIsDone),
         "Gradient buffers and DDP make side streams and enter them.",
     ),
     *_same(
         "torch.cuda.current_stream",
-        lambda original: NoStream,
+        lambda original: AllIsDone,
         "Gradient buffers order their communication with the current stream.",
     ),
     *_same(
         "torch.cuda.Event",
-        replaced_by(NoEvent),
+        replaced_by(AllIsDone),
         "MoE dispatch and gradient buffers record and wait for events.",
     ),
     *_same(
