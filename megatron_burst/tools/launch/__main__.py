@@ -73,7 +73,8 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         "--run", metavar="NAME", help="a named run of configs/; flags that you add win over its own"
     )
     parser.add_argument(
-        *("--ranks-per-node", "--gpus-per-node"),
+        "--ranks-per-node",
+        "--gpus-per-node",
         metavar="N",
         help="ranks on a node (default: one a GPU; needed where there is none)",
     )
