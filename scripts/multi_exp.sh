@@ -75,7 +75,7 @@ expand_sizes() {
     set -f
     for word in $1; do
         if [[ $word == *[*?[]* ]]; then
-            found=$("$(python_of_training)" -m megatron_burst.tools.config --list "$word") || return
+            found=$("$(python_of_training)" -m megatron_burst plan --list "$word") || return
             [[ -n $found ]] || die "no run of configs/ matches $word"
             printf '%s\n' "$found"
         else

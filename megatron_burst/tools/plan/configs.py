@@ -102,6 +102,14 @@ class Configs:
             raise ValueError(f"there is no model {name}; there are: {', '.join(known)}")
         return _inherited({key: {"flags": t} for key, t in self.models.items()}, name)["flags"]
 
+    def published_rows(self) -> dict[str, Table]:
+        """Return the published figures by name; a row takes what it does not say from its group."""
+        return {
+            f"{group['id']}/{row['id']}": {**group, **row}
+            for group in self.published["group"]
+            for row in group["rows"]
+        }
+
     def constant(self, name: str) -> float:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])

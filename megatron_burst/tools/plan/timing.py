@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plans.cost import Shape, bytes_sent, visible_pairs
+from megatron_burst.plans.cost import Shape, visible_pairs
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Item, Plan, Tile, assemble
 from megatron_burst.plans.plan import Step as PlannedStep
@@ -30,6 +30,7 @@ class Pass:
     kernels: float  # of them, the tiles of the rank that has most of them
     sums: float  # and what merges and adds their results
     sent: int  # bytes, the most of any rank
+    between: int  # of them, the most that any rank sends to another node
 
     @property
     def exposed(self) -> float:
@@ -66,6 +67,11 @@ class Prediction:
     def sent(self) -> int:
         """Bytes that a rank sends for attention of one layer."""
         return sum(p.sent for p in self.passes)
+
+    @property
+    def between(self) -> int:
+        """Bytes of them that a rank sends to other nodes, through its NIC."""
+        return sum(p.between for p in self.passes)
 
 
 def predict(load: Workload) -> Prediction:
@@ -107,7 +113,7 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
         again = forward
     elif load.recompute and fraction == 0 and load.head_parallel > 1:
         # The results are kept, but heads and tokens change places again.
-        again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes)
+        again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes, _across(load))
     elif load.recompute and fraction:
         stop = boundary(load.layout, fraction)
         again = _one_pass(alone, replace(load.mask, query_stop=stop), backward=False)
@@ -165,12 +171,12 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     }
     seconds = max(times[-1].landed for times in timeline(ranks).values())
     busiest = max(plans, key=lambda plan: kernels(plan.tiles))
-    sent = max(bytes_sent(plan, shape.item_bytes(), shape.tokens) for plan in plans)
     return Pass(
         seconds=seconds + _exchange_seconds(load),
         kernels=kernels(busiest.tiles),
         sums=sums(busiest.tiles, busiest.rank),
-        sent=sent + load.exchange_bytes,
+        sent=max(map(network.sent, plans)) + load.exchange_bytes,
+        between=max(map(network.sent_between, plans)) + _across(load),
     )
 
 
@@ -267,6 +273,15 @@ class _Network:
         lost = machine.contention * busy + sent / machine.copy_rate
         return Step(seconds + lost, sends, receives)
 
+    def sent(self, plan: Plan) -> int:
+        """Return the bytes that the plan's rank sends."""
+        return sum(self._size(send.item) for send in plan.sends)
+
+    def sent_between(self, plan: Plan) -> int:
+        """Return the bytes that it sends to ranks of other nodes."""
+        leaving = (send for send in plan.sends if self._leaves(plan.rank, send.peer))
+        return sum(self._size(send.item) for send in leaving)
+
     def _size(self, item: Item) -> int:
         whole, rows = self._sizes[item.kind], self._load.shape.tokens
         return whole if item.part is None else whole * item.part.length // rows
@@ -295,12 +310,19 @@ def _exchange_seconds(load: Workload) -> float:
     size, machine = load.head_parallel, load.cluster
     if size == 1:
         return 0.0
-    to_one = load.exchange_bytes / (size - 1)
-    of_node = size if load.config.algorithm is not Algorithm.ULYSSES else load.ranks_per_node
-    within, across = to_one * (of_node - 1), to_one * (size - of_node)
+    across = _across(load)
+    within = load.exchange_bytes - across
     on_links = max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
-    repacked = 4 * to_one * size
+    repacked = 4 * load.exchange_bytes / (size - 1) * size
     return on_links + load.exchange_bytes / machine.copy_rate + repacked / machine.memory_rate
+
+
+def _across(load: Workload) -> int:
+    """Bytes of one pass's all-to-alls that a rank sends to other nodes: none but Ulysses' leave."""
+    size = load.head_parallel
+    if load.config.algorithm is not Algorithm.ULYSSES or size == 1:
+        return 0
+    return load.exchange_bytes * (size - load.ranks_per_node) // (size - 1)
 
 
 def _tensor_parallel_seconds(load: Workload) -> float:

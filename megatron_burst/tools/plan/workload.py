@@ -180,20 +180,10 @@ class Workload:
     @property
     def exchange_bytes(self) -> int:
         """What a rank sends in the all-to-alls of one pass over the heads; 0 without any."""
-        size = self.head_parallel
-        if size == 1:
-            return 0
-        heads, kv_heads = self.heads_of_a_rank, self.kv_heads_of_a_rank
-        held = Shape(
-            tokens=self.local_tokens,
-            query_heads=heads,
-            kv_heads=kv_heads * kv_head_copies(heads, kv_heads, size),
-            head_dim=self.model.head_dim,
-            value_head_dim=self.model.head_dim,
-            element_bytes=self.element_bytes,
-            gradient_bytes=self.element_bytes,
-        )
-        return held.exchange_bytes(size)
+        size, heads, kv_heads = self.head_parallel, self.heads_of_a_rank, self.kv_heads_of_a_rank
+        held = heads + kv_heads * kv_head_copies(heads, kv_heads, size)
+        row = 2 * held * self.model.head_dim * self.element_bytes  # of q, k, v and the output
+        return self.local_tokens * row * (size - 1) // size
 
     @property
     def heads_of_a_rank(self) -> int:

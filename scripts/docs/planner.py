@@ -1,12 +1,22 @@
-"""Predictions beside what was measured elsewhere and here, and the fit of the constants."""
+"""Holds the planner's predictions against what was measured, in docs/planner.md and its picture.
 
+python scripts/docs/planner.py                       # how far they hold, in short
+python scripts/docs/planner.py --write docs/planner.md
+python scripts/docs/planner.py --fit                 # the constants of configs/published.toml
+"""
+
+import argparse
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isinf
 from pathlib import Path
 from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 
 from megatron_burst.config import (
     Algorithm,
@@ -16,6 +26,7 @@ from megatron_burst.config import (
     LayoutName,
 )
 from megatron_burst.tools.flops import Model
+from megatron_burst.tools.picture import save
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import FOLDER, Configs, Table
 from megatron_burst.tools.plan.workload import (
@@ -28,6 +39,10 @@ from megatron_burst.tools.plan.workload import (
 GAP = 1.1  # a measured gap that the prediction has to order
 _UNITS = {"k": 2**10, "M": 2**20}
 _BISECTIONS, _ROUNDS = 12, 10
+_COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
+BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
+END = "<!-- end of predictions -->"
+_MARKS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
 _COUNTS = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
 
 
@@ -87,11 +102,7 @@ class Compared:
 
 def rows_of(configs: Configs) -> list[Row]:
     """Return all published rows, with the cluster as the constants of `configs` have it."""
-    return [
-        _row(configs, table["id"], {**table, **row, "id": f"{table['id']}/{row['id']}"})
-        for table in configs.published["group"]
-        for row in table["rows"]
-    ]
+    return [_row(configs, name, table) for name, table in configs.published_rows().items()]
 
 
 def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
@@ -212,7 +223,7 @@ def _attention_flops(load: Workload) -> float:
     return 3.5 * 4 * pairs * load.model.heads * load.model.head_dim / load.gpus
 
 
-def _row(configs: Configs, group: str, table: Table) -> Row:
+def _row(configs: Configs, name: str, table: Table) -> Row:
     """A row of BurstEngine's: context parallelism over all GPUs, ZeRO-3, bfloat16 gradients."""
     load = Workload(
         model=model_of(configs.model(table["model"])),
@@ -230,8 +241,8 @@ def _row(configs: Configs, group: str, table: Table) -> Row:
     )
     unit = "tokens/s/GPU" if "tgs" in table else "TFLOP/s"
     return Row(
-        id=table["id"],
-        group=group,
+        id=name,
+        group=name.rpartition("/")[0],
         load=load,
         code=table.get("code", ""),
         speed=table["tgs"] if "tgs" in table else table["tflops"],
@@ -361,3 +372,96 @@ def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
         f"two nodes on this machine: {len(shares) - len(off)} of {len(shares)} exposed shares "
         f"within 10 points, the worst {100 * worst:.1f} off"
     )
+
+
+def write_page(configs: Configs, page: Path) -> None:
+    """Replace what stands between the markers of `page`, and draw `page` with the ending .svg.
+
+    Raises:
+        ValueError: the page does not have both markers.
+    """
+    text = page.read_text()
+    head, found, rest = text.partition(BEGIN)
+    _, ended, tail = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
+    rows = rows_of(configs)
+    speed = compare_speed(configs, rows)
+    memory = compare_memory(configs, rows)
+    shares = compare_two_nodes(configs)
+    parts = [
+        *(f"* {line}" for line in messages(configs, rows)),
+        "",
+        *_section("Speed: tokens a second and GPU, of attention alone TFLOP/s", speed),
+        *_section("Memory, GiB", memory),
+        *_shares(shares),
+    ]
+    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{tail}")
+    draw([*speed, *memory], page.with_suffix(".svg"))
+
+
+def _section(title: str, found: list[Compared]) -> list[str]:
+    lines = [f"### {title}", "", "| row | measured | predicted | error |", "|---|---|---|---|"]
+    for each in found:
+        error = "fitted" if each.fitted else f"{each.error:+.1%}"
+        code = f" ({each.code})" if each.code else ""
+        lines.append(f"| {each.id}{code} | {each.measured:g} | {each.predicted:.1f} | {error} |")
+    return [*lines, ""]
+
+
+def _shares(found: list[Compared]) -> list[str]:
+    title = "### Two nodes of this project's machine: the share of a step that is not kernels"
+    lines = [title, "", "| row | measured | predicted | points |", "|---|---|---|---|"]
+    for each in found:
+        points = 100 * (each.predicted - each.measured)
+        lines.append(f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} | {points:+.1f} |")
+    return [*lines, ""]
+
+
+def draw(found: Iterable[Compared], path: Path) -> None:
+    """Draw the predictions over the measurements, a mark for each unit."""
+    figure = Figure(figsize=(6, 4.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    every = list(found)
+    for unit, mark in _MARKS.items():
+        _marks(axes, [each for each in every if each.unit == unit], unit, mark)
+    ends = [0.8 * min(e.measured for e in every), 1.25 * max(e.measured for e in every)]
+    axes.plot(ends, ends, color="0.4", linewidth=0.8)
+    axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_xlabel("measured (A800; band: 15 %)")
+    axes.set_ylabel("predicted")
+    axes.legend(loc="upper left", frameon=False)
+    save(figure, path)
+
+
+def _marks(axes: Axes, found: list[Compared], unit: str, mark: str) -> None:
+    color = f"C{list(_MARKS).index(unit)}"
+    for fitted, face in ((False, color), (True, "white")):
+        points = [(e.measured, e.predicted) for e in found if e.fitted == fitted]
+        label = None if fitted else f"{unit} (hollow: fitted)"
+        x, y = zip(*points, strict=True) if points else ((), ())
+        axes.plot(x, y, mark, color=color, markerfacecolor=face, markersize=5, label=label)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="all rows, and PAGE's picture")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again; print them")
+    args = parser.parse_args(argv)
+    configs = Configs.read()
+    if args.fit:
+        for name, value in fit(configs).items():
+            row = configs.published["fitted"][name]["row"]
+            print(f"{name} = {value:.3f}  # fitted on {row}")
+    elif args.write:
+        write_page(configs, args.write)
+    else:
+        print(*messages(configs, rows_of(configs)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
