@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         say(str(error))
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
