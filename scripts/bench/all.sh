@@ -37,11 +37,10 @@ compare | 5 | docs/compare-loss.svg | -m megatron_burst compare --toy --output {
 END
 }
 
-burst_me=all
-# shellcheck source=scripts/lib/common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/common.sh"
+say() { printf 'all: %s\n' "$*" >&2; }
+die() { say "$@"; exit 2; }
 
-only=() listing=no again=no
+only=() listing=no again=no dry_run=no
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
@@ -49,20 +48,19 @@ while (($#)); do
         --dry-run) dry_run=yes ;;
         --again) again=yes ;;
         --only)
-            need_value "$@"
+            (($# > 1)) || die "--only needs names of steps"
             while (($# > 1)) && [[ $2 != --* ]]; do only+=("$2"); shift; done ;;
         *) die "unknown option $1; --help lists them" ;;
     esac
     shift
 done
-cd -- "$burst_root"
-runs=runs/bench
-finished=$(absolute "${BURST_BENCH_DONE:-$runs/done}")
+finished=$(realpath -m -- "${BURST_BENCH_DONE:-$(dirname -- "$0")/../../runs/bench/done}")
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 
 names=() minutes=() makes=() commands=()
 while IFS='|' read -r name time made line; do
     line=${line//'{results}'/scripts/bench/results}
-    names+=("${name// /}") minutes+=("${time// /}") commands+=("${line//'{runs}'/$runs}")
+    names+=("${name// /}") minutes+=("${time// /}") commands+=("${line//'{runs}'/runs/bench}")
     makes+=("${made//'{results}'/scripts/bench/results}")
 done < <(steps)
 
@@ -111,7 +109,7 @@ else
         burst_setup || exit 1
         python=$burst_python
     fi
-    export PYTHONPATH=$burst_root${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
     export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning}
     if [[ $again == yes ]]; then rm -rf -- "$finished"; fi
     mkdir -p -- "$finished"
