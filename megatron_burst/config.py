@@ -169,7 +169,7 @@ class BurstConfig:
     waits for the device; off, it costs nothing."""
 
     verify: bool = False
-    """Compare the first micro-batch of a training with an unsharded reference, which every rank
+    """Compare the first micro-batch of a training with the unsharded reference, which every rank
     computes in float64 without our rings: in every layer output, log-sum-exp and gradients, and the
     positions of the tokens. Prints the errors beside what is allowed and stops the training on a
     difference. The first step takes much longer, the later ones nothing more."""

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,35 +241,32 @@ def _headline(args: argparse.Namespace, device: torch.device) -> str:
 
 def _parser() -> options.Parser:
     parser = options.Parser("verify", __doc__, *_EXAMPLES)
-    layouts = [LayoutName.ZIGZAG.value, LayoutName.SEGMENTED_ZIGZAG.value]
-    several = {
-        "--algorithm": (list(Algorithm), [Algorithm.BURST.value]),
-        "--backward": (list(Backward), ["kv", "query"]),
-        "--mask": (list(MASKS), ["causal", "window", "documents"]),
-        "--dtype": (list(DTYPES), ["float32", "bfloat16"]),
-    }
-    for name, (values, default) in several.items():
+
+    def several(name: str, values: Sequence[str], *default: str) -> None:
         text = f"which are tried (default: {' '.join(default)})"
-        parser.add(name, nargs="+", choices=list(map(str, values)), default=default, help=text)
-    one = {
-        "--topology": (list(Topology), "the shape of the rings"),
-        "--layout": (layouts, "which tokens a rank holds"),
-        "--grad-dtype": (list(GradDtype), "of gradients while they are sent"),
-        "--kernel": (["auto", *KERNELS], "of a tile"),
-        "--backend": (["auto", "nccl", "gloo"], "auto is nccl with GPUs; gloo is on the CPU"),
-    }
-    for name, (choices, text) in one.items():
-        first = str(choices[0])
+        parser.add(name, nargs="+", choices=[*map(str, values)], default=default, help=text)
+
+    def one(name: str, values: Sequence[str], text: str) -> None:
+        first = str(values[0])
         text = f"{text} (default: {first})"
-        parser.add(name, choices=list(map(str, choices)), default=first, help=text)
-    numbers = {
-        "--gpus-per-node": (None, "as if so many shared a node (default: where they are)"),
-        "--head-parallel-size": (1, "ranks over which the heads are spread (default: 1)"),
-        "--tokens-per-rank": (256, "of a sequence (default: 256)"),
-    }
-    for name, (number, text) in numbers.items():
-        was = ["--ranks-per-node"] if name == "--gpus-per-node" else []
-        parser.add(name, was=was, type=options.positive, default=number, metavar="N", help=text)
+        parser.add(name, choices=[*map(str, values)], default=first, help=text)
+
+    several("--algorithm", list(Algorithm), "burst")
+    several("--backward", list(Backward), "kv", "query")
+    several("--mask", MASKS, "causal", "window", "documents")
+    several("--dtype", list(DTYPES), "float32", "bfloat16")
+    one("--topology", list(Topology), "the shape of the rings")
+    layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
+    one("--layout", layouts, "which tokens a rank holds")
+    one("--grad-dtype", list(GradDtype), "of gradients while they are sent")
+    one("--kernel", ("auto", *KERNELS), "of a tile")
+    one("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo is on the CPU")
+    number: dict[str, Any] = {"type": options.positive, "metavar": "N"}
+    text = "ranks over which the heads are spread (default: 1)"
+    parser.add("--head-parallel-size", default=1, help=text, **number)
+    text = "as if so many shared a node (default: where they are)"
+    parser.add("--gpus-per-node", was=["--ranks-per-node"], help=text, **number)
+    parser.add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
     options.add_shape(parser, heads=8, head_dim=64)
     parser.add("--sink", action="store_true", help="with a sink in every head")
     options.add_json(parser)

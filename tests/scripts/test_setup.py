@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
-TOOLS = ("bash", "cat", "cut", "dirname", "grep", "id", "readlink", "sed", "tail")
+SCRIPTS = sorted(
+    [*(p for p in ROOT.glob("scripts/*.sh") if p.name != "env.example.sh"), ROOT / ".ci" / "run"]
+)
+TOOLS = ("bash", "cat", "cksum", "cut", "dirname", "grep", "id", "mkdir", "rm")
 GOOD = f'exec "{sys.executable}" "$@"'
 SHIM = 'echo "pyenv: $0: command not found" >&2; exit 127'
 
 
 def as_version(*version: int) -> str:
-    code = f"import sys; sys.version_info = {version}; exec(sys.stdin.read())"
+    code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
     return f'shift; exec "{sys.executable}" -c "{code}" "$@"'
 
 
@@ -52,11 +54,10 @@ def shell(machine: Path, command: str, **variables: str) -> subprocess.Completed
     )
 
 
-def found(machine: Path, **variables: str) -> tuple[str, str]:
-    result = shell(machine, 'find_python; echo "$found_python|$found_where"', **variables)
+def found(machine: Path, **variables: str) -> str:
+    result = shell(machine, 'find_python; echo "$found_python"', **variables)
     assert result.returncode == 0, result.stderr
-    path, where = result.stdout.strip().split("|")
-    return path, where
+    return result.stdout.strip()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -68,10 +69,11 @@ def test_every_script_parses_and_is_executable(script: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_help_names_the_script_and_does_nothing(script: Path, tmp_path: Path) -> None:
     env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
+    env["BURST_PYTHON"] = sys.executable
     result = subprocess.run(
         [str(script), "--help"], env=env, capture_output=True, text=True, check=True
     )
-    assert result.stdout.startswith("Usage: scripts/")
+    assert result.stdout.startswith(("Usage: scripts/", "usage: megatron-burst launch "))
     assert not (tmp_path / "venv").exists()
 
 
@@ -85,46 +87,43 @@ def test_quickstart_refuses_a_step_count_that_is_none(tmp_path: Path) -> None:
 
 def test_a_python_on_path_is_found(machine: Path) -> None:
     python = executable(machine / "bin" / "python3.12", GOOD)
-    assert found(machine) == (str(python), "PATH")
+    assert found(machine) == str(python)
 
 
 def test_a_shim_that_fails_and_an_old_python_are_passed_over(machine: Path) -> None:
     executable(machine / "bin" / "python3.12", SHIM)
     executable(machine / "bin" / "python3.13", as_version(3, 14, 0))
     executable(machine / "bin" / "python3", as_version(3, 11, 2))
-    python = executable(machine / "HOME/.pyenv/versions/3.12.1/bin/python3.12", GOOD)
-    path, where = found(machine)
-    assert path == str(python)
-    assert where == f"pyenv in {machine}/HOME/.pyenv"
+    python = executable(machine / "HOME/.pyenv/versions/3.12.1/bin/python3", GOOD)
+    assert found(machine) == str(python)
 
 
 def test_pyenv_is_found_by_its_variable_and_by_its_command(machine: Path) -> None:
     root = machine / "elsewhere"
-    python = executable(root / "versions/3.13.0/bin/python3.13", GOOD)
-    assert found(machine, PYENV_ROOT=str(root))[0] == str(python)
-    command = executable(root / "bin" / "pyenv", "exit 1")
-    (machine / "bin" / "pyenv").symlink_to(command)
-    assert found(machine)[0] == str(python)
+    python = executable(root / "versions/3.13.0/bin/python3", GOOD)
+    assert found(machine, PYENV_ROOT=str(root)) == str(python)
+    executable(machine / "bin" / "pyenv", f"echo {root}")
+    assert found(machine) == str(python)
 
 
 def test_an_empty_home_is_looked_up(machine: Path) -> None:
-    python = executable(machine / "account/.pyenv/versions/3.12.9/bin/python3.12", GOOD)
-    assert found(machine, HOME="")[0] == str(python)
+    python = executable(machine / "account/.pyenv/versions/3.12.9/bin/python3", GOOD)
+    assert found(machine, HOME="") == str(python)
 
 
 def test_uv_is_asked_last(machine: Path) -> None:
     python = executable(machine / "uv" / "python", GOOD)
     executable(machine / "bin" / "uv", f'echo "{python}"')
-    assert found(machine) == (str(python), "uv")
+    assert found(machine) == str(python)
 
 
 def test_the_python_asked_for_is_the_only_one_tried(machine: Path) -> None:
     executable(machine / "bin" / "python3.12", GOOD)
     python = executable(machine / "mine", GOOD)
-    assert found(machine, PYTHON=str(python)) == (str(python), "$PYTHON")
+    assert found(machine, PYTHON=str(python)) == str(python)
     old = executable(machine / "old", as_version(3, 10, 1))
-    result = shell(machine, "find_python || no_python", PYTHON=str(old))
-    assert f"{old} (from $PYTHON) is Python 3.10.1, older than 3.12" in result.stderr
+    result = shell(machine, "find_python", PYTHON=str(old))
+    assert f"{old} is Python 3.10.1, older than 3.12" in result.stderr
 
 
 def test_without_a_python_setup_says_what_was_tried_and_what_to_install(machine: Path) -> None:
@@ -132,8 +131,8 @@ def test_without_a_python_setup_says_what_was_tried_and_what_to_install(machine:
     executable(machine / "bin" / "python3", as_version(3, 9, 1))
     result = shell(machine, "burst_setup", BURST_VENV=str(machine / "venv"))
     assert result.returncode != 0
-    assert "python3.12 (from PATH) does not run" in result.stderr
-    assert "python3 (from PATH) is Python 3.9.1, older than 3.12" in result.stderr
+    assert "python3.12 does not run" in result.stderr
+    assert "python3 is Python 3.9.1, older than 3.12" in result.stderr
     assert "apt-get install python3.12 python3.12-venv" in result.stderr
     assert not (machine / "venv").exists()
 
@@ -153,17 +152,25 @@ def test_a_finished_environment_is_updated_in_place_and_a_half_made_one_is_not(
 ) -> None:
     place = machine / "venv"
     python = executable(place / "bin" / "python", GOOD)
-    command = f'is_ready_for "{python}" && echo update || echo remake'
+    command = f'found_python="{python}"; can_be_updated && echo update || echo remake'
     assert shell(machine, command, BURST_VENV=str(place)).stdout == "remake\n"
     (place / ".megatron-burst-ready").write_text("an older key")
     assert shell(machine, command, BURST_VENV=str(place)).stdout == "update\n"
 
 
-def test_progress_passes_the_exit_status_on_and_shows_what_runs(machine: Path) -> None:
-    (machine / "bin" / "sleep").symlink_to(shutil.which("sleep") or "sleep")
-    command = f"cd {machine}; "
-    command += 'status_of() { tail -n 1 "$1"; }; with_progress log status_of bash -c'
-    fine = shell(machine, f"{command} 'echo halfway'")
-    assert fine.returncode == 0
-    assert "s] halfway" in fine.stderr
-    assert shell(machine, f"{command} 'exit 7'").returncode == 7
+@pytest.mark.parametrize("inherits", [False, True])
+def test_uv_installs_unless_the_environment_inherits_packages(
+    machine: Path, inherits: bool
+) -> None:
+    place = machine / "venv"
+    executable(place / "bin" / "python", f'case $2 in pip) echo "pip $*" ;; *) {GOOD} ;; esac')
+    told = str(inherits).lower()
+    (place / "pyvenv.cfg").write_text(f"include-system-site-packages = {told}\n")
+    executable(machine / "bin" / "uv", 'echo "uv $*"')
+    mirror = {"PIP_INDEX_URL": "https://mirror/simple"}
+    said = shell(machine, "install_package", BURST_VENV=str(place), **mirror).stderr
+    if inherits:
+        assert "pip -m pip install" in said and "uv pip" not in said
+    else:
+        assert f"uv pip install --python {place}/bin/python --index-url https://mirror/" in said
+    assert "[train,plot,test]" in said and "torch==" in (place / "constraints.txt").read_text()

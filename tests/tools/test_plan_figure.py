@@ -1,6 +1,7 @@
 """The figure of the plans: it shows all of the mask and nothing twice, and it is a file. (fast)"""
 
 import re
+import sys
 from itertools import batched
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from megatron_burst.plans.plan import Channel, Kind, Send
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.tools import plan_figure
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import plan_figure  # noqa: E402
+
+DOCS = ROOT / "docs"
 
 
 def make_ring(nodes: int, length: int, mask: Mask | None = None, **options: object) -> Ring:

@@ -1,7 +1,7 @@
 """Draws the plans of all ranks: which tiles are computed at each step, and what travels.
 
-    python -m megatron_burst.tools.plan_figure --ranks-per-node 4 --output docs/plan.svg
-    python -m megatron_burst.tools.plan_figure --nodes 2 --ranks-per-node 2 \\
+    python scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg
+    python scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 \\
         --output docs/plan-double.svg
 
 A row is a rank, a column a step. Nothing is drawn that is not read from the plans.
@@ -14,6 +14,14 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.path
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
+from picture import save
+
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval, Layout, zigzag
 from megatron_burst.plans.mask import Band, Mask
@@ -21,17 +29,6 @@ from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.tools.extras import extra
-
-with extra("plot", __name__):
-    import matplotlib.path
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
-
-    from megatron_burst.tools.picture import save
 
 MOST_RANKS = 8
 """More ranks than this cannot be read at the width of a page."""
@@ -362,7 +359,7 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command; SystemExit with the reason where the figure cannot be drawn."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.plan_figure", description=__doc__.split("\n")[0]
+        prog="python scripts/docs/plan_figure.py", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="default: %(default)s")
     parser.add_argument(
