@@ -59,7 +59,7 @@ def test_the_pieces_of_all_ranks_are_the_mask_once(
 def test_a_block_comes_where_it_is_used_and_a_gradient_from_where_it_was_made(
     nodes: int, length: int, travels: Kind
 ) -> None:
-    ring = make_ring(nodes, length, travels=travels, gradient_return=GradientReturn.HOME)
+    ring = make_ring(nodes, length, sent=travels, gradient_return=GradientReturn.HOME)
     plans = [ring.backward(rank) for rank in range(nodes * length)]
 
     def computes(rank: int, column: int, owner: int) -> bool:
