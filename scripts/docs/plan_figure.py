@@ -148,11 +148,11 @@ def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:
         _draw_key(axes, ring, layout, mask)
         title = f"Forward: {_BLOCK[Kind.KV]} travel"
         _Panel(axes, layout, mask, grid, Kind.KV, top=_KEY).draw(title, forward)
-        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.travels])
+        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.sent])
         if grid.nodes > 1 and ring.gradient_return is GradientReturn.HOME:
             way += ", summed once a node"
-        title = f"Backward: {_BLOCK[ring.travels]} travel, {way}"
-        _Panel(axes, layout, mask, grid, ring.travels, top=_KEY + panel).draw(title, backward)
+        title = f"Backward: {_BLOCK[ring.sent]} travel, {way}"
+        _Panel(axes, layout, mask, grid, ring.sent, top=_KEY + panel).draw(title, backward)
     return figure
 
 
@@ -335,7 +335,7 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
         (
             _BAND,
             "what a rank's own queries see (above, rank 0's)"
-            + (keys_stay if ring.travels is Kind.QUERY else ""),
+            + (keys_stay if ring.sent is Kind.QUERY else ""),
         ),
         (_COLORS[1], "computed in this step, in the colour of the owner of what travels"),
     )
