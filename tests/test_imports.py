@@ -255,21 +255,21 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
-pool = ContextPool(BurstConfig(recompute_fraction=0.5))
+shared = SharedState(BurstConfig(recompute_fraction=0.5))
 config = TransformerConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0, hidden_dropout=0.0,
     use_cpu_initialization=True)
 model = GPTModel(
-    config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), pool),
+    config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), shared),
     vocab_size=32, max_sequence_length=8)
-for hook in (SequenceHooks(pool), RecomputeHooks(pool.checkpoints),
+for hook in (SequenceHooks(shared), RecomputeHooks(shared.checkpoints),
              ChunkedHead(LmHeadConfig(loss="chunked"))):
     hook([model])
 ids = torch.arange(8)[None]

@@ -16,12 +16,10 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.plans.plan import Channel
+from megatron_burst.plugin.cpu.table import with_one_worker
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
-# Each group of gloo looks for messages a hundred times a second: all teams of a run, waiting for a
-# next test, took more than a core.
-KEPT_TEAMS = 3
 
 
 class WorkerError(AssertionError):
@@ -56,7 +54,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
-        self._teams: list[tuple[int, ...]] = []  # whose groups exist, the latest used last
+        self._teams: set[tuple[int, ...]] = set()  # whose groups exist
 
     def run(
         self,
@@ -68,13 +66,10 @@ class WorkerPool:
         members = tuple(range(MAX_RANKS - ranks, MAX_RANKS) if isinstance(ranks, int) else ranks)
         if not self._workers:
             self._start()
-        if members in self._teams:
-            self._teams.remove(members)
-        else:
-            self._tell_all(_make, members)  # torch makes groups with all processes
-        self._teams.append(members)
-        if len(self._teams) > KEPT_TEAMS:
-            self._tell_all(_drop, self._teams.pop(0))
+        if members not in self._teams:
+            for _, connection in self._workers:  # torch makes groups with all processes
+                _send(connection, (_make, members))
+            self._teams.add(members)
         chosen = [self._workers[rank] for rank in members]
         for _, connection in chosen:
             _send(connection, (_call, members, function, args))
@@ -89,16 +84,12 @@ class WorkerPool:
         for process, _ in self._workers:
             process.kill()
             process.join()
-        self._workers, self._teams = [], []
-
-    def _tell_all(self, job: Callable[..., None], members: tuple[int, ...]) -> None:
-        for _, connection in self._workers:
-            _send(connection, (job, members))
+        self._workers, self._teams = [], set()
 
     def _start(self) -> None:
-        # Torch is imported once, in the server that the processes are forked from.
+        # Torch, too, is imported once, in the server that the processes are forked from.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_burst"])
+        context.set_forkserver_preload(["tests.workers"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(MAX_RANKS):
             here, there = context.Pipe()
@@ -124,6 +115,9 @@ def _reply(connection: Connection, timeout: float) -> tuple[bool, Any]:
 
 def _serve(rank: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # A device for all groups: those of all teams of a run woke more often than a core can.
+    make: Any = dist.ProcessGroupGloo.__init__
+    setattr(dist.ProcessGroupGloo, "__init__", with_one_worker(make))  # noqa: B010
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, MAX_RANKS),
@@ -145,13 +139,6 @@ def _make(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
     if dist.get_rank() in members:
         by_channel = dict(zip(Channel, channels, strict=True))
         teams[members] = Team(group, Groups(by_channel, agreement))
-
-
-def _drop(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
-    if members in teams:
-        team = teams.pop(members)
-        for group in (team.group, team.groups.agreement, *team.groups.channels.values()):
-            dist.destroy_process_group(group)
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""The backward loop: blocks travel as in the forward, and so do the gradients that they collect."""
+"""The backward loop: blocks are sent as in the forward, and gradients to the blocks' owners."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.blocks import Block, rows_of
@@ -21,19 +21,21 @@ def backward(
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (*query, surrogate_factor(dout, out))
+        query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
-    sums = GradientSums(plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype)
+    sums = GradientAccumulator(
+        plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype
+    )
     own = {Kind.QUERY: query, Kind.KV: (k, v)}
 
-    def like(item: Item) -> Block:
-        return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
+    def template(item: Item) -> Block:
+        return sums.template(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
-    flight = call.communicator.begin("backward", plan, like)
+    transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
-        flight.post(number, step, blocks | sums.hand_on(step.sends))
+        transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
             with span("backward", number, "tile", *tile.owners):
@@ -42,7 +44,7 @@ def backward(
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
-        for item, block in flight.land(number):
+        for item, block in transfers.land(number):
             if item.kind.is_gradient:
                 with span("backward", number, "merge"):
                     sums.take(item, block)

@@ -10,7 +10,7 @@ from megatron_burst.kernels.protocol import Kernel, Request, TileCall
 
 @dataclass(slots=True)
 class PaddedKernel:
-    """Another kernel with all heads padded to one size; what travels in a ring is not padded.
+    """Another kernel with all heads padded to one size; what a ring sends is not padded.
 
     Zeros in q and k change no score, for the scale stays that of the true size; zeros in v add
     columns of zeros to the output, which are cut off again. Likewise the gradients.

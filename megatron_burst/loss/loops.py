@@ -85,7 +85,7 @@ class LogitsAgain:
                 workspace.gradient(
                     logits.sub_(self.lse[chunk, None]).exp_(),
                     self.lse[chunk],
-                    where.among(rows),
+                    where.in_rows(rows),
                     grad,
                     self.head.vocabulary.size,
                 ),

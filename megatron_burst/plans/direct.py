@@ -3,7 +3,8 @@
 Under a window, short documents or a sparse block mask a rank needs few rows of few others; a ring
 would carry whole shards past ranks that have no use for them. In step d a rank computes with the
 rows of the rank d places before it in the grid's order; they have been on their way since the
-start. Gradients go straight home. A rank's own tile is computed in part first and in part last.
+start. Gradients return straight to their owners. A rank's own tile is computed in part first and in
+part last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +23,13 @@ class Direct(Schedule):
 
     tiling: Tiling
     grid: Grid
-    travels: Kind = Kind.KV
+    sent: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
 
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.travels} direct exchange"
+        return f"{self.sent} direct exchange"
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
@@ -38,14 +39,14 @@ class Direct(Schedule):
             tiles[self._end] = first + second
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
             parts = self._parts(owner, rank)
-            used = self.tiling.of_block(self.travels, owner, rank)
+            used = self.tiling.of_block(self.sent, owner, rank)
             tiles[distance] = [self._of_part(tile, parts) for tile in used]
         return tiles
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""
         return [
-            Hop(Item(self.travels, owner, part), owner, user, channel, 0, distance - 1)
+            Hop(Item(self.sent, owner, part), owner, user, channel, 0, distance - 1)
             for owner, user, distance in self._pairs()
             for channel in [self._channel(owner, user, Channel.READ_WITHIN)]
             for part in self._parts(owner, user)
@@ -53,7 +54,7 @@ class Direct(Schedule):
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        kind = self.travels.gradient
+        kind = self.sent.gradient
         return [
             Hop(Item(kind, owner, part), user, owner, channel, distance + 1, self._end)
             for owner, user, distance in self._pairs()
@@ -70,7 +71,7 @@ class Direct(Schedule):
         visits = {user: self.grid.visits(user) for user in range(self.grid.ranks)}
         for distance in range(1, self.grid.ranks):
             for user, owners in visits.items():
-                if self.tiling.of_block(self.travels, owners[distance], user):
+                if self.tiling.of_block(self.sent, owners[distance], user):
                     yield owners[distance], user, distance
 
     def _channel(self, owner: int, user: int, within: Channel) -> Channel:
@@ -78,19 +79,19 @@ class Direct(Schedule):
             Channel.READ_WITHIN: Channel.READ_BETWEEN,
             Channel.GRADIENT_WITHIN: Channel.GRADIENT_BETWEEN,
         }
-        nodes = {self.grid.place(rank)[0] for rank in (owner, user)}
+        nodes = {self.grid.coordinates(rank)[0] for rank in (owner, user)}
         return within if len(nodes) == 1 else between[within]
 
     def _parts(self, owner: int, user: int) -> list[Interval]:
         """The rows of `owner` that `user` needs, as few intervals."""
-        tiles = self.tiling.of_block(self.travels, owner, user)
-        return joined([tile.rows_of(self.travels) for tile in tiles])
+        tiles = self.tiling.of_block(self.sent, owner, user)
+        return joined([tile.rows_of(self.sent) for tile in tiles])
 
     def _of_part(self, tile: Tile, parts: Sequence[Interval]) -> Tile:
-        """Say which part of what travels the tile reads."""
-        rows = tile.rows_of(self.travels)
+        """Say which part of what is sent the tile reads."""
+        rows = tile.rows_of(self.sent)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
-        return tile.reading(self.travels, part)
+        return tile.reading(self.sent, part)
 
 
 def joined(intervals: Sequence[Interval]) -> list[Interval]:

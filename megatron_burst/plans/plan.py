@@ -45,11 +45,11 @@ class Channel(StrEnum):
 
 
 class Item(NamedTuple):
-    """Something that can travel: the tensors of one kind that belong to one rank's tokens."""
+    """What can be sent: the tensors of one kind that belong to one rank's tokens."""
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
+    part: Interval | None = None  # which of the owner's rows, or shares of its heads; None: all
 
     def __str__(self) -> str:
         what = "heads" if self.kind is Kind.HEADS else "rows"
@@ -163,7 +163,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Messages that are posted together and the tiles that are computed while they travel.
+    """Messages that are posted together and the tiles that are computed meanwhile.
 
     A block can be used in the steps after the one in which it landed. A gradient that lands is
     added to what the rank has of it. A gradient that is sent is handed on: the rank's sum is empty.
@@ -255,8 +255,8 @@ def _last_uses(
     """Return for each message that arrives the last step in which its buffer is needed.
 
     A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
-    becomes the sum (see `attention.gradient_sums`) and stays until the sum has been
-    sent; what arrives after it, or at home, is added at once.
+    becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
+    sent; what arrives after it, or at the owner, is added at once.
     """
     read: dict[Item, int] = {}
     for step, computed in tiles.items():

@@ -57,12 +57,12 @@ class Choice:
         if self.tiling.ranks == 1:
             return f"{mask}, {self._share()}no rings"
         instead = f" by the {self.forward.name} instead of {mib(self.unmasked)}"
-        costs = {schedule: mib(cost.busiest_link) for schedule, cost in self.backward_costs.items()}
+        costs = {schedule: mib(cost.bottleneck) for schedule, cost in self.backward_costs.items()}
         others = (f"the {s.name} would {cost}" for s, cost in costs.items() if s != self.backward)
         return (
             f"{mask}: {self._share()}a layer sends {mib(self.forward_cost.rank)} a rank forward"
             f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
-            f"{costs[self.backward]} on the busiest link, {', '.join(others)}; FLOPs max/mean "
+            f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
             f"{imbalance(self.tiling):.3f}"
         )
 
@@ -85,7 +85,7 @@ def choose(
     nodes: Sequence[Hashable],
     along_grid: bool = False,
 ) -> Choice:
-    """Choose by the bytes on the busiest link.
+    """Choose by the bytes on the bottleneck link.
 
     Args:
         config: what is asked for.
@@ -112,7 +112,7 @@ def choose(
         tiling,
         _cheaper(forward),
         forward[_cheaper(forward)],
-        min(allowed, key=lambda schedule: best_costs[schedule].busiest_link),
+        min(allowed, key=lambda schedule: best_costs[schedule].bottleneck),
         best_costs,
         (grid.ranks - 1) * sizes[Kind.KV],
     )
@@ -177,14 +177,14 @@ def _sent_backward(config: BurstConfig) -> tuple[Kind, ...]:
 
 
 def _cheaper(costs: Costs) -> Schedule:
-    """Return the usual schedule, or another that puts at most half as much on the busiest link.
+    """Return the usual schedule, or another that puts at most half as much on the bottleneck link.
 
     Less would not pay: messages of a direct exchange pass between any two ranks, and a rank holds
     all that it receives at once.
     """
     usual, *others = costs
-    limit = costs[usual].busiest_link / 2
-    return next((other for other in others if costs[other].busiest_link <= limit), usual)
+    limit = costs[usual].bottleneck / 2
+    return next((other for other in others if costs[other].bottleneck <= limit), usual)
 
 
 def mib(count: int) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -117,6 +116,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write(texts: Iterable[bytes], prefix: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCAB_SIZE))
     for text in texts:
         tokens = np.append(np.frombuffer(text, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(prepare(args.input, args.output))
-    except CorpusError as error:
+    except (CorpusError, ModuleNotFoundError) as error:
         print(f"corpus: {error}", file=sys.stderr)
         return 1
     return 0

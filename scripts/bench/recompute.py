@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from live_bytes import LiveBytes
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from turns import in_turns, spread
@@ -216,26 +216,19 @@ Predicted times within {WITHIN:.0%}: {verdict}, the furthest {worst:.1%} apart."
     return Page(title, ABOUT.format(**vars(args)), body, rows, here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    add_output(parser, "recompute")
-    args = parser.parse_args(arguments)
-    if min(args.layers, args.tokens, args.hidden, args.heads, args.repetitions, args.threads) < 1:
-        parser.error("all numbers must be positive")
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "recompute")
+    sizes = {"layers": 3, "tokens": 8192, "hidden": 128, "heads": 2}
+    for name, number in {**sizes, "repetitions": 5, "threads": 1}.items():
+        made.add_argument(f"--{name}", type=int, default=number)
+    args = parse(made, arguments)
     if args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
+        made.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
     return args
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(args.threads)
     page(args).publish(output(args, "recompute"))
 

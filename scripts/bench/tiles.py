@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor
 from turns import spread
 
@@ -38,7 +38,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -75,17 +75,17 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return LocalFlight(self._buffers, like)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return LocalTransfers(self._buffers, template)
 
 
-class LocalFlight(Flight):
+class LocalTransfers(Transfers):
     """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
 
     def __init__(
-        self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
+        self, buffers: dict[tuple[Kind, int], Block], template: Callable[[Item], Block]
     ) -> None:
-        self._arrived, self._like = buffers, like
+        self._arrived, self._template = buffers, template
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -100,39 +100,33 @@ class LocalFlight(Flight):
         if (kind, receive.buffer) not in self._arrived:
             self._arrived[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
-                for t in self._like(receive.item)
+                for t in self._template(receive.item)
             )
         return self._arrived[kind, receive.buffer]
 
 
-class CpuClock:
-    """CPU seconds of this process; it does not count while others have the core."""
+def mark(device: str) -> Any:
+    """Return this moment: CPU seconds of the process, or an event of the current stream."""
+    if device == "cpu":
+        return time.process_time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    mark = staticmethod(time.process_time)
 
-    def seconds(self, start: Any, end: Any) -> float:
+def seconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
         return end - start
-
-
-class CudaClock:
-    """Seconds between two events of the current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 class TimedKernel:
     """A kernel that notes when each call began and ended, and counts its pairs of tokens."""
 
-    def __init__(self, kernel: Kernel, clock: CpuClock | CudaClock) -> None:
+    def __init__(self, kernel: Kernel, device: str) -> None:
         self.name = kernel.name
-        self._kernel, self._clock = kernel, clock
+        self._kernel, self._device = kernel, device
         self.calls: list[tuple[Any, Any]] = []
         self.pairs = 0
 
@@ -140,7 +134,7 @@ class TimedKernel:
         return self._kernel.reasons_against(request)
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        start = self._clock.mark()
+        start = mark(self._device)
         result = self._kernel.forward(tile)
         self._note(start, tile)
         return result
@@ -148,13 +142,13 @@ class TimedKernel:
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        start = self._clock.mark()
+        start = mark(self._device)
         result = self._kernel.backward(tile, dout, out, lse)
         self._note(start, tile)
         return result
 
     def _note(self, start: Any, tile: TileCall) -> None:
-        self.calls.append((start, self._clock.mark()))
+        self.calls.append((start, mark(self._device)))
         self.pairs += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
 
 
@@ -299,24 +293,21 @@ def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
     Raises:
         ValueError: the kernel cannot serve the case.
     """
-    clock = CpuClock() if case.device == "cpu" else CudaClock()
     request = Request.of(*(x[:, :1] for x in case.draw(1)[:3]))
-    kernel = TimedKernel(select_kernel(case.kernel, request), clock)
+    kernel = TimedKernel(select_kernel(case.kernel, request), case.device)
     jobs = make_jobs(case, kernel)
     times: dict[tuple[str, str], Times] = {}
     for repetition in range(1 + repetitions):
         for name, job in list(jobs.items())[:: 1 if repetition % 2 else -1]:
             kernel.calls, kernel.pairs = [], 0
-            start = clock.mark()
+            start = mark(case.device)
             job()
-            end = clock.mark()
-            seconds = clock.seconds(start, end)
-            in_kernels = sum(clock.seconds(*call) for call in kernel.calls)
+            end = mark(case.device)
             if repetition == 0:
                 times[name] = Times([], [], len(kernel.calls), kernel.pairs)
             else:
-                times[name].seconds.append(seconds)
-                times[name].in_kernels.append(in_kernels)
+                times[name].seconds.append(seconds(start, end))
+                times[name].in_kernels.append(sum(seconds(*call) for call in kernel.calls))
     return times
 
 
@@ -391,18 +382,9 @@ def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
+    same = (args.back, args.heads)
     return [
-        Case(
-            kernel,
-            dtype,
-            args.back,
-            args.heads,
-            kv_heads,
-            args.head_dim,
-            tokens,
-            args.ranks,
-            args.device,
-        )
+        Case(kernel, dtype, *same, kv_heads, args.head_dim, tokens, args.ranks, args.device)
         for kernel in args.kernel
         for dtype in args.dtype
         for kv_heads in args.kv_heads
@@ -437,40 +419,32 @@ def page(args: argparse.Namespace) -> Page:
     return Page("The tiles of a ring against one flash call", about, body, found, here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=about[0], epilog=about[2], argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--device", choices=[*DEFAULTS], default="cpu")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens-per-rank", type=int, nargs="+")
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--kv-heads", type=int, nargs="+")
-    parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--kernel", nargs="+", help="as --burst-kernel")
-    parser.add_argument(
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "tiles")
+    add = made.add_argument
+    add("--device", choices=[*DEFAULTS], default="cpu")
+    for name in ("--ranks", "--heads", "--head-dim", "--repetitions"):
+        add(name, type=int)
+    for name in ("--tokens-per-rank", "--kv-heads"):
+        add(name, type=int, nargs="+")
+    add("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
+    add("--kernel", nargs="+", help="as --burst-kernel")
+    add(
         "--return",
         type=GradientReturn,
         choices=[GradientReturn.CHAIN, GradientReturn.HOME],
         default=GradientReturn.HOME,
         dest="back",
-        help="how gradients come home; default: home, burst's own on one node",
+        help="how gradients are returned; default: home, burst's own on one node",
     )
-    parser.add_argument("--repetitions", type=int)
-    add_output(parser, "tiles")
-    given = vars(parser.parse_args(arguments))
-    args = argparse.Namespace(**{"output": None, **DEFAULTS[given["device"]], **given})
-    if min(args.ranks, *args.tokens_per_rank, args.repetitions) < 1:
-        parser.error("--ranks, --tokens-per-rank and --repetitions must be positive")
+    args = parse(made, arguments, DEFAULTS)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU")
+        made.error("--device cuda: torch finds no GPU")
     return args
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(1)  # CPU time is then that of one core
     torch.manual_seed(0)
     page(args).publish(output(args, "tiles"))

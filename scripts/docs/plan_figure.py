@@ -160,14 +160,14 @@ class _Panel:
                 self._label(x, y + _MATRIX + 0.04, "dK and dV whole", plan.rank, va="top")
 
     def _corner(self, rank: int, step: int) -> tuple[float, float]:
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         row = node * self._grid.ranks_per_node + local
         return _LEFT + step * _COLUMN, self._top + row * _ROW + node * _NODE
 
     def _row_name(self, rank: int) -> None:
         y = self._corner(rank, 0)[1]
         self._axes.text(0.12, y + _MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         if self._grid.nodes > 1 and local == 0:
             self._axes.text(0.12, y - 0.05, f"node {node}", va="bottom", color=_GREY)
 
@@ -207,7 +207,7 @@ class _Panel:
             self._line(send, (begin, end))
 
     def _goes_around(self, rank: int, peer: int) -> bool:
-        (node, local), (other, place) = self._grid.place(rank), self._grid.place(peer)
+        (node, local), (other, place) = self._grid.coordinates(rank), self._grid.coordinates(peer)
         return node == other and place == 0 and local == self._grid.ranks_per_node - 1 > 0
 
     def _line(self, send: Send, points: Iterable[tuple[float, float]], arrow: str = "-|>") -> None:

@@ -116,7 +116,7 @@ def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
     for topology, grid in () if algorithm is Algorithm.ULYSSES else GRIDS.items():
         config = BurstConfig(algorithm=algorithm, layout=layout, topology=topology)
         tiling = Tiling(make_layout(config, TOKENS, RANKS), mask)
-        nodes = [grid.place(rank)[0] for rank in range(RANKS)]
+        nodes = [grid.coordinates(rank)[0] for rank in range(RANKS)]
         choice = choose(config, tiling, grid, sizes, nodes)
         pairs = sum(tile.pairs for tile in tiling.all())
         plans = [choice.plans(rank) for rank in range(RANKS)]

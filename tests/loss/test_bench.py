@@ -33,5 +33,5 @@ def test_loss_writes_a_page_and_a_figure(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        loss.parse(["--repetitions", "0"])
+        loss.flags(["--repetitions", "0"])
     assert "all numbers must be positive" in capsys.readouterr().err

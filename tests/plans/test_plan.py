@@ -249,7 +249,7 @@ def steps_with_work(
     By what the positions see of each other.
     """
     grid = variant.grid
-    (node, local), mine = grid.place(owner), layout.positions(owner)
+    (node, local), mine = grid.coordinates(owner), layout.positions(owner)
 
     def needs(rank: int) -> bool:
         theirs = layout.positions(rank)

@@ -34,7 +34,7 @@ def numbers(page: str, first_cell: str) -> list[list[str]]:
     ("kind", "back", "grid"), [*itertools.product((Kind.KV, Kind.QUERY), RETURNS, GRIDS)]
 )
 def test_threads_compute_what_the_oracle_does(kind: Kind, back: GradientReturn, grid: Grid) -> None:
-    args = accuracy.parse(["--tokens", "16", "--head-dim", "6"])
+    args = accuracy.flags(["--tokens", "16", "--head-dim", "6"])
     inputs = tuple(x.double() for x in accuracy.make_inputs(args, accuracy.Heads(4, 2), seed=0))
     way = accuracy.Way(kind, GradDtype.FLOAT32, back)
     found = accuracy.ring(inputs, grid, way, KERNELS["reference"])

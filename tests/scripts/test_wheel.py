@@ -79,9 +79,9 @@ EXAMPLES = {
     "doctor": "megatron-core",
     "plan --list": "14b_1m_32gpu_a800",
     "plan --run 14b_1m_32gpu_a800 --top 3": "torchrun --nnodes 4",
+    "launch local --dry-run --ranks-per-node 2 --x 1": "--nproc-per-node 2 -m",
     f"compare --toy --ranks 2 --variants burst --output compared -- {TINY}": "burst",
     "trace compared/runs/burst/torch_profile": "exposed",
-    "launch --help": "megatron-burst launch",
 }
 
 

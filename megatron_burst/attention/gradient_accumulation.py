@@ -22,27 +22,25 @@ class _Sum:
     """Whether it lies where it arrived."""
 
 
-class GradientSums:
+class GradientAccumulator:
     """Sums of gradients by item, in float32 (float64 for float64 inputs).
 
     Args:
         rank: whose sums; what belongs to another rank is a visitor's.
         shaped: for each kind of gradient, tensors of the shapes of one rank's sums.
-        travel_dtype: what a sum is rounded to when it is sent; None sends it as it is.
+        wire_dtype: what a sum is rounded to when it is sent; None sends it as it is.
     """
 
     def __init__(
-        self, rank: int, shaped: Mapping[Kind, Block], travel_dtype: torch.dtype | None
+        self, rank: int, shaped: Mapping[Kind, Block], wire_dtype: torch.dtype | None
     ) -> None:
-        self._rank, self._shaped, self._travel_dtype = rank, shaped, travel_dtype
+        self._rank, self._shaped, self._wire_dtype = rank, shaped, wire_dtype
         self._sums: dict[Item, _Sum] = {}
 
-    def like(self, item: Item) -> Block:
+    def template(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
         return tuple(
-            t.new_empty((1,), dtype=self._travel_dtype or accumulation_dtype(t.dtype)).expand(
-                t.shape
-            )
+            t.new_empty((1,), dtype=self._wire_dtype or accumulation_dtype(t.dtype)).expand(t.shape)
             for t in self._shape(item)
         )
 
@@ -73,8 +71,8 @@ class GradientSums:
             _accumulate(wide, mine.rows, mine.block)
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
-        """Return, as they travel, the sums of every gradient among `sends`; they start anew."""
-        return {s.item: self._pop_to_travel(s.item) for s in sends if s.item.kind.is_gradient}
+        """Return, as they are sent, the sums of every gradient among `sends`; they start anew."""
+        return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_gradient}
 
     def total(self, item: Item) -> Block:
         """Return the item's sum, or its single partial where that covers all rows."""
@@ -83,10 +81,10 @@ class GradientSums:
             return found.block
         return self._whole(item)
 
-    def _pop_to_travel(self, item: Item) -> Block:
+    def _pop_to_send(self, item: Item) -> Block:
         total = self._whole(item)
         del self._sums[item]
-        return tuple(t.to(self._travel_dtype or t.dtype) for t in total)
+        return tuple(t.to(self._wire_dtype or t.dtype) for t in total)
 
     def _whole(self, item: Item) -> Block:
         """Return the sum of all rows in the dtype of sums, zeros if there is none yet."""
