@@ -19,7 +19,7 @@ class Algorithm(StrEnum):
 
 
 class Backward(StrEnum):
-    """What travels in the backward ring."""
+    """What is sent in the backward."""
 
     AUTO = "auto"
     QUERY = "query"
@@ -44,14 +44,14 @@ class LayoutName(StrEnum):
 
 
 class GradDtype(StrEnum):
-    """Precision of a gradient while it travels."""
+    """Precision of a gradient on the wire."""
 
     FLOAT32 = "float32"
     MODEL = "model"
 
 
 class GradientReturn(StrEnum):
-    """How a travelling gradient comes home."""
+    """How a gradient returns to its owner."""
 
     AUTO = "auto"
     CHAIN = "chain"
@@ -74,7 +74,7 @@ class FileChecks(StrEnum):
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise a ValueError if the share that runs again is not within 0 and 1."""
+    """Raise a ValueError if the share that is recomputed is not within 0 and 1."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"--recompute-attention-fraction is within 0 and 1, got {fraction}")
 
@@ -91,26 +91,27 @@ class BurstConfig:
         default=Algorithm.BURST, metadata={"flag": "--context-parallel-algo"}
     )
     """Which context parallelism runs attention. burst: ours, a ring whose backward sends whatever
-    is cheaper, double where the ranks are spread over nodes. Baselines on the same kernels: ring: K
-    and V travel in both directions on one flat ring (with --burst-topology double the DoubleRing);
-    allgather: all K and V arrive before anything is computed; ulysses: heads are spread instead of
-    tokens. The flag alone selects our core attention, at a context-parallel size of 1 too."""
+    is cheaper, hierarchical where the ranks are spread over nodes. Baselines on the same kernels:
+    ring: K/V circulate in forward and backward on one flat ring (with --burst-topology double the
+    DoubleRing); allgather: all K and V arrive before anything is computed; ulysses: heads are
+    sharded instead of tokens. The flag alone selects our core attention, at a context-parallel size
+    of 1 too."""
 
     backward: Backward = Backward.AUTO
-    """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q
-    and two numbers a row. auto: of the two the one with fewer bytes on the busiest link; logged."""
+    """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
+    LSE and delta. auto: what minimises the bytes on the bottleneck link; logged."""
 
     topology: Topology = Topology.AUTO
-    """The shape of the ring. flat: one ring over all ranks, node by node. double: a ring in each
-    node and rings between nodes, a whole inner pass ahead. auto: double for burst where the ranks
-    are spread evenly over several nodes, else flat."""
+    """The shape of the ring. flat: one ring over all ranks, node by node. double: a hierarchical
+    ring, one in each node and one between nodes; each inter-node transfer overlaps one intra-node
+    pass. auto: double for burst where the ranks are spread evenly over several nodes, else flat."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
     head_parallel_size: int = 1
-    """Over how many ranks of a node an all-to-all spreads the heads; the rings run over the others.
-    With ring and a flat topology this is USP; ulysses spreads them over all ranks."""
+    """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
+    run over the others. With ring and a flat topology this is USP; ulysses takes all ranks."""
 
     layout: LayoutName = field(
         default=LayoutName.ZIGZAG,
@@ -118,17 +119,17 @@ class BurstConfig:
     )
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
     segmented-zigzag: every one of --burst-segments pieces of the sequence in zigzag by itself, so
-    that documents and block masks spread more evenly; tokens move there and losses back inside the
-    model."""
+    that packed sequences and block-sparse masks are balanced better; tokens move there and losses
+    back inside the model."""
 
     segments: int = 2
     """Into how many equal pieces segmented-zigzag cuts the sequence. With
     --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
 
     block_mask: str | None = field(default=None, metadata={"shown": "none"})
-    """A .npy file with a square table of booleans: which blocks of keys each block of queries may
-    see, a block being an equal part of --seq-length; the causal mask, windows and documents hold as
-    well (default: none). The same file on every rank."""
+    """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
+    block of queries may see, a block being an equal part of --seq-length. The causal mask, windows
+    and packed sequences hold as well (default: none). The same file on every rank."""
 
     kernel: str = "auto"
     """The attention kernel of one tile. auto: the first that can serve the tensors, of flash4,
@@ -137,29 +138,30 @@ class BurstConfig:
     optional. A name takes that kernel or fails with its reasons; reference is dense float64."""
 
     grad_dtype: GradDtype = GradDtype.FLOAT32
-    """The dtype of gradients while they travel. float32: no rounding on the way. model: that of the
-    tensors, half the bytes under bfloat16; one rounding a hop. Sums are float32 in both cases."""
+    """The dtype of gradients on the wire. float32: no rounding on the way. model: that of the
+    tensors, half the bytes under bfloat16; one rounding a hop. Accumulation is float32 in both
+    cases."""
 
     gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
-    """How a travelling gradient comes home. chain: every rank adds its part and hands the sum on.
-    home: every part goes straight to the owner, those of another node summed there first, so that
-    one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves the
-    node, for every part would cross; chain for the baselines."""
+    """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.
+    home: every part is sent straight to the owner, those of another node summed there first, so
+    that one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves
+    the node, for every part would cross; chain for the baselines."""
 
     recompute_fraction: float | None = field(
         default=None, metadata={"flag": "--recompute-attention-fraction"}
     )
-    """Which share of the sequence, 0 to 1, attention computes again in layers that Megatron
-    recomputes; the results of the rest are kept (default: all of it again, as Megatron does). 0
-    repeats neither attention nor its ring's messages (an all-to-all over heads is repeated), 0.5 a
-    quarter of a causal sequence's work and half of the messages. It is rounded to whole chunks;
-    with --burst-layout segmented-zigzag the sequence is cut there, so that every rank repeats as
-    much."""
+    """Partial attention recompute: which share of the sequence, 0 to 1, attention recomputes in
+    layers that Megatron recomputes; the outputs of the rest are saved (default: all is recomputed,
+    as Megatron does). 0 repeats neither attention nor its ring's messages (an all-to-all over heads
+    is repeated), 0.5 a quarter of a causal sequence's work and half of the messages. It is rounded
+    to whole chunks; with --burst-layout segmented-zigzag the sequence is cut there, so that every
+    rank repeats as much."""
 
     recompute_offload: bool = field(
         default=False, metadata={"flag": "--recompute-attention-offload"}
     )
-    """Keep those results in the host's pinned memory; for GPUs."""
+    """Save those outputs in the host's pinned memory; for GPUs."""
 
     check_nan: bool = False
     """For finding a fault: attention looks for NaN and Inf in what it is given and what it makes,
@@ -247,7 +249,7 @@ class LmHeadConfig:
 
     loss: LmHeadLoss = field(default=LmHeadLoss.MEGATRON, metadata={"flag": "--lm-head-loss"})
     """Who turns the last hidden states into losses. megatron: its output layer and its cross
-    entropy, with the logits of all tokens in memory. chunked: both together, a chunk of tokens at
+    entropy, with the full logits in memory. chunked: both together, a chunk of tokens at
     a time; the losses of the tokens are the same. It goes with every --context-parallel-algo."""
 
     chunk_size: int | None = field(default=None, metadata={"flag": "--lm-head-chunk-size"})
@@ -293,9 +295,9 @@ class FileConfig:
 
     check_files: FileChecks = FileChecks.AUTO
     """Whether files are looked at before they are used: those of the data set, which must be there
-    and whole before training starts, and checkpoints, of which the newest whole one is loaded; a
-    save that fails says where, and one over an earlier checkpoint leaves no mixture that counts as
-    whole. on: looked at. off: Megatron's own behaviour. auto: on in python -m
+    and complete before training starts, and checkpoints, of which the newest complete one is
+    loaded; a save that fails says where, and one over an earlier checkpoint leaves no mixture that
+    counts as complete. on: looked at. off: Megatron's own behaviour. auto: on in python -m
     megatron_burst.pretrain_gpt, off where another script is run."""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from megatron_burst.attention import context as contexts
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
+from megatron_burst.kernels import TileCall
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import channels_of
@@ -34,12 +35,13 @@ class EmptyKernel:
     def reasons_against(self, _: Any) -> list[str]:
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+    def forward(self, tile: TileCall) -> Any:
+        q, _, v = tile.qkv
         lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
 
-    def backward(self, _: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    def backward(self, tile: TileCall, *_: Tensor) -> Any:
+        return tuple(x.new_empty(x.shape) for x in tile.qkv)
 
 
 @dataclass(frozen=True)

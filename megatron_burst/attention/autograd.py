@@ -147,9 +147,9 @@ def _over_heads(
 
 
 def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
-    group, index = context.heads.place(context.rank)
+    group, index = context.heads.coordinates(context.rank)
     members = context.heads.member_layout(context.layout(local_tokens * context.ranks), group)
-    return HeadExchange(index, members, context.communicator.among(context.heads.groups[group]))
+    return HeadExchange(index, members, context.communicator.subgroup(context.heads.groups[group]))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -167,10 +167,10 @@ class _RingAttention(torch.autograd.Function):
         with span("forward"):
             out, lse = forward(q, k, v, call, sink)
         if memory is not None:
-            if kept := memory.recall():
-                kept.put(out, lse)
+            if saved := memory.recall():
+                saved.put(out, lse)
             else:
-                memory.keep(call.first_kept_row, out, lse)
+                memory.save(call.first_saved_row, out, lse)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)

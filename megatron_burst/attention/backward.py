@@ -1,14 +1,13 @@
-"""The backward loop: blocks travel as in the forward, and so do the gradients that they collect."""
+"""The backward loop: blocks are sent as in the forward, and gradients to the blocks' owners."""
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
-from megatron_burst.attention.gradient_sums import GradientSums
-from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.blocks import Block, rows_of
 from megatron_burst.transport.profiling import span
@@ -19,24 +18,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens in the dtypes of q, k and v."""
     plan = call.backward_plan
-    # A row that sees nothing: exp(score - inf) is 0, where exp(score + inf) would end in NaN.
-    lse = lse.masked_fill(lse.isneginf(), torch.inf)
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (*query, stand_in_factor(dout, out))
+        query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
     blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
-    sums = GradientSums(plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype)
+    sums = GradientAccumulator(
+        plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype
+    )
     own = {Kind.QUERY: query, Kind.KV: (k, v)}
 
-    def like(item: Item) -> Block:
-        return sums.like(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
+    def template(item: Item) -> Block:
+        return sums.template(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
-    flight = call.communicator.begin("backward", plan, like)
+    transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
-        flight.post(number, step, blocks | sums.hand_on(step.sends))
+        transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
             with span("backward", number, "tile", *tile.owners):
@@ -45,7 +44,7 @@ def backward(
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
-        for item, block in flight.land(number):
+        for item, block in transfers.land(number):
             if item.kind.is_gradient:
                 with span("backward", number, "merge"):
                     sums.take(item, block)
@@ -62,26 +61,16 @@ def _differentiate(
     q, dout, lse, *_ = blocks[query_item]
     out = outputs.of(query_item, blocks[query_item])
     k, v = blocks[key_item]
-    queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.backward(
-        dout[:, queries],
-        q[:, queries],
-        k[:, keys],
-        v[:, keys],
-        out[:, queries],
-        lse[:, :, queries],
-        tile.relation,
-        call.scale,
-        soft_cap=call.soft_cap,
-    )
+    finished = rows_of((dout, out, lse), tile.query_slice)
+    return call.kernel.backward(call.of_tile(tile, q, k, v), *finished)
 
 
 class _Outputs:
-    """The output of the queries at hand: the true one of the own, a stand-in for visitors'."""
+    """The output of the queries at hand: the true one of the own, a surrogate for visitors'."""
 
     def __init__(self, own: Item, out: Tensor) -> None:
         self._own, self._out = own, out
-        self._visitor, self._stand_in = own, out
+        self._visitor, self._surrogate = own, out
 
     def of(self, item: Item, block: Block) -> Tensor:
         """Return what serves a kernel as the output of the query block `item`."""
@@ -89,5 +78,5 @@ class _Outputs:
             return self._out
         if item != self._visitor:
             _, dout, _, factor = block
-            self._visitor, self._stand_in = item, stand_in_output(dout, factor)
-        return self._stand_in
+            self._visitor, self._surrogate = item, surrogate_output(dout, factor)
+        return self._surrogate

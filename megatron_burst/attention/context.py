@@ -10,15 +10,22 @@ from torch import Tensor
 
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
-from megatron_burst.kernels import Kernel, Request, check_kernel_name, passed_over, select_kernel
+from megatron_burst.kernels import (
+    Kernel,
+    Request,
+    TileCall,
+    check_kernel_name,
+    passed_over,
+    select_kernel,
+)
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, Plans, choose, make_layout, mib
-from megatron_burst.plans.recompute import boundary, first_kept_row
+from megatron_burst.plans.recompute import boundary, first_saved_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
@@ -38,9 +45,15 @@ class AttentionCall:
     kernel: Kernel
     scale: float
     communicator: Communicator
-    gradient_dtype: torch.dtype | None = None  # of gradients while they travel; None: that of sums
+    gradient_dtype: torch.dtype | None = None  # on the wire; None: that of sums
     soft_cap: float | None = None
-    first_kept_row: int = 0  # of a call with a memory: see `recompute`
+    first_saved_row: int = 0  # of a call with a memory: see `recompute`
+
+    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Cut the tile's rows out of the blocks that it reads."""
+        queries, keys = tile.query_slice.rows, tile.key_slice.rows
+        tensors = q[:, queries], k[:, keys], v[:, keys]
+        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
 class BurstContext:
@@ -183,10 +196,12 @@ class BurstContext:
         self._remember(shapes, plans)
         request = _request(q, k, v, mask, soft_cap, plans)
         kernel = select_kernel(self.config.kernel, request)
-        travel = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        _, index = self.heads.place(self.rank)
-        ring = self.communicator.among(self.heads.ring(index)) if self.group else self.communicator
-        return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, travel, soft_cap)
+        wire = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
+        _, index = self.heads.coordinates(self.rank)
+        ring = (
+            self.communicator.subgroup(self.heads.ring(index)) if self.group else self.communicator
+        )
+        return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, wire, soft_cap)
 
     def _compare(self, call: str) -> None:
         """Compare a call with those of the other ranks, which new shapes or a new mask begin.
@@ -213,11 +228,11 @@ class BurstContext:
         tokens = q.shape[1] * self.grid.ranks
         stop = boundary(self.layout(tokens), memory.fraction)
         ring = self.heads.ring_layout(self.layout(tokens))
-        row = first_kept_row(ring, self.heads.place(self.rank)[0], stop)
-        if memory.kept is None or stop == tokens:
-            return replace(call, first_kept_row=row)
+        row = first_saved_row(ring, self.heads.coordinates(self.rank)[0], stop)
+        if memory.saved is None or stop == tokens:
+            return replace(call, first_saved_row=row)
         early = self.prepare(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
-        return replace(call, forward_plan=early.forward_plan, first_kept_row=row)
+        return replace(call, forward_plan=early.forward_plan, first_saved_row=row)
 
     def _remember(self, shapes: str, plans: Plans) -> None:
         """Keep the plans that were used last: with documents every batch has a mask of its own."""
@@ -236,7 +251,7 @@ class BurstContext:
         choice = choose(
             self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
         )
-        plans = choice.plans(self.heads.place(self.rank)[0])
+        plans = choice.plans(self.heads.coordinates(self.rank)[0])
         # With documents every micro-batch has a mask of its own: one line for all of them.
         said = shape, replace(mask, documents=mask.documents and (0,))
         if self.rank == 0 and said not in self._logged:

@@ -14,7 +14,7 @@ from megatron_burst.transport.profiling import span
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks travel while tiles are computed."""
+    """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks arrive while tiles are computed."""
     plan = call.forward_plan
     blocks: dict[Item, Block] = {
         Item(Kind.QUERY, plan.rank): (q,),
@@ -22,31 +22,23 @@ def forward(
     }
     results = PartialResults(q, v.shape[-1])
     blocks |= parts_to_send(plan, blocks)
-    flight = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
+    transfers = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
-        flight.post(number, step, blocks)
+        transfers.post(number, step, blocks)
         for tile in step.tiles:
             with span("forward", number, "tile", *tile.owners):
                 partial = _attend(tile, blocks, call)
             with span("forward", number, "merge"):
                 results.add(tile.query_rows, *partial)
             del partial  # else it would live beside the next tile's
-        blocks.update(flight.land(number))
+        blocks.update(transfers.land(number))
     return results.finish(sink)
 
 
 def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
     (q,), (k, v) = blocks[query_item], blocks[key_item]
-    queries, keys = tile.query_slice.rows, tile.key_slice.rows
-    return call.kernel.forward(
-        q[:, queries],
-        k[:, keys],
-        v[:, keys],
-        tile.relation,
-        call.scale,
-        soft_cap=call.soft_cap,
-    )
+    return call.kernel.forward(call.of_tile(tile, q, k, v))
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:

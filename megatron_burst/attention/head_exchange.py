@@ -58,7 +58,7 @@ class HeadExchange:
         """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
 
         Equals the tensors of all ranks put together by the layout and cut along the heads, which
-        must divide by the ranks. Differentiable; gradients travel in the tensors' dtype.
+        must divide by the ranks. Differentiable; gradients are sent in the tensors' dtype.
         """
         return _Exchange.apply(self, True, *tensors)
 
@@ -70,11 +70,13 @@ class HeadExchange:
         """Carry out one all-to-all; what goes from rank to rank goes together."""
         parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
-        flight = self._communicator.begin("head exchange", self._plan, lambda _: parts[self.rank])
+        transfers = self._communicator.begin(
+            "head exchange", self._plan, lambda _: parts[self.rank]
+        )
         with span("head exchange"):
             for number, step in enumerate(self._plan.steps):
-                flight.post(number, step, outgoing)
-                for item, block in flight.land(number):
+                transfers.post(number, step, outgoing)
+                for item, block in transfers.land(number):
                     parts[item.owner] = block
         return tuple(self._join(of_one, to_heads) for of_one in zip(*parts, strict=True))
 

@@ -13,7 +13,7 @@ class PartialResults:
 
     Equals softmax over all keys seen so far: with m = logaddexp of the lse's,
     out = Σ exp(lse_i - m) out_i. Kept in float32 (float64 for float64 inputs), because a sum in
-    bfloat16 would round once a tile. A row that sees nothing ends with out = 0 and lse = -inf.
+    bfloat16 would round once a tile. A row without a tile ends with out = 0 and lse = -inf.
     """
 
     def __init__(self, q: Tensor, value_head_dim: int) -> None:
@@ -24,20 +24,14 @@ class PartialResults:
 
     def add(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add the result of one tile to the queries in `rows`; the tensors become ours."""
-        # Of a row that sees nothing kernels return an lse of -inf or +inf, and as out anything.
-        blind = lse_BHS.isinf()
-        lse_BHS.masked_fill_(blind, float("-inf"))
-        out_BSHD.masked_fill_(_per_row(blind), 0.0)
         if self._out_BSHD is None and rows.length == self._shape[1]:
             self._out_BSHD, self._lse_BHS = out_BSHD, lse_BHS  # with one tile it stays at that
             return
         total_out_BSHD, total_lse_BHS = self._wide_totals()
         total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
         merged = torch.logaddexp(total_lse, lse_BHS)
-        # A row that has seen nothing stays at -inf; subtract 0 there, for -inf - -inf is NaN.
-        base = merged.masked_fill(merged.isneginf(), 0.0)
-        total_out.mul_(_per_row((total_lse - base).exp()))
-        total_out.addcmul_(_per_row((lse_BHS - base).exp()), out_BSHD)
+        total_out.mul_(_per_row((total_lse - merged).exp()))
+        total_out.addcmul_(_per_row((lse_BHS - merged).exp()), out_BSHD)
         total_lse.copy_(merged)
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Keeps results of a checkpointed call from its first pass for its second.
+"""Saves results of a checkpointed call's first pass for its second.
 
 Megatron's full recompute runs every layer twice, attention and its ring with it. Of a causal
-sequence the late rows cost most, and early ones see none of them: kept are the results of the last
-1-ρ of the sequence, and the first ρ runs again, for ρ² of the FLOPs and, as only early keys have to
-travel, ρ of the ring's bytes.
+sequence the late rows cost most, and early ones see none of them. Saved are the outputs of the last
+1-ρ of the sequence, and the first ρ is recomputed, for ρ² of the FLOPs and, as only early keys have
+to be sent, ρ of the ring's bytes.
 """
 
 from dataclasses import dataclass
@@ -24,37 +24,37 @@ class AttentionMemory:
     """
 
     fraction: float
-    """ρ, the share of the sequence that runs again; rounded to whole chunks."""
+    """ρ, the share of the sequence that is recomputed; rounded to whole chunks."""
     host: "HostMemory | None" = None
-    """Where what a GPU has computed is kept; None: where it is."""
-    kept: "Kept | None" = None
+    """Where what a GPU has computed is saved; None: where it is."""
+    saved: "SavedRows | None" = None
 
     def __post_init__(self) -> None:
         """Check the fraction."""
         check_fraction(self.fraction)
 
-    def keep(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Keep the results from `row` on."""
+    def save(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Save the results from `row` on."""
         late = out_BSHD[:, row:], lse_BHS[:, :, row:]
         if self.host is not None:
-            self.kept = self.host.store(row, *late)
+            self.saved = self.host.store(row, *late)
         else:
             out, lse = (x.clone() for x in late)  # the whole is to be freed
-            self.kept = Kept(row, out, lse)
+            self.saved = SavedRows(row, out, lse)
 
     def fetch(self) -> None:
-        """Start to bring what is kept back from the host, ahead of the second pass."""
-        if self.host is not None and self.kept is not None:
-            self.kept = self.host.fetch(self.kept)
+        """Start to bring what is saved back from the host, ahead of the second pass."""
+        if self.host is not None and self.saved is not None:
+            self.saved = self.host.fetch(self.saved)
 
-    def recall(self) -> "Kept | None":
-        """Return what is kept and forget it; None before the first pass."""
-        kept, self.kept = self.kept, None
-        return kept
+    def recall(self) -> "SavedRows | None":
+        """Return what is saved and forget it; None before the first pass."""
+        saved, self.saved = self.saved, None
+        return saved
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedRows:
     """The results of a rank's rows from `row` on."""
 
     row: int
@@ -69,7 +69,7 @@ class Kept:
         return self.out_BSHD.nbytes + self.lse_BHS.nbytes
 
     def put(self, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Write the kept rows into the results of the others."""
+        """Write the saved rows into the results of the others."""
         if self.ready is not None:
             stream = torch.cuda.current_stream(out_BSHD.device)
             stream.wait_event(self.ready)
@@ -89,7 +89,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def store(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> Kept:
+    def store(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> SavedRows:
         """Start to copy results to the host, when they are computed."""
         device, copies = out_BSHD.device, []
         side = self._stream(device)
@@ -100,18 +100,18 @@ class HostMemory:
                 copies[-1].copy_(x, non_blocking=True)
                 x.record_stream(side)
         out, lse = copies
-        return Kept(row, out, lse, side.record_event(), device)
+        return SavedRows(row, out, lse, side.record_event(), device)
 
-    def fetch(self, kept: Kept) -> Kept:
+    def fetch(self, saved: SavedRows) -> SavedRows:
         """Start to copy them back; what is back already stays as it is."""
-        if kept.on_host_of is None:
-            return kept
-        side = self._stream(kept.on_host_of)
+        if saved.on_host_of is None:
+            return saved
+        side = self._stream(saved.on_host_of)
         with torch.cuda.stream(side):
             out, lse = (
-                x.to(kept.on_host_of, non_blocking=True) for x in (kept.out_BSHD, kept.lse_BHS)
+                x.to(saved.on_host_of, non_blocking=True) for x in (saved.out_BSHD, saved.lse_BHS)
             )
-        return Kept(kept.row, out, lse, side.record_event())
+        return SavedRows(saved.row, out, lse, side.record_event())
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.stand_in import row_products
+from megatron_burst.attention.surrogate import row_products
 from megatron_burst.kernels.dtypes import accumulation_dtype
 
 

@@ -10,11 +10,11 @@ from megatron_burst.kernels.flash2 import Flash2Kernel
 from megatron_burst.kernels.flash3 import Flash3Kernel
 from megatron_burst.kernels.flash4 import Flash4Kernel
 from megatron_burst.kernels.padded import PaddedKernel
-from megatron_burst.kernels.protocol import Kernel, Request
+from megatron_burst.kernels.protocol import Kernel, Request, TileCall
 from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.kernels.torch_version import check_torch_version
 
-__all__ = ["KERNELS", "Kernel", "Request", "passed_over", "select_kernel"]
+__all__ = ["KERNELS", "Kernel", "Request", "TileCall", "passed_over", "select_kernel"]
 
 check_torch_version()
 

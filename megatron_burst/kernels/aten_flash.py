@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Request
-from megatron_burst.kernels.requirements import (
-    half_precision,
-    head_sizes_to,
-    no_soft_cap,
-    on_gpu,
-    one_head_size,
-)
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.requirements import Requirements
 
 
 class AtenFlashKernel:
@@ -21,83 +14,55 @@ class AtenFlashKernel:
     """
 
     name = "aten_flash"
+    requirements = Requirements()
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why torch's FlashAttention cannot serve the request."""
-        reasons = [
-            *on_gpu(request, 8),
-            *half_precision(request),
-            *one_head_size(request),
-            *head_sizes_to(request, 256),
-            *no_soft_cap(request),
-        ]
+        reasons = self.requirements.reasons_against(request)
         if not reasons and not torch.backends.cuda.is_flash_attention_available():
             reasons.append("this torch was built without FlashAttention")
         return reasons
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        assert soft_cap is None
-        left, right = relation.window(q.shape[1], k.shape[1])
+        left, right = tile.window
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
+            *tile.qkv,
             None,  # cumulative lengths of packed queries and keys
             None,
-            q.shape[1],
-            k.shape[1],
+            tile.q.shape[1],
+            tile.k.shape[1],
             0.0,
-            (left, right) == (None, 0),
+            tile.is_causal,
             False,
-            scale=scale,
+            scale=tile.scale,
             window_size_left=left,
             window_size_right=right,
         )
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        assert soft_cap is None
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
-        left, right = relation.window(q.shape[1], k.shape[1])
+        rng_state = torch.zeros(
+            2, dtype=torch.uint64, device=tile.q.device
+        )  # of dropout, which is 0
+        left, right = tile.window
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,
-            q,
-            k,
-            v,
+            *tile.qkv,
             out,
             lse.contiguous(),  # the kernel ignores its strides
             None,  # cumulative lengths of packed queries and keys
             None,
-            q.shape[1],
-            k.shape[1],
+            tile.q.shape[1],
+            tile.k.shape[1],
             0.0,
-            (left, right) == (None, 0),
+            tile.is_causal,
             rng_state,
             rng_state.new_empty(()),
-            scale=scale,
+            scale=tile.scale,
             window_size_left=left,
             window_size_right=right,
         )

@@ -1,15 +1,16 @@
 """ATen's flash attention for CPUs: returns the log-sum-exp and has a backward of its own."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.kernels.protocol import Request
-from megatron_burst.kernels.requirements import no_soft_cap, one_head_size
+from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.requirements import Requirements
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 
@@ -18,121 +19,96 @@ class CpuKernel:
     """Flash attention in torch's own CPU code; takes grouped kv heads without repeating them."""
 
     name = "cpu"
+    requirements = Requirements(
+        device="cpu",
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        largest_head=None,
+    )
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why ATen's CPU kernel cannot serve the request."""
-        reasons = []
-        if request.device.type != "cpu":
-            reasons.append(f"the tensors are on {request.device.type}")
-        if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            reasons.append(f"the dtype is {request.dtype}")
-        return [*reasons, *one_head_size(request), *no_soft_cap(request)]
+        return self.requirements.reasons_against(request)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        assert soft_cap is None
-        if relation.is_banded(q.shape[1], k.shape[1]):
-            return self._banded_forward(q, k, v, relation, scale)
-        out_BHSD, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_to_BHSD(q, k, v), 0.0, relation == Relation.CAUSAL, scale=scale
-        )
+        if tile.is_banded:
+            parts = [_forward(stripe.tile, stripe.mask) for stripe in _stripes(tile)]
+            out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        else:
+            out_BHSD, lse_BHS = _forward(tile)
         return out_BHSD.transpose(1, 2), lse_BHS
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        assert soft_cap is None
-        if relation.is_banded(q.shape[1], k.shape[1]):
-            return self._banded_backward(dout, q, k, v, out, lse, relation, scale)
-        grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_to_BHSD(dout, q, k, v, out), lse, 0.0, relation == Relation.CAUSAL, scale=scale
-        )
-        dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
-        return dq, dk, dv
-
-    def _banded_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_to_BHSD(q[:, rows.rows], k[:, keys.rows], v[:, keys.rows]),
-                0.0,
-                False,
-                attn_mask=mask,
-                scale=scale,
-            )
-            for rows, keys, mask in _stripes(q, k, relation)
-        ]
-        out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
-        return out_BHSD.transpose(1, 2), lse_BHS
-
-    def _banded_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = accumulation_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-        for rows, keys, mask in _stripes(q, k, relation):
-            tensors = dout[:, rows.rows], q[:, rows.rows], k[:, keys.rows], v[:, keys.rows]
-            grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_to_BHSD(*tensors, out[:, rows.rows]),
-                lse[:, :, rows.rows],
-                0.0,
-                False,
-                attn_mask=mask,
-                scale=scale,
-            )
-            part_q, part_k, part_v = _to_BHSD(*grads_BHSD)
-            dq[:, rows.rows] = part_q
-            dk[:, keys.rows] += part_k
-            dv[:, keys.rows] += part_v
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        if not tile.is_banded:
+            return _backward(tile, dout, out, lse)
+        wide = accumulation_dtype(tile.q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in tile.qkv)
+        for stripe in _stripes(tile):
+            rows, keys = stripe.queries.rows, stripe.keys.rows
+            finished = dout[:, rows], out[:, rows], lse[:, :, rows]
+            part_q, part_k, part_v = _backward(stripe.tile, *finished, stripe.mask)
+            dq[:, rows] = part_q
+            dk[:, keys] += part_k
+            dv[:, keys] += part_v
+        return dq.to(tile.q.dtype), dk.to(tile.k.dtype), dv.to(tile.v.dtype)
 
 
-def _stripes(
-    q: Tensor, k: Tensor, relation: Relation
-) -> Iterator[tuple[Interval, Interval, Tensor | None]]:
+class _Stripe(NamedTuple):
+    """Some rows of a banded tile, with the keys that they see."""
+
+    queries: Interval
+    keys: Interval
+    tile: TileCall
+    mask: Tensor | None
+
+
+def _stripes(tile: TileCall) -> Iterator[_Stripe]:
     """Cut a banded tile into rows with the keys they see and a mask, because the kernel knows none.
 
     A mask is as large as a stripe, not as the tile.
     """
-    queries, every_key = q.shape[1], Interval(0, k.shape[1])
+    queries, every_key = tile.q.shape[1], Interval(0, tile.k.shape[1])
     for start in range(0, queries, _STRIPE_ROWS):
-        found = relation.cut(Interval(start, min(start + _STRIPE_ROWS, queries)), every_key)
+        stop = min(start + _STRIPE_ROWS, queries)
+        found = tile.band.cut(Interval(start, stop), every_key)
         assert found  # every query of a tile sees a key
         rows, keys, band = found
         mask = None
-        if band != Relation.FULL:
+        if band != Band.FULL:
             visible = band.visible(rows.length, keys.length)
-            mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
-        yield rows, keys, mask
+            mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
+            mask.masked_fill_(~visible, -torch.inf)
+        q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]
+        yield _Stripe(rows, keys, TileCall(q, k, v, Band.FULL, tile.scale), mask)
+
+
+def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (out [B, H, S, D], lse) of a full tile, a causal square, or one under a mask."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_to_BHSD(*tile.qkv),
+        0.0,
+        tile.band == Band.CAUSAL,
+        attn_mask=mask,
+        scale=tile.scale,
+    )
+
+
+def _backward(
+    tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_to_BHSD(dout, *tile.qkv, out),
+        lse,
+        0.0,
+        tile.band == Band.CAUSAL,
+        attn_mask=mask,
+        scale=tile.scale,
+    )
+    dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
+    return dq, dk, dv
 
 
 def _to_BHSD(*tensors: Tensor) -> list[Tensor]:

@@ -4,14 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.protocol import Request
-from megatron_burst.kernels.requirements import (
-    half_precision,
-    head_sizes_to,
-    on_gpu,
-    one_head_size,
-)
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.requirements import Requirements
 
 # The signatures are those of 2.7.0 and later; Blackwell was refused before 2.7.4.
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.4", "2.9")
@@ -21,77 +15,48 @@ class Flash2Kernel:
     """flash-attn 2: windows, soft caps and a deterministic backward."""
 
     name = "flash2"
+    requirements = Requirements(package=PACKAGE, soft_cap=True)
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why flash-attn 2 cannot serve the request."""
-        reasons = [
-            *PACKAGE.reasons_against(),
-            *on_gpu(request, 8),
-            *half_precision(request),
-            *one_head_size(request),
-            *head_sizes_to(request, 256),
-        ]
-        return reasons or PACKAGE.import_reasons()
+        return self.requirements.reasons_against(request)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        left, right = relation.window(q.shape[1], k.shape[1])
+        left, right = tile.window
         out, lse, *_ = PACKAGE.functions()._flash_attn_forward(
-            q,
-            k,
-            v,
+            *tile.qkv,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=(left, right) == (None, 0),
+            softmax_scale=tile.scale,
+            causal=tile.is_causal,
             window_size_left=-1 if left is None else left,
             window_size_right=-1 if right is None else right,
-            softcap=soft_cap or 0.0,
+            softcap=tile.soft_cap or 0.0,
             alibi_slopes=None,
             return_softmax=False,
         )
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        left, right = relation.window(q.shape[1], k.shape[1])
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        left, right = tile.window
+        dq, dk, dv = (torch.empty_like(x) for x in tile.qkv)
         PACKAGE.functions()._flash_attn_backward(
             dout,
-            q,
-            k,
-            v,
+            *tile.qkv,
             out,
             lse.contiguous(),  # the kernel ignores its strides
             dq,
             dk,
             dv,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=(left, right) == (None, 0),
+            softmax_scale=tile.scale,
+            causal=tile.is_causal,
             window_size_left=-1 if left is None else left,
             window_size_right=-1 if right is None else right,
-            softcap=soft_cap or 0.0,
+            softcap=tile.soft_cap or 0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )

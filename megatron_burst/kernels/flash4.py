@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.protocol import Request
-from megatron_burst.kernels.requirements import half_precision, head_sizes_to, on_gpu
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.requirements import Requirements
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
 _MLA = (192, 128)
@@ -16,38 +15,20 @@ class Flash4Kernel:
     """flash-attn 4: windows, soft caps, a deterministic backward and MLA's usual head sizes."""
 
     name = "flash4"
+    requirements = Requirements(package=PACKAGE, gpus=(9, 11), one_head_size=False, soft_cap=True)
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why flash-attn 4 cannot serve the request."""
-        on_device = on_gpu(request, 9, 11)
-        reasons = [
-            *PACKAGE.reasons_against(),
-            *on_device,
-            *half_precision(request),
-            *head_sizes_to(request, 256),
-            *_head_size_reasons(request, is_hopper=not on_device and _is_hopper(request.device)),
-        ]
-        return reasons or PACKAGE.import_reasons()
+        return self.requirements.reasons_against(request, *_head_size_reasons(request))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        left, right = relation.window(q.shape[1], k.shape[1])
+        left, right = tile.window
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
-            q,
-            k,
-            v,
-            softmax_scale=scale,
-            causal=(left, right) == (None, 0),
-            softcap=soft_cap,
+            *tile.qkv,
+            softmax_scale=tile.scale,
+            causal=tile.is_causal,
+            softcap=tile.soft_cap,
             window_size_left=left,
             window_size_right=right,
             return_lse=True,
@@ -55,30 +36,18 @@ class Flash4Kernel:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        left, right = relation.window(q.shape[1], k.shape[1])
+        left, right = tile.window
         dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
-            q,
-            k,
-            v,
+            *tile.qkv,
             out,
             dout,
             lse.contiguous(),
-            softmax_scale=scale,
-            causal=(left, right) == (None, 0),
-            softcap=soft_cap or 0.0,
+            softmax_scale=tile.scale,
+            causal=tile.is_causal,
+            softcap=tile.soft_cap or 0.0,
             window_size_left=left,
             window_size_right=right,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -87,10 +56,12 @@ class Flash4Kernel:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+    on_gpu = device.type == "cuda" and torch.version.cuda is not None
+    return on_gpu and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _head_size_reasons(request: Request, *, is_hopper: bool) -> list[str]:
+def _head_size_reasons(request: Request) -> list[str]:
+    is_hopper = _is_hopper(request.device)
     sizes = request.head_dim, request.value_head_dim
     reasons = []
     if sizes[0] != sizes[1] and sizes != _MLA:

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.protocol import Kernel, Request
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels.protocol import Kernel, Request, TileCall
 
 
 @dataclass(slots=True)
 class PaddedKernel:
-    """Another kernel with all heads padded to one size; what travels in a ring is not padded.
+    """Another kernel with all heads padded to one size; what a ring sends is not padded.
 
     Zeros in q and k change no score, for the scale stays that of the true size; zeros in v add
     columns of zeros to the output, which are cut off again. Likewise the gradients.
@@ -30,49 +29,22 @@ class PaddedKernel:
         padded = replace(request, head_dim=self.size, value_head_dim=self.size)
         return self.inner.reasons_against(padded)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        padded_q, padded_k, padded_v = (self._pad(x) for x in (q, k, v))
-        out, lse = self.inner.forward(
-            padded_q, padded_k, padded_v, relation, scale, soft_cap=soft_cap
-        )
-        return _cut(out, v), lse
+        out, lse = self.inner.forward(self._padded(tile))
+        return _cut(out, tile.v), lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        dq, dk, dv = self.inner.backward(
-            self._pad(dout),
-            self._pad(q),
-            self._pad(k),
-            self._pad(v),
-            self._pad(out),
-            lse,
-            relation,
-            scale,
-            soft_cap=soft_cap,
-        )
-        return _cut(dq, q), _cut(dk, k), _cut(dv, v)
+        gradients = self.inner.backward(self._padded(tile), self._pad(dout), self._pad(out), lse)
+        dq, dk, dv = map(_cut, gradients, tile.qkv)
+        return dq, dk, dv
+
+    def _padded(self, tile: TileCall) -> TileCall:
+        q, k, v = map(self._pad, tile.qkv)
+        return replace(tile, q=q, k=k, v=v)
 
     def _pad(self, x: Tensor) -> Tensor:
         return pad(x, (0, self.size - x.shape[3])) if x.shape[3] < self.size else x

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +35,60 @@ class Request:
         has_documents: bool = False,
     ) -> "Request":
         """Describe these tensors, [batch, tokens, heads, head size]."""
-        return cls(
-            q.device,
-            q.dtype,
-            q.shape[2],
-            k.shape[2],
-            q.shape[3],
-            v.shape[3],
-            is_banded,
-            soft_cap,
-            has_documents,
-        )
+        heads, sizes = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
+        return cls(q.device, q.dtype, *heads, *sizes, is_banded, soft_cap, has_documents)
+
+
+@dataclass(frozen=True, slots=True)
+class TileCall:
+    """The attention of one tile, as a kernel is given it.
+
+    q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
+    dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
+    the tokens.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    band: Band
+    scale: float
+    soft_cap: float | None = None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors."""
+        return self.q, self.k, self.v
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether the tile is neither full nor a causal square."""
+        return self.band.is_banded(self.q.shape[1], self.k.shape[1])
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """(left, right) as FlashAttention counts them; None is no limit."""
+        return self.band.window(self.q.shape[1], self.k.shape[1])
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether FlashAttention calls it causal: nothing to the right of its diagonal."""
+        return self.window == (None, 0)
 
 
 class Kernel(Protocol):
     """Attention of one tile; every backend equals the slow code below.
 
-    q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
-    dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
-    the tokens. With scores = scale · q kᵀ, under a soft cap soft_cap · tanh(scale · q kᵀ /
-    soft_cap), masked by the relation, forward returns out = softmax(scores) v in q's dtype and
-    lse = logsumexp(scores), [batch, query heads, queries], natural logarithm, float32 or better.
-    A kernel without soft caps names that among its reasons, and is never given one.
+    With scores = scale · q kᵀ, under a soft cap soft_cap · tanh(scale · q kᵀ / soft_cap), masked by
+    the band, forward returns out = softmax(scores) v in q's dtype and lse = logsumexp(scores),
+    [batch, query heads, queries], natural logarithm, float32 or better. A kernel without soft caps
+    names that among its reasons, and is never given one.
 
     Backward is that of the whole sequence, restricted to the tile: `lse` and `out` are those of the
     finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`
     are those of the finished output (delta = rowsum(dout ∘ out)).
 
-    Of a row that sees nothing, forward returns an lse of -inf or +inf and as out anything. Backward
-    gets +inf as the lse of a row that sees nothing in the whole sequence, and such a row adds
-    exactly 0 to every gradient: exp(score - inf) is 0.
+    Every query of a tile sees one of its keys, so that every lse is finite.
     """
 
     name: str
@@ -73,31 +97,12 @@ class Kernel(Protocol):
         """Return why this kernel cannot serve the request; empty if it can."""
         ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return the tile's (out, lse), newly made tensors."""
         ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tile's (dq, dk, dv), newly made tensors of the shapes of q, k and v."""
         ...

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Request
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.protocol import Request, TileCall
 
 
 class ReferenceKernel:
@@ -16,44 +16,26 @@ class ReferenceKernel:
         """Nothing stands against it but its speed."""
         return []
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        scores_BHQK = _masked(_scores(q, k, scale, soft_cap), relation)
+        scores_BHQK = _masked(_scores(tile), tile)
         lse_BHQ = scores_BHQK.logsumexp(-1)
         weights_BHQK = (scores_BHQK - lse_BHQ[..., None]).exp()
-        out = _weighted_sum(weights_BHQK, _per_query_head(v, q))
-        return out.to(q.dtype), lse_BHQ.to(torch.promote_types(q.dtype, torch.float32))
+        out, dtype = _weighted_sum(weights_BHQK, _per_query_head(tile.v, tile.q)), tile.q.dtype
+        return out.to(dtype), lse_BHQ.to(accumulation_dtype(dtype))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        scores_BHQK = _scores(q, k, scale, soft_cap)
-        weights_BHQK = (_masked(scores_BHQK, relation) - lse.double()[..., None]).exp()
+        q, k, v = tile.qkv
+        scores_BHQK = _scores(tile)
+        weights_BHQK = (_masked(scores_BHQK, tile) - lse.double()[..., None]).exp()
         dweights_BHQK = torch.einsum("bqhd,bkhd->bhqk", dout.double(), _per_query_head(v, q))
         delta_BHQ = (dout.double() * out.double()).sum(-1).transpose(1, 2)
-        dscores_BHQK = weights_BHQK * (dweights_BHQK - delta_BHQ[..., None]) * scale
-        if soft_cap is not None:
-            dscores_BHQK *= 1 - (scores_BHQK / soft_cap).square()  # the derivative of tanh
+        dscores_BHQK = weights_BHQK * (dweights_BHQK - delta_BHQ[..., None]) * tile.scale
+        if tile.soft_cap is not None:
+            dscores_BHQK *= 1 - (scores_BHQK / tile.soft_cap).square()  # the derivative of tanh
 
         dq = _weighted_sum(dscores_BHQK, _per_query_head(k, q))
         dk = _weighted_sum(dscores_BHQK.mT, q.double())
@@ -61,14 +43,15 @@ class ReferenceKernel:
         return dq.to(q.dtype), _per_kv_head(dk, k), _per_kv_head(dv, v)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    scores_BHQK = torch.einsum("bqhd,bkhd->bhqk", q.double(), _per_query_head(k, q)) * scale
-    return scores_BHQK if soft_cap is None else soft_cap * (scores_BHQK / soft_cap).tanh()
+def _scores(tile: TileCall) -> Tensor:
+    q, k, cap = tile.q, tile.k, tile.soft_cap
+    scores_BHQK = torch.einsum("bqhd,bkhd->bhqk", q.double(), _per_query_head(k, q)) * tile.scale
+    return scores_BHQK if cap is None else cap * (scores_BHQK / cap).tanh()
 
 
-def _masked(scores_BHQK: Tensor, relation: Relation) -> Tensor:
+def _masked(scores_BHQK: Tensor, tile: TileCall) -> Tensor:
     queries, keys = scores_BHQK.shape[2:]
-    visible_QK = relation.visible(queries, keys, scores_BHQK.device)
+    visible_QK = tile.band.visible(queries, keys, scores_BHQK.device)
     return scores_BHQK.masked_fill(~visible_QK, float("-inf"))
 
 

@@ -1,48 +1,66 @@
-"""What several kernels ask of a request, each as the reasons why it is not met."""
+"""What a kernel asks of a request, declared as data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
+from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request
 
-
-def on_gpu(request: Request, oldest: int, newest: int | None = None) -> list[str]:
-    """Ask for an NVIDIA GPU whose major compute capability is in this range."""
-    if request.device.type != "cuda":
-        return [f"the tensors are on {request.device.type}"]
-    if torch.version.cuda is None:
-        return ["this torch was not built for NVIDIA GPUs"]
-    major, minor = torch.cuda.get_device_capability(request.device)
-    if major < oldest:
-        return [f"the GPU has compute capability {major}.{minor}, older than {oldest}.0"]
-    if newest is not None and major > newest:
-        return [f"the GPU has compute capability {major}.{minor}, newer than {newest}.x"]
-    return []
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def half_precision(request: Request) -> list[str]:
-    """Ask for bfloat16 or float16."""
-    if request.dtype in (torch.bfloat16, torch.float16):
-        return []
-    return [f"the dtype is {request.dtype}, not bfloat16 or float16"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirements:
+    """What a kernel serves; by default what a FlashAttention on NVIDIA GPUs does."""
 
+    package: Package | None = None
+    """That has to be installed."""
+    device: str = "cuda"
+    gpus: tuple[int, int | None] = (8, None)
+    """The oldest and the newest major compute capability; None: any that is newer."""
+    dtypes: tuple[torch.dtype, ...] = HALF_PRECISION
+    largest_head: int | None = 256
+    """Head sizes are multiples of 8 up to this; None: any."""
+    one_head_size: bool = True
+    """Whether heads of K and V must be of one size."""
+    soft_cap: bool = False
+    """Whether the kernel has soft caps."""
 
-def one_head_size(request: Request) -> list[str]:
-    """Ask for K and V with heads of one size."""
-    sizes = request.head_dim, request.value_head_dim
-    return (
-        [] if sizes[0] == sizes[1] else ["head sizes of K and V differ ({} and {})".format(*sizes)]
-    )
+    def reasons_against(self, request: Request, *more: str) -> list[str]:
+        """Return why the request, or `more` than that, stands against the kernel.
 
+        Only where nothing does is the package imported, which may take seconds.
+        """
+        reasons = [*self._reasons(request), *more]
+        return reasons or (self.package.import_reasons() if self.package else [])
 
-def head_sizes_to(request: Request, largest: int) -> list[str]:
-    """Ask for head sizes that are multiples of 8 and at most `largest`."""
-    return [
-        f"head size {size} is not a multiple of 8 up to {largest}"
-        for size in sorted({request.head_dim, request.value_head_dim})
-        if size % 8 or size > largest
-    ]
+    def _reasons(self, request: Request) -> Iterator[str]:
+        if self.package:
+            yield from self.package.reasons_against()
+        yield from self._device_reasons(request)
+        if request.dtype not in self.dtypes:
+            names = " or ".join(map(str, self.dtypes)).replace("torch.", "")
+            yield f"the dtype is {request.dtype}, not {names}"
+        sizes = request.head_dim, request.value_head_dim
+        if self.one_head_size and sizes[0] != sizes[1]:
+            yield "head sizes of K and V differ ({} and {})".format(*sizes)
+        for size in sorted(set(sizes)) if self.largest_head else ():
+            if size % 8 or size > (self.largest_head or size):
+                yield f"head size {size} is not a multiple of 8 up to {self.largest_head}"
+        if request.soft_cap is not None and not self.soft_cap:
+            yield "it has no soft cap"
 
-
-def no_soft_cap(request: Request) -> list[str]:
-    """Ask for scores without a soft cap."""
-    return [] if request.soft_cap is None else ["it has no soft cap"]
+    def _device_reasons(self, request: Request) -> Iterator[str]:
+        if request.device.type != self.device:
+            yield f"the tensors are on {request.device.type}"
+        elif self.device == "cuda" and torch.version.cuda is None:
+            yield "this torch was not built for NVIDIA GPUs"
+        elif self.device == "cuda":
+            major, minor = torch.cuda.get_device_capability(request.device)
+            oldest, newest = self.gpus
+            if major < oldest:
+                yield f"the GPU has compute capability {major}.{minor}, older than {oldest}.0"
+            if newest is not None and major > newest:
+                yield f"the GPU has compute capability {major}.{minor}, newer than {newest}.x"

@@ -3,9 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from megatron_burst.loss.chunk_size import (
     Chunking,
     Sizes,
     of_tokens,
-    pays_in_forward,
     within,
 )
 from megatron_burst.loss.loops import Head
@@ -28,23 +25,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_MEMORY_MB = 512
 
 
-class Gradients(StrEnum):
-    """When gradients are made."""
-
-    AUTO = "auto"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
 def _debug_chunking(chunking: Chunking) -> None:
     logger.debug("linear_cross_entropy: %s", chunking)
-
-
-def _warn_of_mismatch() -> None:
-    logger.warning(
-        "linear_cross_entropy: the gradient of the losses is not loss_mask times one factor, so "
-        "the gradients made in forward were made in vain; pass loss_mask, or gradients='backward'"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,37 +36,25 @@ class Call:
     objective: Objective
     chunk_size: int | None = None
     memory_mb: float | None = None
-    gradients: Gradients = Gradients.AUTO
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     weight_sum: Callable[[Tensor], WeightSum] = OwnSum  # for one backward
     on_chunking: Callable[[Chunking], None] = _debug_chunking
-    on_mismatch: Callable[[], None] = _warn_of_mismatch
 
-    def chunking(self, sizes: Sizes, *, needs_gradients: bool) -> Chunking:
-        """Choose the chunks, and when gradients are made if any are."""
-        limit = None
-        if self.chunk_size is None:
-            memory_mb = DEFAULT_MEMORY_MB if self.memory_mb is None else self.memory_mb
-            limit = int(memory_mb * MIB)
-        in_forward = needs_gradients and (
-            self.gradients is Gradients.FORWARD
-            or (self.gradients is Gradients.AUTO and pays_in_forward(sizes, limit))
-        )
+    def chunking(self, sizes: Sizes) -> Chunking:
+        """Choose the chunks."""
         if self.chunk_size is not None:
-            return of_tokens(sizes, self.chunk_size, in_forward=in_forward)
-        assert limit is not None
-        return within(sizes, limit, in_forward=in_forward)
+            return of_tokens(sizes, self.chunk_size)
+        memory_mb = DEFAULT_MEMORY_MB if self.memory_mb is None else self.memory_mb
+        return within(sizes, int(memory_mb * MIB))
 
 
-def apply(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss_mask: Tensor | None, call: Call
-) -> Tensor:
+def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor:
     """Do what `linear_cross_entropy` says, with the settings in one object."""
     alone = call.group is None or call.group.size() == 1
     group = None if alone else call.group
     vocabulary = Vocabulary(weight.shape[0], group, call.sequence_parallel)
-    _check(hidden, weight, targets, loss_mask, vocabulary.ranks if call.sequence_parallel else 1)
+    _check(hidden, weight, targets, vocabulary.ranks if call.sequence_parallel else 1)
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],
@@ -95,19 +65,14 @@ def apply(
         slopes=call.objective.logit_softcap is not None,
         sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
     )
-    needs_gradients = torch.is_grad_enabled() and hidden.requires_grad
-    chunking = call.chunking(sizes, needs_gradients=needs_gradients)
+    chunking = call.chunking(sizes)
     call.on_chunking(chunking)
     head = Head(weight.detach(), call.objective, vocabulary, chunking)
-    loss: Tensor = LinearCrossEntropy.apply(
-        hidden, weight, targets, loss_mask, head, call.weight_sum, call.on_mismatch
-    )
+    loss: Tensor = LinearCrossEntropy.apply(hidden, weight, targets, head, call.weight_sum)
     return loss
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss_mask: Tensor | None, parts: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:
     if hidden.dtype != weight.dtype or not weight.is_floating_point():
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}: give both in one floating dtype"
@@ -126,9 +91,4 @@ def _check(
         raise ValueError(
             f"targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             + (f" on each of {parts} ranks" if parts > 1 else "")
-        )
-    if loss_mask is not None and loss_mask.shape != targets.shape:
-        raise ValueError(
-            f"loss_mask {tuple(loss_mask.shape)} has not the shape of targets "
-            f"{tuple(targets.shape)}"
         )

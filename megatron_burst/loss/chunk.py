@@ -43,7 +43,7 @@ class Workspace:
         return logits
 
     def statistics(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Return [statistics, tokens]; leaves exp(logits - their largest) in `logits`.
+        """Return [statistics, tokens]; overwrites `logits`.
 
         They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
         target is in no column, and for label smoothing the sum of the logits.
@@ -56,8 +56,7 @@ class Workspace:
 
     def gradient(
         self,
-        exponentials: Tensor,
-        to_probability: Tensor | None,
+        probabilities: Tensor,
         lse: Tensor,
         targets: Targets,
         grad: Tensor,
@@ -66,8 +65,7 @@ class Workspace:
         """Return the gradient of the unscaled, uncapped logits.
 
         Args:
-            exponentials: [tokens, rows], overwritten.
-            to_probability: [tokens], by which they become probabilities; None where they are.
+            probabilities: [tokens, rows], overwritten.
             lse: [tokens], of the whole vocabulary.
             targets: of these tokens among these rows.
             grad: [tokens], the gradient of the losses; 0 for what is ignored.
@@ -76,19 +74,17 @@ class Workspace:
         grad = grad * self._objective.logit_scale
         smoothing, z_loss = self._objective.label_smoothing, self._objective.z_loss
         factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad
-        if to_probability is not None:
-            factor = factor * to_probability
-        exponentials.mul_(factor[:, None])
+        probabilities.mul_(factor[:, None])
         if smoothing:
-            exponentials.sub_((grad * (smoothing / vocabulary))[:, None])
+            probabilities.sub_((grad * (smoothing / vocabulary))[:, None])
         hit = grad * (smoothing - 1.0) * targets.mine
-        exponentials.scatter_add_(1, targets.column[:, None], hit[:, None])
+        probabilities.scatter_add_(1, targets.column[:, None], hit[:, None])
         if self._slopes is not None:
-            exponentials.mul_(self._slopes[: exponentials.numel()].view_as(exponentials))
-        narrow = exponentials
+            probabilities.mul_(self._slopes[: probabilities.numel()].view_as(probabilities))
+        narrow = probabilities
         if self._wide is not self._narrow:
-            narrow = self._narrow[: narrow.numel()].view_as(narrow).copy_(exponentials)
-        return LogitsGradient(narrow, exponentials)
+            narrow = self._narrow[: narrow.numel()].view_as(narrow).copy_(probabilities)
+        return LogitsGradient(narrow, probabilities)
 
     @staticmethod
     def _take(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -75,7 +75,6 @@ class Chunking:
     combined: int  # whole chunks, whose statistics the ranks combine at a time
     rows: int | None  # of dW that are summed at a time; None: all
     tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
-    in_forward: bool  # gradients are made in forward
     peak: int  # bytes
 
     @property
@@ -84,15 +83,14 @@ class Chunking:
 
         Logits, dh and dW; in backward the logits again, and a third time for blocks of rows.
         """
-        return 3 if self.in_forward else 4 if self.rows is None else 5
+        return 4 if self.rows is None else 5
 
     def __str__(self) -> str:
-        made = "in forward" if self.in_forward else "from logits computed again"
         blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
-        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB, gradients {made}{blocks}"
+        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB{blocks}"
 
 
-def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
+def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:
     """Return the chunking of `chunk_size` tokens, whatever memory it takes.
 
     Raises:
@@ -101,19 +99,18 @@ def of_tokens(sizes: Sizes, chunk_size: int, *, in_forward: bool) -> Chunking:
     if chunk_size < 1:
         raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
     tokens = min(chunk_size, max(sizes.tokens, 1))
-    sums = sizes.sums if in_forward or sizes.sums_apart else 0
+    sums = sizes.sums if sizes.sums_apart else 0
     statistics = sizes.tokens * sizes.for_a_token_of_statistics
     return Chunking(
         tokens=tokens,
         combined=max(sizes.tokens, 1),
         rows=None,
         tokens_of_rows=tokens,
-        in_forward=in_forward,
         peak=statistics + tokens * sizes.for_a_token_of_the_chunk() + sums,
     )
 
 
-def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
+def within(sizes: Sizes, limit: int) -> Chunking:
     """Return the largest even chunks that stay within `limit` bytes.
 
     Sums of dW that are apart from its gradient get half of the limit at most; where that is not
@@ -124,9 +121,8 @@ def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
         ValueError: one token does not fit, with the number of MiB that one needs.
     """
     rows, sums = sizes.vocabulary, 0
-    if in_forward or sizes.sums_apart:
-        if not in_forward:
-            rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
+    if sizes.sums_apart:
+        rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
         sums = rows * sizes.row_of_sums
     each, of_statistics = sizes.for_a_token_of_the_chunk(), sizes.for_a_token_of_statistics
     room = min(limit // 8, limit - sums - each)
@@ -144,7 +140,6 @@ def within(sizes: Sizes, limit: int, *, in_forward: bool) -> Chunking:
         combined=combined if combined == sizes.tokens else combined // tokens * tokens,
         rows=rows if rows < sizes.vocabulary else None,
         tokens_of_rows=_even(sizes.tokens, tokens * each // sizes.for_a_token_of_the_chunk(rows)),
-        in_forward=in_forward,
         peak=fixed + tokens * each,
     )
 
@@ -153,12 +148,3 @@ def _even(tokens: int, most: int) -> int:
     """Return the size of the fewest chunks of at most `most` tokens, the last hardly smaller."""
     tokens = max(tokens, 1)
     return -(-tokens // -(-tokens // min(most, tokens)))
-
-
-def pays_in_forward(sizes: Sizes, limit: int | None) -> bool:
-    """Say whether gradients should be made in forward: a quarter less work, if there is room.
-
-    The unscaled dW, in the dtype of sums, waits for backward; it may take half of the limit.
-    Over several ranks every chunk would have to wait for a collective of its own.
-    """
-    return limit is not None and sizes.ranks == 1 and sizes.sums <= limit // 2

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss.call import Call, Gradients, apply
+from megatron_burst.loss.call import Call, apply
 from megatron_burst.loss.objective import Objective
 
 
@@ -19,8 +19,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
-    loss_mask: Tensor | None = None,
-    gradients: Gradients | str = Gradients.AUTO,
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
@@ -38,9 +36,7 @@ def linear_cross_entropy(
         return loss.view(targets.shape)
 
     Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
-    once. Backward computes the logits of each chunk again. Gradients made in forward save that, a
-    quarter of all work, but fit only one direction: that the gradient of the losses will be
-    `loss_mask` times one factor. If it is not, backward finds out and computes the logits again.
+    once. Backward computes the logits of each chunk again.
 
     Args:
         hidden: [..., d] in float32, bfloat16, float16 or float64.
@@ -60,12 +56,6 @@ def linear_cross_entropy(
         z_loss: weight of the squared log-sum-exp.
         logit_softcap: logits are bounded by this, smoothly.
         logit_scale: factor of the logits, before the soft cap.
-        loss_mask: of targets' shape: what the losses will be multiplied with (None: all alike). It
-            changes no result, only whether gradients made in forward can be used. Where `hidden`
-            is narrower than float32 they are rounded once more, unless the factor is a power of
-            two: pass the mask divided by what the loss is divided by.
-        gradients: "forward", "backward", or "auto": in forward on one rank if dW in the dtype of
-            sums takes no more than half of the memory limit.
         group: the ranks over which the vocabulary is spread; None is this rank alone.
         sequence_parallel: `hidden` is this rank's part of the first dimension; targets are whole.
 
@@ -93,8 +83,7 @@ def linear_cross_entropy(
         ),
         chunk_size=chunk_size,
         memory_mb=memory_mb,
-        gradients=Gradients(gradients),
         group=group,
         sequence_parallel=sequence_parallel,
     )
-    return apply(hidden, weight, targets, loss_mask, call)
+    return apply(hidden, weight, targets, call)

@@ -1,4 +1,4 @@
-"""The loops over chunks: losses alone, gradients from logits computed again, and both at once."""
+"""The loops over chunks: losses alone, and gradients from logits computed again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +24,6 @@ class Head:
     vocabulary: Vocabulary
     chunking: Chunking
 
-    def workspace(self, *, slopes: bool) -> Workspace:
-        """Make the buffers of one chunk and all rows."""
-        return Workspace(self.weight, self.chunking.tokens, self.objective, slopes=slopes)
-
     def locate(self, targets: Tensor) -> Targets:
         """Find the targets [tokens] in this rank's shard."""
         return self.vocabulary.locate(targets.long(), self.objective.ignore_index)
@@ -48,7 +44,8 @@ def slices(total: int, size: int) -> Iterator[slice]:
 
 def loss_alone(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
-    workspace, wide = head.workspace(slopes=False), accumulation_dtype(hidden.dtype)
+    workspace = Workspace(head.weight, head.chunking.tokens, head.objective, slopes=False)
+    wide = accumulation_dtype(hidden.dtype)
     loss, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
     for block in slices(hidden.shape[0], head.chunking.combined):
         tokens, wanted = hidden[block], targets[block]
@@ -87,9 +84,8 @@ class LogitsAgain:
                 chunk,
                 workspace.gradient(
                     logits.sub_(self.lse[chunk, None]).exp_(),
-                    None,
                     self.lse[chunk],
-                    where.among(rows),
+                    where.in_rows(rows),
                     grad,
                     self.head.vocabulary.size,
                 ),
@@ -131,34 +127,3 @@ def _some_rows(again: LogitsAgain, rows: slice) -> Tensor:
     for chunk, gradient in again.gradients(rows, again.head.chunking.tokens_of_rows):
         total.add_product(gradient, again.hidden[chunk])
     return total.total
-
-
-def loss_and_gradients(
-    head: Head, hidden: Tensor, targets: Tensor, grad: Tensor, *, with_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return losses, log-sum-exps and the gradients for the given `grad` of the losses.
-
-    dW is a tensor in the dtype of sums. The shards' statistics are combined chunk by chunk.
-    """
-    workspace = head.workspace(slopes=True)
-    loss, lse = torch.empty_like(grad), torch.empty_like(grad)
-    d_hidden = torch.empty_like(hidden)
-    d_weight = OwnSum(head.weight)
-    for chunk in slices(hidden.shape[0], head.chunking.tokens):
-        where = head.locate(targets[chunk])
-        logits = workspace.logits(hidden[chunk], head.weight)
-        of_shard = workspace.statistics(logits, where)
-        loss[chunk], lse[chunk] = losses(
-            head.vocabulary.combine(of_shard),
-            where,
-            head.vocabulary.size,
-            head.objective,
-        )
-        to_probability = (of_shard[0] - lse[chunk]).exp_()
-        gradient = workspace.gradient(
-            logits, to_probability, lse[chunk], where, grad[chunk], head.vocabulary.size
-        )
-        torch.mm(gradient.narrow, head.weight, out=d_hidden[chunk])
-        if with_weight:
-            d_weight.add_product(gradient, hidden[chunk])
-    return loss, lse, d_hidden, d_weight.total if with_weight else None

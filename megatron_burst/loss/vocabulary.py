@@ -21,7 +21,7 @@ class Targets:
     counted: Tensor  # bool: not ignored
     known: Tensor  # bool: in the vocabulary, or ignored
 
-    def among(self, rows: slice) -> "Targets":
+    def in_rows(self, rows: slice) -> "Targets":
         """Return them as seen by some rows of the shard."""
         column = self.column - rows.start
         mine = self.mine & (column >= 0) & (column < rows.stop - rows.start)

@@ -18,9 +18,6 @@ class WeightSum(Protocol):
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden` [rows, d] of a chunk's tokens."""
 
-    def add(self, product: Tensor) -> None:
-        """Add a finished dW in the dtype of sums; `product` may be kept or changed."""
-
     def result(self) -> Tensor:
         """Return what autograd gets as the gradient of the weight."""
 
@@ -36,10 +33,6 @@ class OwnSum:
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden`."""
         add_product(self.total, gradient, hidden)
-
-    def add(self, product: Tensor) -> None:
-        """Take a finished sum."""
-        self._total = product if self._total is None else self._total.add_(product)
 
     def result(self) -> Tensor:
         """Return the sum, rounded once to the dtype of the weight."""

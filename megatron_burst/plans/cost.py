@@ -19,7 +19,7 @@ class Shape:
     head_dim: int  # of queries and keys
     value_head_dim: int
     element_bytes: int
-    gradient_bytes: int  # of an element of a gradient while it travels
+    gradient_bytes: int  # of an element of a gradient on the wire
     row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
 
     def item_bytes(self) -> dict[Kind, int]:
@@ -49,20 +49,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Payload bytes that leave: the most of any rank, rank's card or node.
+    """Payload bytes that leave: the most of any rank, rank's NIC or node.
 
-    A rank has a network card of its own, which only messages to other nodes pass; `node` is for
+    A rank has a NIC of its own, which only messages to other nodes pass; `node` is for
     machines whose ranks share one.
     """
 
     rank: int
-    card: int
+    nic: int
     node: int
 
     @property
-    def busiest_link(self) -> int:
-        """The bytes on the busiest link that is in use: a card's, or within one node a rank's."""
-        return self.card or self.rank
+    def bottleneck(self) -> int:
+        """The bytes on the bottleneck link: a NIC's, or within one node a rank's."""
+        return self.nic or self.rank
 
 
 def traffic(
@@ -74,17 +74,17 @@ def traffic(
         hops: of all ranks.
         sizes: the bytes of a whole item of each kind.
         nodes: each rank's node.
-        local_tokens: the rows of a whole item, where parts of items travel.
+        local_tokens: the rows of a whole item, where parts of items are sent.
     """
-    sent, through_card = [0] * len(nodes), [0] * len(nodes)
+    sent, through_nic = [0] * len(nodes), [0] * len(nodes)
     through_node = dict.fromkeys(nodes, 0)
     for hop in hops:
         size = _bytes(hop.item, sizes, local_tokens)
         sent[hop.source] += size
         if nodes[hop.source] != nodes[hop.target]:
-            through_card[hop.source] += size
+            through_nic[hop.source] += size
             through_node[nodes[hop.source]] += size
-    return Traffic(max(sent), max(through_card), max(through_node.values()))
+    return Traffic(max(sent), max(through_nic), max(through_node.values()))
 
 
 def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:

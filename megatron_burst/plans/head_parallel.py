@@ -27,7 +27,7 @@ class HeadGroups:
         """U, the number of ranks of a group."""
         return len(self.groups[0])
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int]:
         """Return the (group, index) of a rank."""
         return next((g, group.index(rank)) for g, group in enumerate(self.groups) if rank in group)
 

@@ -1,8 +1,8 @@
-"""Which keys a query sees, as the relation of two ranges of positions."""
+"""Which keys a query sees: between two ranges of positions a band around a diagonal."""
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -20,22 +20,27 @@ type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Relation:
+class Band:
     """What a tile's mask looks like to a kernel: query i sees the keys i - left … i + right.
 
-    Both are rows of the tile and at least 0, so that every query of a tile sees a key; None is no
-    limit on that side.
+    None is no limit on that side.
     """
 
     left: int | None
     right: int | None
 
-    FULL: ClassVar["Relation"]  # every query sees every key
-    CAUSAL: ClassVar["Relation"]  # of a square tile: query i sees keys 0 … i
+    FULL: ClassVar["Band"]  # every query sees every key
+    CAUSAL: ClassVar["Band"]  # of a square tile: query i sees keys 0 … i
 
     def is_banded(self, queries: int, keys: int) -> bool:
         """Whether a tile of this size is neither full nor a causal square."""
-        return self != Relation.FULL and (self != Relation.CAUSAL or queries != keys)
+        return self != Band.FULL and (self != Band.CAUSAL or queries != keys)
+
+    def reaches_all(self, queries: int, keys: int) -> bool:
+        """Whether every query of a tile of this size sees a key, as those of all our tiles do."""
+        right = keys - 1 if self.right is None else self.right  # of the first query
+        left = queries - 1 if self.left is None else self.left  # of the last
+        return keys > 0 and right >= 0 and queries - 1 - left < keys and left + right >= 0
 
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return (left, right) counted from the diagonal that ends in the tile's last corner.
@@ -67,12 +72,10 @@ class Relation:
             seen &= distance >= -self.left
         return seen
 
-    def cut(
-        self, queries: Interval, keys: Interval
-    ) -> "tuple[Interval, Interval, Relation] | None":
+    def cut(self, queries: Interval, keys: Interval) -> "tuple[Interval, Interval, Band] | None":
         """Return the least tile that holds all pairs of these rows; None if they see nothing.
 
-        The rows are counted in this relation's own tile, and may reach beyond it.
+        The rows are counted in this band's own tile, and may reach beyond it.
         """
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             return None
@@ -87,15 +90,15 @@ class Relation:
         shift = keys.start - queries.start
         left = None if self.left is None else self.left + shift
         right = None if self.right is None else self.right - shift
-        relation = Relation(
+        band = Band(
             None if left is None or left >= queries.length - 1 else left,
             None if right is None or right >= keys.length - 1 else right,
         )
-        return queries, keys, relation
+        return queries, keys, band
 
 
-Relation.FULL = Relation(None, None)
-Relation.CAUSAL = Relation(None, 0)
+Band.FULL = Band(None, None)
+Band.CAUSAL = Band(None, 0)
 
 
 def _triangle(side: int) -> int:
@@ -164,7 +167,8 @@ class Mask:
         Raises:
             ValueError: a negative window, boundaries that do not grow from 0, a table not square.
         """
-        return cls._checked(True, window, documents, block_table)
+        mask = cls.full(window=window, documents=documents, block_table=block_table)
+        return replace(mask, is_causal=True)
 
     @classmethod
     def full(
@@ -175,16 +179,6 @@ class Mask:
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let every position see every position, as far as the rest allows; see `causal`."""
-        return cls._checked(False, window, documents, block_table)
-
-    @classmethod
-    def _checked(
-        cls,
-        is_causal: bool,
-        window: int | None,
-        documents: Sequence[int] | None,
-        block_table: Tensor | None,
-    ) -> "Mask":
         if window is not None and window < 0:
             raise ValueError(f"a window of {window} positions is negative; None is no window")
         bounds = None if documents is None else tuple(map(int, documents))
@@ -194,9 +188,8 @@ class Mask:
                 raise ValueError(
                     f"document boundaries grow from 0 to the end of the sequence, got {bounds[:8]}"
                 )
-        return cls(
-            is_causal, window, bounds, None if block_table is None else BlockTable.of(block_table)
-        )
+        table = None if block_table is None else BlockTable.of(block_table)
+        return cls(False, window, bounds, table)
 
     def __str__(self) -> str:
         parts = ["causal" if self.is_causal else "full"]
@@ -241,7 +234,7 @@ class Mask:
         """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.
 
         Each side is the first and the last position of its pieces, which cross none of
-        `cuts(tokens)`. Of what is seen PARTLY, `relation` tells more.
+        `cuts(tokens)`. Of what is seen PARTLY, `band` tells more.
         """
         (first, last), (key_first, key_last) = [x[:, None] for x in queries], keys
         fully = np.ones((len(first), len(key_first)), bool)
@@ -263,7 +256,7 @@ class Mask:
             never |= first >= self.query_stop
         return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
 
-    def relation(self, query: range, key: range) -> tuple[Interval, Interval, Relation] | None:
+    def band(self, query: range, key: range) -> tuple[Interval, Interval, Band] | None:
         """Return the least tile with all pairs that causality and window leave; None if none is.
 
         The rows of the tile are counted in the two ranges, which have one step.
@@ -271,7 +264,7 @@ class Mask:
         distance = query.start - key.start
         left = None if self.window is None else (self.window - distance) // query.step
         right = distance // query.step if self.is_causal else None
-        return Relation(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
+        return Band(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
 
 
 def _digest(values: Sequence[int]) -> str:

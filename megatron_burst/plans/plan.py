@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 
 
 class Kind(StrEnum):
@@ -45,11 +45,11 @@ class Channel(StrEnum):
 
 
 class Item(NamedTuple):
-    """Something that can travel: the tensors of one kind that belong to one rank's tokens."""
+    """What can be sent: the tensors of one kind that belong to one rank's tokens."""
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
+    part: Interval | None = None  # which of the owner's rows, or shares of its heads; None: all
 
     def __str__(self) -> str:
         what = "heads" if self.kind is Kind.HEADS else "rows"
@@ -91,17 +91,23 @@ class Receive(NamedTuple):
 class Tile:
     """One kernel call: rows of one rank's queries against rows of one rank's keys.
 
-    The rows are counted in the whole of what the owner has. Where only a part of it comes, the part
-    is named, and `query_slice` and `key_slice` count in it.
+    Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
+    counted in the whole of what the owner has. Where only a part of it comes, the part is named,
+    and `query_slice` and `key_slice` count in it.
     """
 
     query_owner: int
     key_owner: int
     query_rows: Interval
     key_rows: Interval
-    relation: Relation
+    band: Band
     query_part: Interval | None = None
     key_part: Interval | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every query sees a key."""
+        queries, keys = self.query_rows.length, self.key_rows.length
+        assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
 
     @property
     def owners(self) -> tuple[int, int]:
@@ -111,12 +117,12 @@ class Tile:
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs the tile's mask lets through."""
-        return self.relation.pairs(self.query_rows.length, self.key_rows.length)
+        return self.band.pairs(self.query_rows.length, self.key_rows.length)
 
     @property
     def is_banded(self) -> bool:
         """Whether the tile is neither full nor a causal square."""
-        return self.relation.is_banded(self.query_rows.length, self.key_rows.length)
+        return self.band.is_banded(self.query_rows.length, self.key_rows.length)
 
     @property
     def blocks(self) -> tuple[Item, Item]:
@@ -133,6 +139,10 @@ class Tile:
             Item(Kind.D_QUERY, self.query_owner, self.query_part),
             Item(Kind.D_KV, self.key_owner, self.key_part),
         )
+
+    def rows_of(self, kind: Kind) -> Interval:
+        """Return the rows of its KV or QUERY block, counted in the whole."""
+        return self.key_rows if kind is Kind.KV else self.query_rows
 
     def reading(self, kind: Kind, part: Interval) -> "Tile":
         """Return the tile that reads its KV or QUERY block from this part of the owner's rows."""
@@ -153,7 +163,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Messages that are posted together and the tiles that are computed while they travel.
+    """Messages that are posted together and the tiles that are computed meanwhile.
 
     A block can be used in the steps after the one in which it landed. A gradient that lands is
     added to what the rank has of it. A gradient that is sent is handed on: the rank's sum is empty.
@@ -245,8 +255,8 @@ def _last_uses(
     """Return for each message that arrives the last step in which its buffer is needed.
 
     A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
-    becomes the sum (see `ring_attention.backward.GradientSums`) and stays until the sum has been
-    sent; what arrives after it, or at home, is added at once.
+    becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
+    sent; what arrives after it, or at the owner, is added at once.
     """
     read: dict[Item, int] = {}
     for step, computed in tiles.items():

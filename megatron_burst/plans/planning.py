@@ -1,4 +1,4 @@
-"""Chooses the plans of one attention call: what travels, and by which way; counted, not timed."""
+"""Chooses the schedules of one attention call by the bytes that they send; counted, not timed."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.plan import Kind, Plan
 from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-
-type Way = Ring | Direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +29,42 @@ class Plans:
     is_banded: bool  # whether any rank has tiles that are neither full nor causal squares
 
 
+type Costs = Mapping[Schedule, Traffic]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the plans of all ranks are made by, and what they cost a layer."""
+    """The schedules of one attention call, and what they and others would cost a layer."""
 
     tiling: Tiling
-    forward: Way
-    forward_traffic: Traffic
-    backward: Mapping[Kind, Way]
-    backward_traffic: Mapping[Kind, Traffic]
-    chosen: Kind  # what travels in the backward
+    forward: Schedule
+    forward_cost: Traffic
+    backward: Schedule
+    backward_costs: Costs  # of the best schedule for each kind of block that may be sent
     unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
 
     def plans(self, rank: int) -> Plans:
         """Return the plans of one rank."""
         return Plans(
             self.forward.forward(rank),
-            self.backward[self.chosen].backward(rank),
+            self.backward.backward(rank),
             any(tile.is_banded for tile in self.tiling.all()),
         )
 
     def __str__(self) -> str:
         """Say what a layer sends and computes, for the log."""
+        mask = self.tiling.mask
         if self.tiling.ranks == 1:
-            return f"{self.tiling.mask}, {self._share()}no rings"
-        (other,) = set(self.backward) - {self.chosen}
-        backward = {kind: mib(cost.busiest_link) for kind, cost in self.backward_traffic.items()}
+            return f"{mask}, {self._share()}no rings"
+        instead = f" by the {self.forward.name} instead of {mib(self.unmasked)}"
+        costs = {schedule: mib(cost.bottleneck) for schedule, cost in self.backward_costs.items()}
+        others = (f"the {s.name} would {cost}" for s, cost in costs.items() if s != self.backward)
         return (
-            f"{self.tiling.mask}: {self._share()}a layer sends {mib(self.forward_traffic.rank)} "
-            f"a rank forward{self._saved()}; backward the {self._way(self.chosen)} puts "
-            f"{backward[self.chosen]} on the busiest link, the {self._way(other)} would "
-            f"{backward[other]}; FLOPs max/mean {imbalance(self.tiling):.3f}"
+            f"{mask}: {self._share()}a layer sends {mib(self.forward_cost.rank)} a rank forward"
+            f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
+            f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
+            f"{imbalance(self.tiling):.3f}"
         )
-
-    def _way(self, kind: Kind) -> str:
-        return f"{kind} {'ring' if isinstance(self.backward[kind], Ring) else 'direct exchange'}"
 
     def _share(self) -> str:
         """How much of the work a window, documents or blocks leave."""
@@ -76,12 +76,6 @@ class Choice:
         tiles = sum(1 for _ in self.tiling.all())
         return f"{pairs / everything:.1%} of the pairs without it in {tiles} tiles, "
 
-    def _saved(self) -> str:
-        if not self.tiling.mask.is_sparse:
-            return ""
-        way = "by a ring" if isinstance(self.forward, Ring) else "straight"
-        return f" {way} instead of {mib(self.unmasked)}"
-
 
 def choose(
     config: BurstConfig,
@@ -91,7 +85,7 @@ def choose(
     nodes: Sequence[Hashable],
     along_grid: bool = False,
 ) -> Choice:
-    """Choose by the bytes on the busiest link.
+    """Choose by the bytes on the bottleneck link.
 
     Args:
         config: what is asked for.
@@ -103,23 +97,23 @@ def choose(
             process groups do; then nothing goes straight from any rank to any other.
     """
 
-    def cost(way: Way, *, backward: bool) -> Traffic:
-        hops = [*way.reads(), *(way.gradients() if backward else ())]
-        return traffic(hops, sizes, nodes, tiling.local_tokens)
+    def costs(kind: Kind, *, backward: bool) -> Costs:
+        return {
+            schedule: traffic(schedule.hops(backward=backward), sizes, nodes, tiling.local_tokens)
+            for schedule in _schedules(config, tiling, grid, nodes, kind, along_grid)
+        }
 
-    ways = _ways(config, tiling, grid, nodes, along_grid)
-    forward = {way: cost(way, backward=False) for way in ways[Kind.KV]}
-    backward = {kind: {w: cost(w, backward=True) for w in ways[kind]} for kind in ways}
-    best = {kind: _cheaper(costs) for kind, costs in backward.items()}
-    costs = {kind: backward[kind][way] for kind, way in best.items()}
-    way = _cheaper(forward)
+    forward = costs(Kind.KV, backward=False)
+    backward = {kind: costs(kind, backward=True) for kind in (Kind.KV, Kind.QUERY)}
+    best = {kind: _cheaper(found) for kind, found in backward.items()}
+    best_costs = {best[kind]: found[best[kind]] for kind, found in backward.items()}
+    allowed = [best[kind] for kind in _sent_backward(config)]
     return Choice(
         tiling,
-        way,
-        forward[way],
-        best,
-        costs,
-        _backward_kind(config, costs),
+        _cheaper(forward),
+        forward[_cheaper(forward)],
+        min(allowed, key=lambda schedule: best_costs[schedule].bottleneck),
+        best_costs,
         (grid.ranks - 1) * sizes[Kind.KV],
     )
 
@@ -149,21 +143,20 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
     return makers[config.layout](tokens, ranks)
 
 
-def _ways(
+def _schedules(
     config: BurstConfig,
     tiling: Tiling,
     grid: Grid,
     nodes: Sequence[Hashable],
+    kind: Kind,
     along_grid: bool,
-) -> dict[Kind, list[Way]]:
-    """Return, for what may travel, the plans that may be made: first the one that is usual."""
+) -> list[Schedule]:
+    """Return the schedules that may send blocks of this kind: first the usual one."""
     gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
-    kinds = (Kind.KV, Kind.QUERY)
-    ways: dict[Kind, list[Way]] = {kind: [Ring(tiling, grid, kind, back, gather)] for kind in kinds}
+    found: list[Schedule] = [Ring(tiling, grid, kind, back, gather)]
     if config.algorithm is Algorithm.BURST and tiling.mask.is_sparse and not along_grid:
-        for kind in kinds:
-            ways[kind].append(Direct(tiling, grid, kind))
-    return ways
+        found.append(Direct(tiling, grid, kind))
+    return found
 
 
 def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> GradientReturn:
@@ -174,24 +167,24 @@ def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable])
     return GradientReturn.CHAIN if chained else GradientReturn.HOME
 
 
-def _backward_kind(config: BurstConfig, costs: Mapping[Kind, Traffic]) -> Kind:
-    """Return what is to travel: as configured, or what puts fewer bytes on the busiest link."""
+def _sent_backward(config: BurstConfig) -> tuple[Kind, ...]:
+    """Return which kinds of block the backward may send."""
     if config.algorithm is not Algorithm.BURST:
-        return Kind.KV
+        return (Kind.KV,)
     if config.backward is Backward.AUTO:
-        return min(costs, key=lambda kind: costs[kind].busiest_link)
-    return Kind(config.backward.value)
+        return Kind.KV, Kind.QUERY
+    return (Kind(config.backward.value),)
 
 
-def _cheaper(costs: Mapping[Way, Traffic]) -> Way:
-    """Return the usual way, or another that puts at most half as much on the busiest link.
+def _cheaper(costs: Costs) -> Schedule:
+    """Return the usual schedule, or another that puts at most half as much on the bottleneck link.
 
     Less would not pay: messages of a direct exchange pass between any two ranks, and a rank holds
     all that it receives at once.
     """
     usual, *others = costs
-    limit = costs[usual].busiest_link / 2
-    return next((way for way in others if costs[way].busiest_link <= limit), usual)
+    limit = costs[usual].bottleneck / 2
+    return next((other for other in others if costs[other].bottleneck <= limit), usual)
 
 
 def mib(count: int) -> str:

@@ -1,10 +1,10 @@
-"""Which rows of attention are kept from a checkpointed call's first pass, and which run again."""
+"""Which rows of attention a checkpointed call saves in its first pass, and which it recomputes."""
 
 from megatron_burst.plans.layout import Layout
 
 
 def boundary(layout: Layout, fraction: float) -> int:
-    """Return the position before which rows run again: the border of chunks nearest to ρ·S.
+    """Return the position before which rows are recomputed: the border of chunks nearest to ρ·S.
 
     A rank alone, or one that holds every P-th token, has no chunks, and any position will do.
     """
@@ -15,7 +15,7 @@ def boundary(layout: Layout, fraction: float) -> int:
     return min(sorted(borders), key=lambda border: abs(border - wanted))
 
 
-def first_kept_row(layout: Layout, rank: int, stop: int) -> int:
+def first_saved_row(layout: Layout, rank: int, stop: int) -> int:
     """Return how many rows of a rank have positions before `stop`; they are its first.
 
     Raises:

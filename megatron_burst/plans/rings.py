@@ -1,16 +1,16 @@
-"""Plans of rings: blocks go around the rank grid, gradients follow them home.
+"""Plans of rings: blocks go around the rank grid, gradients return to their owners.
 
 In step p·L + s (pass p, step s of it) rank (node, local) works on the block of (node-p, local-s).
 Within a pass a block moves on to the next rank of the node. Between passes it starts again from the
 node's rank of the same local index as its owner, to which it has been on its way for a whole pass.
 With one node this is the flat ring.
 
-A gradient that returns by the chain collects one partial sum a rank, a step behind its block. It
-goes home from the owner's node when the first pass is over; of every later node the sum of its pass
-goes to the next node, and the last one home. Sent home instead, a rank's partial goes straight to
+A gradient that returns by the chain collects one partial sum a rank, a step behind its block. The
+owner's node returns it when the first pass is over; of every later node the sum of its pass is sent
+to the next node, and the last one to the owner. Returned straight instead, a rank's partial goes to
 the rank of the owner's local index in its own node, and the sum of that node straight to the owner.
-The owner's own partial waits at home; it is computed in parts, the first while the first block is
-on its way and the rest while the last gradient is.
+The owner's own partial stays there; it is computed in parts, the first while the first block is on
+its way and the rest while the last gradient is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,42 +18,36 @@ from dataclasses import dataclass
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, Tile, assemble
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
+from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import Grid
 
 type _Hops = Iterator[Hop]
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Schedule):
     """What the plans of all ranks have in common.
 
-    Nothing travels that nobody further on needs: a block stops after the last rank with a tile for
+    Nothing is sent that nobody further on needs: a block stops after the last rank with a tile for
     it, and a gradient starts at the first rank that has something to add. Rows at its ends that no
-    other rank needs stay at home.
+    other rank needs stay there.
     """
 
     tiling: Tiling
     grid: Grid
-    travels: Kind = Kind.KV
+    sent: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
     gradient_return: GradientReturn = GradientReturn.CHAIN
     """CHAIN or HOME."""
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
 
-    def forward(self, rank: int) -> Plan:
-        """Return a rank's plan of the forward."""
-        return assemble(rank, self.reads(), self.tiles(rank, backward=False))
-
-    def backward(self, rank: int) -> Plan:
-        """Return a rank's plan of the backward.
-
-        The gradient of what travels comes home; that of what stays is summed in place.
-        """
-        hops = [*self.reads(), *self.gradients()]
-        return assemble(rank, hops, self.tiles(rank, backward=True))
+    @property
+    def name(self) -> str:
+        """What it is called in the log."""
+        return f"{self.sent} ring"
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
@@ -72,7 +66,7 @@ class Ring:
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        ways = {GradientReturn.CHAIN: self._chain, GradientReturn.HOME: self._straight_home}
+        ways = {GradientReturn.CHAIN: self._chain, GradientReturn.HOME: self._to_owner}
         way = ways[self.gradient_return]
         return [hop for owner in self._owners for hop in _begun(way(owner), self._users(owner))]
 
@@ -87,27 +81,23 @@ class Ring:
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         """What `rank` computes with the block of `owner`."""
-        tiles = self._shared(rank, owner)
+        tiles = self.tiling.of_block(self.sent, owner, rank)
         if rank == owner or (part := self._part(owner)) is None:
             return tiles
-        return tuple(tile.reading(self.travels, part) for tile in tiles)
-
-    def _shared(self, rank: int, owner: int) -> tuple[Tile, ...]:
-        return self.tiling(*((rank, owner) if self.travels is Kind.KV else (owner, rank)))
+        return tuple(tile.reading(self.sent, part) for tile in tiles)
 
     def _part(self, owner: int) -> Interval | None:
         """The rows from the first to the last that another rank needs of a block; None for all.
 
         Without a mask beside causality all blocks are whole: a few rows less from the last chunk's
-        owner alone would not unload the busiest link.
+        owner alone would not unload the bottleneck link.
         """
         if not self.tiling.mask.is_sparse:
             return None
         needed = [
-            tile.key_rows if self.travels is Kind.KV else tile.query_rows
-            for rank in self._owners
-            if rank != owner
-            for tile in self._shared(rank, owner)
+            tile.rows_of(self.sent)
+            for user in self._users(owner)
+            for tile in self.tiling.of_block(self.sent, owner, user)
         ]
         if not needed:
             return None
@@ -116,7 +106,8 @@ class Ring:
 
     def _users(self, owner: int) -> set[int]:
         """The ranks beside the owner that compute with its block."""
-        return {rank for rank in self._owners if rank != owner and self._shared(rank, owner)}
+        others = (rank for rank in self._owners if rank != owner)
+        return {user for user in others if self.tiling.of_block(self.sent, owner, user)}
 
     def _tiles_by_step(self, rank: int) -> dict[int, Sequence[Tile]]:
         visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
@@ -125,24 +116,23 @@ class Ring:
         return dict(enumerate(visits))
 
     def _own_tiles_by_step(self, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
-        """Spread the own tiles over the first step and the ends, where the last gradients travel.
+        """Spread the own tiles over the first step and the ends, under the last gradients.
 
         A double ring ends with a message between nodes and one within the node: the half goes to
         the first of the two, a quarter to the other and to the start, whose message is within.
         """
-        parts = [thirds(tile) for tile in own]
-        halves, firsts, seconds = ([t for part in parts for t in part[i]] for i in range(3))
+        half, first, second = half_and_quarters(own)
         end = self.grid.ranks
         if min(self.grid.nodes, self.grid.ranks_per_node) == 1:
-            return {0: halves, end: firsts + seconds}
+            return {0: half, end: first + second}
         if self.gradient_return is GradientReturn.CHAIN:
-            return {0: firsts, end: halves, end + 1: seconds}
-        return {0: firsts, end: seconds, end + 1: halves}
+            return {0: first, end: half, end + 1: second}
+        return {0: first, end: second, end + 1: half}
 
     def _reads(self, owner: int) -> _Hops:
         """The block's way: along its owner's column from node to node, and around each node."""
-        grid, item = self.grid, Item(self.travels, owner, self._part(owner))
-        node, local = grid.place(owner)
+        grid, item = self.grid, Item(self.sent, owner, self._part(owner))
+        node, local = grid.coordinates(owner)
         length = grid.ranks_per_node
         for p in range(grid.nodes):
             if p > 0:
@@ -154,8 +144,8 @@ class Ring:
 
     def _chain(self, owner: int) -> _Hops:
         """The gradient's way if every rank adds to what came before."""
-        grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
-        node, local = grid.place(owner)
+        grid, item = self.grid, Item(self.sent.gradient, owner, self._part(owner))
+        node, local = grid.coordinates(owner)
         length, end = grid.ranks_per_node, grid.ranks + self._delay
         for p in range(grid.nodes):
             begin = p * length + self._delay
@@ -175,22 +165,22 @@ class Ring:
             ends = grid.at(node, local - 1), owner
             yield Hop(item, *ends, Channel.GRADIENT_WITHIN, end + 1, end + 1)
 
-    def _straight_home(self, owner: int) -> _Hops:
+    def _to_owner(self, owner: int) -> _Hops:
         """The gradient's way if each partial is sent as soon as it is there, summed once a node."""
-        grid, item = self.grid, Item(self.travels.gradient, owner, self._part(owner))
-        node, local = grid.place(owner)
+        grid, item = self.grid, Item(self.sent.gradient, owner, self._part(owner))
+        node, local = grid.coordinates(owner)
         length = grid.ranks_per_node
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for p in range(grid.nodes):
             begin = p * length + self._delay
-            home = grid.at(node + p, local)
+            gathers = grid.at(node + p, local)
             for s in range(1, length):
-                ends = grid.at(node + p, local + s), home
+                ends = grid.at(node + p, local + s), gathers
                 yield Hop(item, *ends, Channel.GRADIENT_WITHIN, begin + s + 1, begin + s + 1)
             if p > 0:
                 leaves = begin + length + tail
                 lands = leaves if p == grid.nodes - 1 else leaves + length - 1
-                yield Hop(item, home, owner, Channel.GRADIENT_BETWEEN, leaves, lands)
+                yield Hop(item, gathers, owner, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 
 def _needed(hops: Sequence[Hop], users: set[int]) -> Iterator[Hop]:

@@ -19,10 +19,10 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
     Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
     lets through, where these are given; a send meets a receive of the same item in the same order,
-    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer
-    is overwritten while its content is needed or on its way, a tile reads only blocks that its rank
-    has, nothing is left over, and (backward) every gradient is at home at the end with each tile's
-    partial in it exactly once.
+    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer is
+    overwritten while its content is needed or on its way, a tile reads only blocks that its rank
+    has, nothing is left over, and (backward) every gradient is at its owner at the end with each
+    tile's partial in it exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
@@ -95,7 +95,7 @@ class _Rank:
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
         receives = [self._receive(receive) for receive in self.current.receives]
-        # What goes together, and in which order, is as in `comm.Flight.post`.
+        # What goes together, and in which order, is as in `comm.Transfers.post`.
         batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
         for message in (*receives, *sends):
             batches[message.transfer.channel, message.transfer.lands].append(message)
@@ -236,7 +236,7 @@ def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
 
 
 def _check_gradients(ranks: Sequence[_Rank]) -> None:
-    """Each tile adds to its query's and its key's gradient; both must be at home, once."""
+    """Each tile adds to its query's and its key's gradient; both must be at their owners, once."""
     expected: dict[Item, _Sum] = defaultdict(Counter)
     for rank in ranks:
         for tile in rank.plan.tiles:

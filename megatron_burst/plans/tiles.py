@@ -1,7 +1,7 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.layout import Interval, Layout
-from megatron_burst.plans.mask import FULLY, PARTLY, Mask, Relation
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.mask import FULLY, PARTLY, Band, Mask
+from megatron_burst.plans.plan import Kind, Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Cell(NamedTuple):
 
     queries: Interval
     keys: Interval
-    relation: Relation
+    band: Band
 
 
 class Tiling:
@@ -63,10 +63,13 @@ class Tiling:
             whole = _lower_triangle(rows, self.local_tokens)
             cells = [whole] if whole else _joined(rows)
             self._known[pair] = tuple(
-                Tile(query_owner, key_owner, cell.queries, cell.keys, cell.relation)
-                for cell in cells
+                Tile(query_owner, key_owner, cell.queries, cell.keys, cell.band) for cell in cells
             )
         return self._known[pair]
+
+    def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
+        """Return what `user` computes with the KV or QUERY block of `owner`."""
+        return self(user, owner) if kind is Kind.KV else self(owner, user)
 
     def all(self) -> Iterator[Tile]:
         """Return the tiles of all pairs of ranks."""
@@ -89,31 +92,39 @@ class Tiling:
         for start, stop in pairwise(borders):
             if row[start] == FULLY:
                 every = Interval(keys.rows[start].start, keys.rows[stop - 1].stop)
-                yield _Cell(queries.rows[number], every, Relation.FULL)
+                yield _Cell(queries.rows[number], every, Band.FULL)
             elif row[start] == PARTLY:
                 yield from (self._cell(queries, number, keys, k) for k in range(start, stop))
 
     def _cell(self, queries: _Pieces, q: int, keys: _Pieces, k: int) -> _Cell | None:
-        found = self.mask.relation(queries.positions[q], keys.positions[k])
+        found = self.mask.band(queries.positions[q], keys.positions[k])
         if found is None:
             return None
-        query_rows, key_rows, relation = found
+        query_rows, key_rows, band = found
         return _Cell(
             _shifted(query_rows, queries.rows[q].start),
             _shifted(key_rows, keys.rows[k].start),
-            relation,
+            band,
         )
 
 
-def thirds(tile: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
-    """Cut a tile into a half and two quarters of its pairs, each a tuple of at most one tile.
+def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:
+    """Cut tiles into a half and two quarters of their pairs.
 
     A causal square falls into the full square below the diagonal and the two causal ones on it; any
-    other tile into rows. Of fewer than four rows some parts are empty.
+    other tile into rows. A tile of fewer than four rows is missing in some parts.
     """
+    parts: tuple[list[Tile], list[Tile], list[Tile]] = ([], [], [])
+    for tile in tiles:
+        for part, pieces in zip(parts, _half_and_quarters(tile), strict=True):
+            part += pieces
+    return parts
+
+
+def _half_and_quarters(tile: Tile) -> Sequence[tuple[Tile, ...]]:
     rows, keys = tile.query_rows.length, tile.key_rows.length
     middle = rows // 2
-    if tile.relation == Relation.CAUSAL and rows == keys:
+    if tile.band == Band.CAUSAL and rows == keys:
         low, high = Interval(0, middle), Interval(middle, rows)
         return tile_part(tile, high, low), tile_part(tile, low, low), tile_part(tile, high, high)
     cut, every = middle + (rows - middle) // 2, Interval(0, keys)
@@ -127,15 +138,15 @@ def thirds(tile: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, 
 
 def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]:
     """Return what is left of a tile for some of its rows, counted in the tile; () if nothing is."""
-    found = tile.relation.cut(queries, keys)
+    found = tile.band.cut(queries, keys)
     if found is None:
         return ()
-    queries, keys, relation = found
+    queries, keys, band = found
     queries, keys = (
         _shifted(queries, tile.query_rows.start),
         _shifted(keys, tile.key_rows.start),
     )
-    return (replace(tile, query_rows=queries, key_rows=keys, relation=relation),)
+    return (replace(tile, query_rows=queries, key_rows=keys, band=band),)
 
 
 def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> _Pieces:
@@ -161,13 +172,13 @@ def _lower_triangle(rows: Sequence[Sequence[_Cell]], tokens: int) -> _Cell | Non
     """Return one causal square if the cells make it up, as those of a rank's own tile do."""
     start = 0
     for *before, last in rows:
-        square = _Cell(last.queries, last.queries, Relation.CAUSAL)
-        left = [_Cell(last.queries, Interval(0, start), Relation.FULL)] if start else []
+        square = _Cell(last.queries, last.queries, Band.CAUSAL)
+        left = [_Cell(last.queries, Interval(0, start), Band.FULL)] if start else []
         if last.queries.start != start or [*before, last] != [*left, square]:
             return None
         start = last.queries.stop
     everything = Interval(0, tokens)
-    return _Cell(everything, everything, Relation.CAUSAL) if start == tokens else None
+    return _Cell(everything, everything, Band.CAUSAL) if start == tokens else None
 
 
 def _joined(rows: Sequence[Sequence[_Cell]]) -> list[_Cell]:
@@ -184,6 +195,6 @@ def _joined(rows: Sequence[Sequence[_Cell]]) -> list[_Cell]:
 def _see_the_same(above: Sequence[_Cell], below: Sequence[_Cell]) -> bool:
     return (
         above[0].queries.stop == below[0].queries.start
-        and all(cell.relation == Relation.FULL for cell in (*above, *below))
+        and all(cell.band == Band.FULL for cell in (*above, *below))
         and [cell.keys for cell in above] == [cell.keys for cell in below]
     )

@@ -35,7 +35,7 @@ class Grid:
         """P = M x L."""
         return self.nodes * self.ranks_per_node
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int]:
         """Return the (node, local) of a rank."""
         return next((n, row.index(rank)) for n, row in enumerate(self.rows) if rank in row)
 
@@ -45,7 +45,7 @@ class Grid:
 
     def visits(self, rank: int) -> tuple[int, ...]:
         """Return whose tensors `rank` holds, step by step: its node's pass, then node by node."""
-        node, local = self.place(rank)
+        node, local = self.coordinates(rank)
         passes, steps = range(self.nodes), range(self.ranks_per_node)
         return tuple(self.at(node - p, local - s) for p in passes for s in steps)
 

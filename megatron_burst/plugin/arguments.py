@@ -240,7 +240,7 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
 
 
 def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
-    """Attention's results are kept only where Megatron would compute them again."""
+    """Attention's outputs are saved only where Megatron would recompute them."""
     if config.recompute_fraction is None:
         return
     given = f"--recompute-attention-fraction {config.recompute_fraction}"
@@ -255,7 +255,7 @@ def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
         )
     if args.distribute_saved_activations:
         raise ValueError(
-            f"{given} finds what it kept by the inputs that Megatron saves, which "
+            f"{given} finds what it saved by the inputs that Megatron saves, which "
             "--distribute-saved-activations replaces: drop one of them"
         )
     if config.recompute_offload and not torch.cuda.is_available():

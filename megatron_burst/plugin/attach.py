@@ -11,7 +11,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.config import LayoutName
+from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -23,14 +23,13 @@ from megatron_burst.plugin.arguments import (
     refuse_limits,
     say_dropouts,
 )
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.files import whole_checkpoints
+from megatron_burst.plugin.files import complete_checkpoints
+from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
-from megatron_burst.plugin.files.whole_checkpoints import original
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
-from megatron_burst.plugin.hooks.recompute_log import RecomputeLog
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
@@ -75,7 +74,7 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
         except ValueError as error:
             sys.exit(f"megatron_burst: {error}")
         if checked:
-            whole_checkpoints.attach(args)
+            complete_checkpoints.attach(args)
         return args
 
     parse.original = parse_args  # type: ignore[attr-defined]
@@ -98,17 +97,17 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
             if args.rank == 0:
                 logger.info("%s", config)
-        pool = None if config is None else ContextPool(config)
-        model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
-        if pool is not None and (
-            pool.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
+                _say_uneven_recompute(config, args.context_parallel_size)
+        shared = None if config is None else SharedState(config)
+        model_config.transformer_layer_spec = LayerSpecProvider(spec, shared)
+        if shared is not None and (
+            shared.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
         ):
-            model_config.pre_wrap_hooks.append(SequenceHooks(pool))
-        if pool is not None and pool.checkpoints is not None:
-            model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
-            model_config.pre_wrap_hooks.append(RecomputeLog(pool, args))
-        if pool is not None and pool.verification is not None:
-            hooks = PositionHooks(pool, ids_begin_anew=args.reset_position_ids)
+            model_config.pre_wrap_hooks.append(SequenceHooks(shared))
+        if shared is not None and shared.checkpoints is not None:
+            model_config.pre_wrap_hooks.append(RecomputeHooks(shared.checkpoints))
+        if shared is not None and shared.verification is not None:
+            hooks = PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
             model_config.pre_wrap_hooks.append(hooks)
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
@@ -117,3 +116,12 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
 
     build.original = gpt_config_from_args  # type: ignore[attr-defined]
     return build
+
+
+def _say_uneven_recompute(config: BurstConfig, ranks: int) -> None:
+    if ranks > 1 and config.cuts_for_recompute and config.layout is LayoutName.ZIGZAG:
+        logger.info(
+            "--recompute-attention-fraction %g: under zigzag the ranks recompute unequal parts; "
+            "--burst-layout segmented-zigzag spreads them evenly",
+            config.recompute_fraction,
+        )

@@ -6,14 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """An argument of Megatron (or field of TransformerConfig), the values that work, and why."""
+    """An argument of Megatron (or field of TransformerConfig) that must keep to some values."""
 
     name: str
-    working: tuple[Any, ...]
     reason: str
+    working: tuple[Any, ...] = (None, False, 0, "")
 
-
-NO_MTP = (None, 0)
 
 # What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
 # Megatron's own implementation captures whole layers.
@@ -26,89 +24,64 @@ _GRAPHS_BESIDE_ATTENTION = {
 LIMITS: tuple[Limit, ...] = (
     Limit(
         "attention_dropout",
-        (0, 0.0),
         "a kernel's random numbers are local to a tile, so no CP size would equal another: "
         "pass --attention-dropout 0",
     ),
     Limit(
         "experimental_attention_variant",
-        (None,),
         "it brings an attention of its own: drop --experimental-attention-variant",
     ),
     Limit(
         "reset_attention_mask",
-        (False,),
         "it needs the dense mask, which is never built: drop --reset-attention-mask",
     ),
-    Limit(
-        "sft",
-        (False,),
-        "its documents are padded and split one by one, which is not built: drop --sft",
-    ),
+    Limit("sft", "its documents are padded and split one by one, which is not built: drop --sft"),
     Limit(
         "hybrid_context_parallel",
-        (False,),
         "its ranks hold sequences of different lengths: drop --hybrid-context-parallel",
     ),
     Limit(
         "mtp_num_layers",
-        NO_MTP,
         "Megatron builds MTP layers from a spec of its own, without our attention: "
         "drop --mtp-num-layers",
     ),
+    Limit("hybrid_layer_pattern", "HybridModel is not supported: drop --hybrid-layer-pattern"),
     Limit(
-        "hybrid_layer_pattern",
-        (None,),
-        "HybridModel is not supported: drop --hybrid-layer-pattern",
-    ),
-    Limit(
-        "hybrid_override_pattern",
-        (None,),
-        "HybridModel is not supported: drop --hybrid-override-pattern",
+        "hybrid_override_pattern", "HybridModel is not supported: drop --hybrid-override-pattern"
     ),
     Limit(
         "modelopt_enabled",
-        (False,),
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)",
     ),
-    Limit("qk_clip", (False,), "it needs the largest score of a row: drop --qk-clip"),
+    Limit("qk_clip", "it needs the largest score of a row: drop --qk-clip"),
     Limit(
         "log_max_attention_logit",
-        (False,),
         "it needs the largest score of a row: drop --log-max-attention-logit",
     ),
     Limit(
         "fp8_dot_product_attention",
-        (False,),
         "attention runs in the model's dtype: leave fp8_dot_product_attention off",
     ),
     Limit(
         "fp8_multi_head_attention",
-        (False,),
         "attention runs in the model's dtype: leave fp8_multi_head_attention off",
     ),
     Limit(
         "cuda_graph_impl",
-        (None, "none", *_GRAPHS_BESIDE_ATTENTION),
         "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl full_iteration, or take "
         "transformer_engine or local with --cuda-graph-modules that hold no attention",
+        (None, "none", *_GRAPHS_BESIDE_ATTENTION),
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
-        (False,),
         "its schedule splits layers in a way that was not shown to be right: "
         "drop --overlap-moe-expert-parallel-comm",
     ),
     Limit(
         "batch_invariant_mode",
-        (False,),
         "Megatron does not run it with context parallelism: drop --batch-invariant-mode",
     ),
-    Limit(
-        "use_kitchen_attention",
-        (False,),
-        "it is another core attention: leave use_kitchen_attention off",
-    ),
+    Limit("use_kitchen_attention", "it is another core attention: leave use_kitchen_attention off"),
 )
 
 
@@ -116,75 +89,57 @@ LIMITS: tuple[Limit, ...] = (
 LM_HEAD_LIMITS: tuple[Limit, ...] = (
     Limit(
         "mtp_num_layers",
-        NO_MTP,
         "Megatron's MTP makes losses from all logits by itself: drop --mtp-num-layers",
     ),
     Limit(
         "hybrid_layer_pattern",
-        (None,),
         "HybridModel has no hook for its output: drop --hybrid-layer-pattern",
     ),
     Limit(
         "hybrid_override_pattern",
-        (None,),
         "HybridModel has no hook for its output: drop --hybrid-override-pattern",
     ),
-    Limit("logits_save_dir", (None,), "it saves logits, which never exist: drop --logits-save-dir"),
-    Limit(
-        "logits_load_dir",
-        (None,),
-        "it compares logits, which never exist: drop --logits-load-dir",
-    ),
+    Limit("logits_save_dir", "it saves logits, which never exist: drop --logits-save-dir"),
+    Limit("logits_load_dir", "it compares logits, which never exist: drop --logits-load-dir"),
     Limit(
         "logit_dtype",
-        (None,),
         "logits of a chunk have a dtype of their own (logit_dtype): drop --output-logit-dtype",
     ),
-    Limit(
-        "config_logger_dir",
-        ("", None),
-        "it writes logits, which never exist: drop --config-logger-dir",
-    ),
+    Limit("config_logger_dir", "it writes logits, which never exist: drop --config-logger-dir"),
     Limit(
         "modelopt_enabled",
-        (False,),
         "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)",
     ),
     Limit(
         "cross_entropy_loss_fusion",
-        (False,),
         "it chooses among Megatron's own losses: drop --cross-entropy-loss-fusion",
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
-        (False,),
         "its schedule plan calls the output layer by itself: "
         "drop --overlap-moe-expert-parallel-comm",
     ),
     Limit(
         "defer_embedding_wgrad_compute",
-        (False,),
         "it keeps the gradients of all logits of a batch: drop --defer-embedding-wgrad-compute",
     ),
     Limit(
         "use_megatron_fsdp",
-        (False,),
         "it gathers and releases weights in hooks of the output layer, which is never called: "
         "drop --use-megatron-fsdp",
     ),
     Limit(
         "use_torch_fsdp2",
-        (False,),
         "it was not shown to be right with weights that FSDP shards: drop --use-torch-fsdp2",
     ),
     Limit(
         "cuda_graph_impl",
+        "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
+        "full_iteration",
         (None, "none", "local", "transformer_engine"),
-        "gradients made in forward may ask the host: drop --cuda-graph-impl full_iteration",
     ),
     Limit(
         "batch_invariant_mode",
-        (False,),
         "chunks are other shapes than Megatron's: drop --batch-invariant-mode",
     ),
 )

@@ -19,6 +19,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.examples = examples
+        self.where: argparse._ActionsContainer = self
         self.new_names: dict[str, str] = {}
 
     def format_help(self) -> str:
@@ -28,8 +29,12 @@ class Parser(argparse.ArgumentParser):
 
     def add(self, name: str, *, was: Sequence[str] = (), **settings: Any) -> None:
         """Add a flag; the names that it had still work for one version, with a warning."""
-        self.add_argument(name, **settings)
+        self.where.add_argument(name, **settings)
         self.new_names |= dict.fromkeys(was, name)
+
+    def section(self, title: str) -> None:
+        """Put the flags that follow under a heading of the help."""
+        self.where = self.add_argument_group(title)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse the words of the verb, old names of flags among them."""

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, 
 from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
+
+type _Work = tuple[str, dist.Work]  # with what it does
 
 
 class CommunicationError(RuntimeError):
@@ -58,7 +60,7 @@ class Communicator:
         """Payload bytes that this rank has sent so far."""
         return self.bytes_by_channel.total()
 
-    def among(self, members: Sequence[int]) -> "Communicator":
+    def subgroup(self, members: Sequence[int]) -> "Communicator":
         """Return the transport of a part of the group: rank i there is `members[i]` here.
 
         It shares the process groups, which must reach the members, and the count of the bytes.
@@ -68,15 +70,15 @@ class Communicator:
         part._numbers = [self._numbers[member] for member in members]
         return part
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> "Flight":
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> "Transfers":
         """Start the transfers of a forward or backward.
 
         Args:
             name: which it is, for error messages.
             plan: whose steps will be posted.
-            like: returns tensors of the shape and dtype in which an item arrives.
+            template: returns tensors of the shape and dtype in which an item arrives.
         """
-        return Flight(self, name, plan, like)
+        return Transfers(self, name, plan, template)
 
     def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
         """Return one message for each tensor of what `transfer` moves."""
@@ -84,8 +86,8 @@ class Communicator:
         owner = self._numbers[transfer.item.owner]
         return [Message(transfer, peer, owner, group, t, self._wire(t)) for t in block]
 
-    def start(self, messages: Sequence["Message"], where: str) -> "PendingTransfers":
-        """Post the messages of one channel, receives first."""
+    def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
+        """Post the messages of one channel, receives first; return what is to be waited for."""
         for message in messages:
             message.load()
         names = [str(message) for message in messages]
@@ -97,11 +99,24 @@ class Communicator:
         for message in messages:
             if isinstance(message.transfer, Send):
                 self.bytes_by_channel[message.transfer.channel] += message.wire.nbytes
-        if self._watchdog:
-            for name, work in zip(names, works, strict=True):
-                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
         named_works = list(zip(names, works, strict=True))
-        return PendingTransfers(messages, named_works, where, self._timeout)
+        if self._watchdog:
+            for name, work in named_works:
+                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
+        return named_works
+
+    def wait(self, works: Sequence[_Work], where: str) -> None:
+        """Wait until all are through.
+
+        Raises:
+            CommunicationError: a peer died, or a message took longer than the time limit.
+        """
+        for name, work in works:
+            with _named_errors(where, name):
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
 
     def _wire(self, tensor: Tensor) -> Tensor:
         if self._on_gloo and tensor.is_cuda:
@@ -145,19 +160,19 @@ class Message:
         return f"{verb} {kind} of CP rank {self.owner} {side} rank {self.peer}"
 
 
-class Flight:
+class Transfers:
     """The transfers of one forward or backward: its buffers, and what is on its way.
 
     A buffer is one flat piece a tensor, as large as the largest item that the plan puts there.
     """
 
     def __init__(
-        self, communicator: Communicator, name: str, plan: Plan, like: Callable[[Item], Block]
+        self, communicator: Communicator, name: str, plan: Plan, template: Callable[[Item], Block]
     ) -> None:
-        self._communicator, self._name, self._like = communicator, name, like
+        self._communicator, self._name, self._template = communicator, name, template
         self._largest = plan.largest_arrivals
         self._buffers: dict[tuple[Kind, int], Block] = {}
-        self._pending: dict[int, list[PendingTransfers]] = defaultdict(list)
+        self._pending: dict[int, list[_Pending]] = defaultdict(list)  # by the step that waits
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         """Start the transfers of step `number` and return at once.
@@ -178,9 +193,10 @@ class Flight:
             batch = batches[transfer.channel, transfer.lands]
             batch += self._communicator.messages(transfer, block)
         for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+            where = f"{self._name} step {number}"
             with span(self._name, number, "post", _Posted(lands, batch)):
-                pending = self._communicator.start(batch, f"{self._name} step {number}")
-            self._pending[lands].append(pending)
+                works = self._communicator.start(batch, where)
+            self._pending[lands].append(_Pending(batch, works, where))
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -192,53 +208,32 @@ class Flight:
         """
         if number not in self._pending:
             return []
+        receives: dict[Receive, None] = {}
         with span(self._name, number, "wait"):
-            landed = self._pending.pop(number)
-            receives = [receive for pending in landed for receive in pending.wait()]
+            for messages, works, where in self._pending.pop(number):
+                self._communicator.wait(works, where)
+                for message in messages:
+                    message.unload()
+                    if isinstance(message.transfer, Receive):
+                        receives[message.transfer] = None
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:
         """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
         key = receive.item.kind, receive.buffer
         if key not in self._buffers:
-            largest = self._like(self._largest[key])
+            largest = self._template(self._largest[key])
             self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
-        shaped = zip(self._buffers[key], self._like(receive.item), strict=True)
+        shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
         return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
 
 
-class PendingTransfers:
-    """Messages in flight; to be waited for once."""
+class _Pending(NamedTuple):
+    """Messages that were posted together, and what is to be waited for."""
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        works: Sequence[tuple[str, dist.Work]],
-        where: str,
-        timeout: datetime.timedelta | None,
-    ) -> None:
-        self._messages: Sequence[Message] | None = messages
-        self._works, self._where, self._timeout = works, where, timeout
-
-    def wait(self) -> list[Receive]:
-        """Wait until all are through; return what was received.
-
-        Raises:
-            CommunicationError: a peer died, or a message took longer than the time limit.
-        """
-        if self._messages is None:
-            raise RuntimeError("these transfers have been waited for already")
-        for name, work in self._works:
-            with _named_errors(self._where, name):
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-        messages, self._messages = self._messages, None
-        for message in messages:
-            message.unload()
-        received = [m.transfer for m in messages if isinstance(m.transfer, Receive)]
-        return list(dict.fromkeys(received))
+    messages: Sequence[Message]
+    works: Sequence[_Work]
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +324,7 @@ def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     for channel in Channel:  # one order for all ranks, whose groups overlap
         if channel in channels:
             group = channels[channel]
-            with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
+            with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
                 dist.barrier(group)
 
 

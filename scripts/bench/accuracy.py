@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor
 
 from megatron_burst import Mask
@@ -27,16 +27,16 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, by_node
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
@@ -71,11 +71,11 @@ class MemoryCommunicator(Communicator):
         super().__init__((), {}, PATIENCE_SECONDS)
         self._rank, self._wires = rank, wires
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return MemoryFlight(self._rank, self._wires)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return MemoryTransfers(self._rank, self._wires)
 
 
-class MemoryFlight(Flight):
+class MemoryTransfers(Transfers):
     """Moves references, no bytes, and so has no buffers.
 
     Nothing needs a copy. Blocks are never written to. A gradient's receiver may write to it, but it
@@ -130,8 +130,9 @@ def whole(inputs: Tensors, kernel: Kernel) -> Tensors:
     """Return (out, dq, dk, dv) of one call of the kernel on the whole sequence."""
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, scale)
-    return out, *kernel.backward(dout, q, k, v, out, lse, Relation.CAUSAL, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, scale)
+    out, lse = kernel.forward(tile)
+    return out, *kernel.backward(tile, dout, out, lse)
 
 
 def oracle(inputs: Tensors) -> Tensors:
@@ -297,7 +298,7 @@ def _bytes(args: argparse.Namespace, heads: Heads, grid: Grid, way: Way) -> Row:
     )
     nodes = nodes_of(grid.ranks, _nodes_of_bytes(args))
     sent = traffic([*plans.reads(), *plans.gradients()], shape.item_bytes(), nodes)
-    return {place: getattr(sent, place) for place in ("card", "node", "rank")}
+    return {"card": sent.nic, "node": sent.node, "rank": sent.rank}
 
 
 def _nodes_of_bytes(args: argparse.Namespace) -> int:
@@ -329,44 +330,33 @@ def page(args: argparse.Namespace) -> Page:
     return Page(args.title, ABOUT.format(**vars(args)), body, rows, here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument(
-        "--heads", type=_heads, nargs="+", default=[Heads(8, 8), Heads(8, 2), Heads(8, 1)]
-    )
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[1], help="1: flat; more: a double ring of the most"
-    )
-    parser.add_argument("--ring", type=Kind, nargs="+", choices=[*TRAVELLING], default=[Kind.KV])
-    parser.add_argument(
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "accuracy")
+    add = made.add_argument
+    add("--tokens", type=int, default=1024)
+    add("--heads", type=_heads, nargs="+", default=[Heads(8, 8), Heads(8, 2), Heads(8, 1)])
+    add("--head-dim", type=int, default=64)
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    text = "1: flat; more: a double ring of the most"
+    add("--nodes", type=int, nargs="+", default=[1], help=text)
+    add("--ring", type=Kind, nargs="+", choices=[*TRAVELLING], default=[Kind.KV])
+    returns = [GradientReturn.CHAIN, GradientReturn.HOME]
+    add(
         "--return",
         type=GradientReturn,
         nargs="+",
-        choices=[GradientReturn.CHAIN, GradientReturn.HOME],
-        default=[GradientReturn.CHAIN],
+        choices=returns,
+        default=returns[:1],
         dest="back",
     )
-    parser.add_argument(
-        "--grad-dtype",
-        type=GradDtype,
-        nargs="+",
-        choices=[*GradDtype],
-        default=[GradDtype.FLOAT32],
-        dest="dtype",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="inputs to average over")
-    parser.add_argument("--kernel", default="auto", help="as --burst-kernel")
-    parser.add_argument("--device", default="cpu")
-    add_output(parser, "accuracy")
-    args = parser.parse_args(arguments)
-    if min(args.tokens, args.head_dim, args.seeds, *args.ranks, *args.nodes) < 1:
-        parser.error("--tokens, --head-dim, --seeds, --ranks and --nodes must be positive")
+    dtypes = [*GradDtype]
+    add("--grad-dtype", type=GradDtype, nargs="+", choices=dtypes, default=dtypes[:1], dest="dtype")
+    add("--seeds", type=int, default=3, help="inputs to average over")
+    add("--kernel", default="auto", help="as --burst-kernel")
+    add("--device", default="cpu")
+    args = parse(made, arguments)
     if any(max(args.ranks) % nodes for nodes in args.nodes):
-        parser.error(f"--nodes {args.nodes} must divide the most --ranks, {max(args.ranks)}")
+        made.error(f"--nodes {args.nodes} must divide the most --ranks, {max(args.ranks)}")
     args.name, args.title = "accuracy", "Error of bfloat16 attention against the number of ranks"
     if len(args.back) > 1:
         args.name = "gradient_return"
@@ -380,7 +370,7 @@ def _heads(text: str) -> Heads:
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(1)  # the ranks are threads already
     try:
         page(args).publish(output(args, args.name))

@@ -22,8 +22,8 @@ END
 # A step is: name | minutes on two cores | what it makes | commands. All but cp and rm are Python's. {results} is the directory of the pages, {runs} one for what is not kept.
 steps() {
     cat <<'END'
-plans | 1 | docs/plan.svg docs/plan-double.svg | -m megatron_burst.tools.plan_figure --ranks-per-node 4 --output docs/plan.svg ; -m megatron_burst.tools.plan_figure --nodes 2 --ranks-per-node 2 --output docs/plan-double.svg
-tables | 1 | README.md docs/support.md | -m megatron_burst.tools.flags_table --write README.md ; -m megatron_burst.tools.support_table --write docs/support.md
+plans | 1 | docs/plan.svg docs/plan-double.svg | scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg ; scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 --output docs/plan-double.svg
+tables | 1 | README.md docs/support.md | scripts/docs/flags_table.py --write README.md ; scripts/docs/support_table.py --write docs/support.md
 accuracy | 1 | {results}/cpu_accuracy.md | scripts/bench/accuracy.py
 gradient_return | 4 | {results}/cpu_gradient_return.md | scripts/bench/accuracy.py --heads 8:8 8:2 --ring kv query --return chain home --grad-dtype float32 model --nodes 1 2 4
 loss | 3 | {results}/cpu_loss.md docs/loss-memory.svg | scripts/bench/loss.py ; scripts/bench/plot.py {results}/cpu_loss.csv --output docs/loss-memory.svg
@@ -31,17 +31,16 @@ recompute | 3 | {results}/cpu_recompute.md docs/recompute.svg | scripts/bench/re
 tiles | 22 | {results}/cpu_tiles.md | scripts/bench/tiles.py
 attention | 6 | {results}/cpu_attention.md docs/attention.svg | scripts/bench/attention.py ; scripts/bench/plot.py {results}/cpu_attention.csv --output docs/attention.svg
 two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
-planner | 1 | docs/planner.md docs/planner.svg | -m megatron_burst.tools.plan --write docs/planner.md
+planner | 1 | docs/planner.md docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
 end_to_end | 18 | {results}/cpu_end_to_end.md docs/end-to-end.svg | scripts/bench/end_to_end.py ; scripts/bench/plot.py {results}/cpu_end_to_end.csv --output docs/end-to-end.svg
 compare | 5 | docs/compare-loss.svg | -m megatron_burst compare --toy --output {runs}/compare ; cp {runs}/compare/compare.svg docs/compare-loss.svg ; rm -r {runs}/compare
 END
 }
 
-burst_me=all
-# shellcheck source=scripts/lib/common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/common.sh"
+say() { printf 'all: %s\n' "$*" >&2; }
+die() { say "$@"; exit 2; }
 
-only=() listing=no again=no
+only=() listing=no again=no dry_run=no
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
@@ -49,20 +48,19 @@ while (($#)); do
         --dry-run) dry_run=yes ;;
         --again) again=yes ;;
         --only)
-            need_value "$@"
+            (($# > 1)) || die "--only needs names of steps"
             while (($# > 1)) && [[ $2 != --* ]]; do only+=("$2"); shift; done ;;
         *) die "unknown option $1; --help lists them" ;;
     esac
     shift
 done
-cd -- "$burst_root"
-runs=runs/bench
-finished=$(absolute "${BURST_BENCH_DONE:-$runs/done}")
+finished=$(realpath -m -- "${BURST_BENCH_DONE:-$(dirname -- "$0")/../../runs/bench/done}")
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 
 names=() minutes=() makes=() commands=()
 while IFS='|' read -r name time made line; do
     line=${line//'{results}'/scripts/bench/results}
-    names+=("${name// /}") minutes+=("${time// /}") commands+=("${line//'{runs}'/$runs}")
+    names+=("${name// /}") minutes+=("${time// /}") commands+=("${line//'{runs}'/runs/bench}")
     makes+=("${made//'{results}'/scripts/bench/results}")
 done < <(steps)
 
@@ -111,7 +109,7 @@ else
         burst_setup || exit 1
         python=$burst_python
     fi
-    export PYTHONPATH=$burst_root${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
     export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning}
     if [[ $again == yes ]]; then rm -rf -- "$finished"; fi
     mkdir -p -- "$finished"

@@ -34,7 +34,7 @@ from algorithms import (
     is_itself,
     make_context,
 )
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from ranks import join, launch, under_torchrun
 from turns import check_load, in_turns, spread
 
@@ -47,10 +47,10 @@ DOCUMENTS = (0, 1, 4, 5, 11, 12, 16)  # where they begin and end, in sixteenths 
 BLOCKS = 16  # each sees the first, the one before it and itself
 MATMULS = {"forward": 2, "backward": 5, "step": 7}  # of a pair of tokens: 2 FLOPs an element each
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {"tokens": [512], "heads": ["8:8", "8:2", "8:1"], "head_dim": 64, "dtype": "float32"},
+    "cpu": {"tokens": [512], "heads": [(8, 8), (8, 2), (8, 1)], "head_dim": 64, "dtype": "float32"},
     "cuda": {
         "tokens": [4096, 32768],
-        "heads": ["32:32", "32:8", "32:4"],
+        "heads": [(32, 32), (32, 8), (32, 4)],
         "head_dim": 128,
         "dtype": "bfloat16",
     },
@@ -204,34 +204,28 @@ and itself. All but full are causal. Forward and backward apart, quartiles and F
 """
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--device", choices=[*DEFAULTS], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="not under torchrun")
-    parser.add_argument("--ranks-per-node", type=int, default=2, help="not under torchrun")
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=[*MASKS])
-    parser.add_argument("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of a rank")
-    parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--algorithms", nargs="+", choices=[*SETTINGS], metavar="NAME")
-    parser.add_argument("--kernel", default="auto", help="as --burst-kernel")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--force", action="store_true", help="measure under load too")
-    add_output(parser, "attention")
-    device = parser.parse_known_args(arguments)[0].device
-    defaults = {**DEFAULTS[device], "algorithms": [*SETTINGS]}
-    parser.set_defaults(**{**defaults, "heads": [_heads(text) for text in defaults["heads"]]})
-    args = parser.parse_args(arguments)
-    if min(*args.ranks, args.ranks_per_node, *args.tokens, args.head_dim, args.repetitions) < 1:
-        parser.error("all numbers must be positive")
+def flags(arguments: Sequence[str]) -> argparse.Namespace:
+    made = parser(__doc__, "attention")
+    add = made.add_argument
+    add("--device", choices=[*DEFAULTS], default="cpu")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="not under torchrun")
+    add("--ranks-per-node", type=int, default=2, help="not under torchrun")
+    add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
+    add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
+    add("--tokens", type=int, nargs="+", help="of a rank")
+    add("--head-dim", type=int)
+    add("--dtype", choices=["float32", "bfloat16", "float16"])
+    add("--algorithms", nargs="+", choices=[*SETTINGS], default=[*SETTINGS], metavar="NAME")
+    add("--kernel", default="auto", help="as --burst-kernel")
+    add("--repetitions", type=int, default=7)
+    add("--force", action="store_true", help="measure under load too")
+    args = parse(made, arguments, DEFAULTS)
     if BASELINE not in args.algorithms:
-        parser.error(f"--algorithms must name {BASELINE}, which the others are compared with")
+        made.error(f"--algorithms must name {BASELINE}, which the others are compared with")
     if args.device == "cuda" and not under_torchrun():
-        parser.error("--device cuda runs under torchrun, a rank on each GPU")
+        made.error("--device cuda runs under torchrun, a rank on each GPU")
     if any(ranks % min(ranks, args.ranks_per_node) for ranks in args.ranks):
-        parser.error(f"--ranks {args.ranks} must be multiples of --ranks-per-node")
+        made.error(f"--ranks {args.ranks} must be multiples of --ranks-per-node")
     return args
 
 
@@ -251,7 +245,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(1)
     first = int(os.environ.get("RANK", "0")) == 0
     load = check_load(args.force or under_torchrun())  # there it is that of the ranks' own start

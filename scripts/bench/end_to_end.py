@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from turns import check_load, in_turns, progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,32 +151,29 @@ sends, of a rank in a step.
 """
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--ranks", type=int, help="GPUs (default: four ranks on the CPU)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--compare", default="", metavar="OPTIONS", help="of compare, as '--ranks-per-node 8'"
-    )
-    parser.add_argument("--cases", nargs="+", default=[*map(str, CASES)], metavar="CASE")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench" / "end_to_end")
-    parser.add_argument("--force", action="store_true", help="measure under load too")
-    add_output(parser, "end_to_end")
-    parser.add_argument("flags", nargs="*", metavar="MEGATRON-FLAGS", help="after --")
-    args = parser.parse_args(arguments)
+def flags(arguments: Sequence[str]) -> argparse.Namespace:
+    made = parser(__doc__, "end_to_end")
+    add = made.add_argument
+    add("--ranks", type=int, help="GPUs (default: four ranks on the CPU)")
+    add("--rounds", type=int, default=3)
+    add("--compare", default="", metavar="OPTIONS", help="of compare, as '--ranks-per-node 8'")
+    add("--cases", nargs="+", default=[*map(str, CASES)], metavar="CASE")
+    add("--work", type=Path, default=ROOT / "runs" / "bench" / "end_to_end")
+    add("--force", action="store_true", help="measure under load too")
+    add("flags", nargs="*", metavar="MEGATRON-FLAGS", help="after --")
+    args = parse(made, arguments)
     if unknown := set(args.cases) - {*map(str, CASES)}:
-        parser.error(f"--cases {', '.join(unknown)}: known are '{"', '".join(map(str, CASES))}'")
-    if BASELINE not in args.cases or args.rounds < 1:
-        parser.error(f"--rounds must be positive, and --cases name '{BASELINE}'")
+        made.error(f"--cases {', '.join(unknown)}: known are '{"', '".join(map(str, CASES))}'")
+    if BASELINE not in args.cases:
+        made.error(f"--cases must name '{BASELINE}'")
     if bool(args.ranks) != bool(args.flags):
-        parser.error("--ranks and the flags of a model go together")
+        made.error("--ranks and the flags of a model go together")
     args.device = "cuda" if args.ranks else "cpu"
     return args
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(1)
     here = origin(args.device, check_load(args.force))
     trained: Counter[Case] = Counter()

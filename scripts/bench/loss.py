@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from live_bytes import LiveBytes
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor
 from turns import in_turns, spread
 
@@ -32,12 +32,8 @@ from megatron_burst.loss import products
 from megatron_burst.loss.chunk_size import MIB
 
 ALL_LOGITS = "all logits"
-TARGETS = {"in backward": 1.4, "in forward": 1.05}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {"shapes": ["2048x16384x1024", "4096x32768x256"], "dtype": "float32"},
-    "cuda": {"shapes": ["8192x32768x4096", "8192x131072x4096"], "dtype": "bfloat16"},
-}
-
+CHUNKED = "in chunks"
+TARGETS = {CHUNKED: 1.4}
 type Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, targets -> mean loss
 
 
@@ -48,6 +44,18 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return "{} x {} x {}".format(*self)
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {
+        "shapes": [Shape(2048, 16384, 1024), Shape(4096, 32768, 256)],
+        "dtype": torch.float32,
+    },
+    "cuda": {
+        "shapes": [Shape(8192, 32768, 4096), Shape(8192, 131072, 4096)],
+        "dtype": torch.bfloat16,
+    },
+}
 
 
 def all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -62,8 +70,7 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
     """Return what is compared, by name."""
     found: dict[str, Way] = {
         ALL_LOGITS: all_logits,
-        "in backward": chunked(memory_mb=args.memory_mb, gradients="backward"),
-        "in forward": chunked(memory_mb=args.memory_mb, gradients="forward"),
+        CHUNKED: chunked(memory_mb=args.memory_mb),
     }
     if args.device != "cpu":
         found |= packages()
@@ -176,7 +183,7 @@ def memory_rows(args: argparse.Namespace) -> list[Row]:
     """Count the peaks of both ways for all vocabularies and numbers of tokens."""
     compared = {
         ALL_LOGITS: all_logits,
-        f"chunked, {args.memory_mb} MiB": chunked(memory_mb=args.memory_mb, gradients="backward"),
+        f"chunked, {args.memory_mb} MiB": chunked(memory_mb=args.memory_mb),
     }
     shapes = [Shape(n, rows, args.hidden) for rows in args.vocabularies for n in args.tokens]
     return [
@@ -204,8 +211,8 @@ def memory_table(found: Sequence[Row]) -> str:
 
 ABOUT = """
 Forward and backward of the mean loss, {dtype}, median of {repetitions} repetitions in turns. "all
-logits": `F.cross_entropy(F.linear(hidden, weight).float(), targets)`. "in backward", "in forward":
-`linear_cross_entropy` with `memory_mb={memory_mb}` and its gradients made there. {clock}
+logits": `F.cross_entropy(F.linear(hidden, weight).float(), targets)`. "in chunks":
+`linear_cross_entropy` with `memory_mb={memory_mb}`. {clock}
 """
 CLOCKS = {
     "cpu": "CPU time of the process: other load does not count, but shares the caches.",
@@ -215,7 +222,7 @@ ABOUT_MEMORY = """
 Memory in MiB beside inputs, weight and gradients at the largest moment of forward and backward,
 bfloat16, hidden size {hidden}: live bytes counted operation by operation, on tensors without
 data. For all logits it is too little by the gradients, which do not exist yet at that moment.
-Gradients are made in backward. Where dW in float32 takes more than half of the limit it is summed
+Where dW in float32 takes more than half of the limit it is summed
 in blocks of rows, for which the logits are computed once more; with Megatron's `main_grad` there is
 no such sum.
 """
@@ -230,32 +237,19 @@ def page(args: argparse.Namespace) -> Page:
     return Page(title, about, "\n\n".join(parts), [*times, *peaks], here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--device", default="cpu", choices=[*DEFAULTS])
-    parser.add_argument(
-        "--shapes", type=_shape, nargs="+", metavar="TOKENSxVOCABULARYxHIDDEN", help="to time"
-    )
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name))
-    parser.add_argument("--memory-mb", type=int, default=512, help="as --lm-head-memory-mb")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--hidden", type=int, default=4096, help="of the tables of memory")
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32768, 131072, 262144])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    add_output(parser, "loss")
-    parser.set_defaults(**DEFAULTS["cpu"])
-    device = parser.parse_known_args(arguments)[0].device
-    defaults = DEFAULTS[device]
-    parser.set_defaults(
-        shapes=[_shape(text) for text in defaults["shapes"]],
-        dtype=getattr(torch, defaults["dtype"]),
-    )
-    args = parser.parse_args(arguments)
-    if min(args.memory_mb, args.repetitions, args.threads, args.hidden, *args.tokens) < 1:
-        parser.error("all numbers must be positive")
-    return args
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "loss")
+    add = made.add_argument
+    add("--device", default="cpu", choices=[*DEFAULTS])
+    add("--shapes", type=_shape, nargs="+", metavar="TOKENSxVOCABULARYxHIDDEN", help="to time")
+    add("--dtype", type=lambda name: getattr(torch, name))
+    add("--memory-mb", type=int, default=512, help="as --lm-head-memory-mb")
+    add("--repetitions", type=int, default=5)
+    add("--threads", type=int, default=1, help="of the CPU")
+    add("--hidden", type=int, default=4096, help="of the tables of memory")
+    add("--vocabularies", type=int, nargs="+", default=[32768, 131072, 262144])
+    add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+    return parse(made, arguments, DEFAULTS)
 
 
 def _shape(text: str) -> Shape:
@@ -263,7 +257,7 @@ def _shape(text: str) -> Shape:
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(args.threads)
     try:
         page(args).publish(output(args, "loss"))

@@ -120,10 +120,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | Non
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def add_output(parser: argparse.ArgumentParser, name: str) -> None:
-    """Let the user say where the page goes; see `output`."""
+def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser whose help is a benchmark's docstring, with where the page goes."""
+    about = (doc or "").split("\n\n")
+    made = argparse.ArgumentParser(description=about[0], epilog=about[2])
     text = f"the page, its CSV beside it; default: results/DEVICE_{name}.md"
-    parser.add_argument("--output", type=Path, help=text)
+    made.add_argument("--output", type=Path, help=text)
+    return made
+
+
+def parse(
+    made: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+) -> argparse.Namespace:
+    """Parse flags; one that is not given has its device's default, and no number is below 1."""
+    args = made.parse_args(arguments)
+    for name, value in (defaults[args.device] if defaults else {}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for value in vars(args).values():
+        numbers = value if isinstance(value, list) else [value]
+        if any(type(number) is int and number < 1 for number in numbers):
+            made.error("all numbers must be positive")
+    return args
 
 
 def output(args: argparse.Namespace, name: str) -> Path:

@@ -7,29 +7,28 @@ A few layers in which attention dominates, forward and backward, on one rank: wi
 with every layer checkpointed for each ρ, in turns. Times are CPU time of the process, so that other
 load counts little. Stored are the bytes that operations have made in forward and that live until
 backward. Beside both stand the predictions: the time without recompute, and that of one more
-forward less the share of attention that does not run again; bytes by `recompute_cost`. Writes a
-page and its CSV.
+forward less the share of attention that does not run again; bytes as counted by hand. Writes a page
+and its CSV.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from live_bytes import LiveBytes
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from turns import in_turns, spread
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.recompute import boundary
-from megatron_burst.plans.recompute_cost import Prediction, predict
-from megatron_burst.plans.topology import flat_grid
 from megatron_burst.plugin.attention.recompute import Checkpoints
 
 MIB = 2**20
@@ -129,13 +128,13 @@ class Bench:
         del loss
         return stored
 
-    def prediction(self, fraction: float) -> Prediction:
-        args = self.args
-        size = args.hidden // args.heads
-        shape = Shape(args.tokens, args.heads, args.heads, size, size, 4, 4)
-        layout = self.context.layout(args.tokens)
-        stop = boundary(layout, fraction)
-        return predict(self.context.config, layout, Mask.causal(), flat_grid(1), shape, stop, [0])
+    def prediction(self, fraction: float) -> tuple[float, int]:
+        """Return the share of attention's FLOPs that runs again, and the bytes a layer keeps."""
+        args, mask = self.args, Mask.causal()
+        stop = boundary(self.context.layout(args.tokens), fraction)
+        again = visible_pairs(replace(mask, query_stop=stop), args.tokens)
+        row = 4 * (args.hidden + args.heads)  # an output and a log-sum-exp a head, in float32
+        return again / visible_pairs(mask, args.tokens), (args.tokens - stop) * row
 
 
 def cpu_time(run: Callable[[], object]) -> float:
@@ -162,10 +161,10 @@ def measure(bench: Bench) -> tuple[dict[float | None, Point], dict[float, Point]
     hidden = (args.layers + 1) * bench.x.nbytes  # the inputs of the layers and the last output
     predicted = {}
     for fraction in FRACTIONS:
-        counted = bench.prediction(fraction)
-        spared = (1 - counted.flops_share) * middle["attention"]
+        flops_share, kept = bench.prediction(fraction)
+        spared = (1 - flops_share) * middle["attention"]
         seconds = middle[None] + middle["forward"] - spared
-        predicted[fraction] = Point(seconds, hidden + args.layers * max(counted.kept))
+        predicted[fraction] = Point(seconds, hidden + args.layers * kept)
     sizes = {n: getattr(args, n) for n in ("layers", "tokens", "hidden", "heads", "repetitions")}
     rows: list[Row] = []
     for which, point in measured.items():
@@ -217,26 +216,19 @@ Predicted times within {WITHIN:.0%}: {verdict}, the furthest {worst:.1%} apart."
     return Page(title, ABOUT.format(**vars(args)), body, rows, here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    add_output(parser, "recompute")
-    args = parser.parse_args(arguments)
-    if min(args.layers, args.tokens, args.hidden, args.heads, args.repetitions, args.threads) < 1:
-        parser.error("all numbers must be positive")
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "recompute")
+    sizes = {"layers": 3, "tokens": 8192, "hidden": 128, "heads": 2}
+    for name, number in {**sizes, "repetitions": 5, "threads": 1}.items():
+        made.add_argument(f"--{name}", type=int, default=number)
+    args = parse(made, arguments)
     if args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
+        made.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
     return args
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(args.threads)
     page(args).publish(output(args, "recompute"))
 

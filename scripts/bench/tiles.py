@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor
 from turns import spread
 
@@ -30,15 +30,15 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.config import GradientReturn
-from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Flight
+from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -75,17 +75,17 @@ class LocalCommunicator(Communicator):
         super().__init__((), {}, timeout_seconds=1)
         self._buffers: dict[tuple[Kind, int], Block] = {}
 
-    def begin(self, name: str, plan: Plan, like: Callable[[Item], Block]) -> Flight:
-        return LocalFlight(self._buffers, like)
+    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
+        return LocalTransfers(self._buffers, template)
 
 
-class LocalFlight(Flight):
+class LocalTransfers(Transfers):
     """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
 
     def __init__(
-        self, buffers: dict[tuple[Kind, int], Block], like: Callable[[Item], Block]
+        self, buffers: dict[tuple[Kind, int], Block], template: Callable[[Item], Block]
     ) -> None:
-        self._arrived, self._like = buffers, like
+        self._arrived, self._template = buffers, template
         self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
@@ -100,83 +100,56 @@ class LocalFlight(Flight):
         if (kind, receive.buffer) not in self._arrived:
             self._arrived[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
-                for t in self._like(receive.item)
+                for t in self._template(receive.item)
             )
         return self._arrived[kind, receive.buffer]
 
 
-class CpuClock:
-    """CPU seconds of this process; it does not count while others have the core."""
+def mark(device: str) -> Any:
+    """Return this moment: CPU seconds of the process, or an event of the current stream."""
+    if device == "cpu":
+        return time.process_time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    mark = staticmethod(time.process_time)
 
-    def seconds(self, start: Any, end: Any) -> float:
+def seconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
         return end - start
-
-
-class CudaClock:
-    """Seconds between two events of the current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 class TimedKernel:
     """A kernel that notes when each call began and ended, and counts its pairs of tokens."""
 
-    def __init__(self, kernel: Kernel, clock: CpuClock | CudaClock) -> None:
+    def __init__(self, kernel: Kernel, device: str) -> None:
         self.name = kernel.name
-        self._kernel, self._clock = kernel, clock
+        self._kernel, self._device = kernel, device
         self.calls: list[tuple[Any, Any]] = []
         self.pairs = 0
 
     def reasons_against(self, request: Request) -> list[str]:
         return self._kernel.reasons_against(request)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        start = self._clock.mark()
-        result = self._kernel.forward(q, k, v, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+        start = mark(self._device)
+        result = self._kernel.forward(tile)
+        self._note(start, tile)
         return result
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        relation: Relation,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
+        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        start = self._clock.mark()
-        result = self._kernel.backward(dout, q, k, v, out, lse, relation, scale, soft_cap=soft_cap)
-        self._note(start, q, k, relation)
+        start = mark(self._device)
+        result = self._kernel.backward(tile, dout, out, lse)
+        self._note(start, tile)
         return result
 
-    def _note(self, start: Any, q: Tensor, k: Tensor, relation: Relation) -> None:
-        self.calls.append((start, self._clock.mark()))
-        queries, keys = q.shape[1], k.shape[1]
-        causal = relation == Relation.CAUSAL
-        self.pairs += queries * (queries + 1) // 2 if causal else queries * keys
+    def _note(self, start: Any, tile: TileCall) -> None:
+        self.calls.append((start, mark(self._device)))
+        self.pairs += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -244,7 +217,7 @@ COMPARISONS = (
     Comparison("forward", "tiles", "one call"),
     Comparison("backward", "tiles, kv ring", "one call"),
     Comparison("backward", "tiles, query ring", "one call"),
-    Comparison("backward", "own tile in thirds", "own tile in one"),
+    Comparison("backward", "own tile in parts", "own tile in one"),
 )
 # What is compared runs one after the other, in case the machine changes its pace.
 IN_TURN = tuple(dict.fromkeys((c.phase, what) for c in COMPARISONS for what in (c.what, c.against)))
@@ -289,22 +262,22 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
 def one_call(case: Case, kernel: Kernel) -> Jobs:
     """Return the forward and the backward of one flash call."""
     q, k, v, dout = case.draw(case.tokens_of_one_call)
-    relation, scale = Relation.CAUSAL, case.scale
-    out, lse = kernel.forward(q, k, v, relation, scale)
+    tile = TileCall(q, k, v, Band.CAUSAL, case.scale)
+    out, lse = kernel.forward(tile)
     return {
-        ("forward", "one call"): lambda: kernel.forward(q, k, v, relation, scale),
-        ("backward", "one call"): lambda: kernel.backward(dout, q, k, v, out, lse, relation, scale),
+        ("forward", "one call"): lambda: kernel.forward(tile),
+        ("backward", "one call"): lambda: kernel.backward(tile, dout, out, lse),
     }
 
 
 def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
-    """Return the backward of a rank's own causal tile, in one and in thirds."""
+    """Return the backward of a rank's own causal tile, in one and in a half and two quarters."""
     q, k, v, dout = shard
-    out, lse = kernel.forward(q, k, v, Relation.CAUSAL, case.scale)
+    out, lse = kernel.forward(TileCall(q, k, v, Band.CAUSAL, case.scale))
     (own,) = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())(0, 0)
     plans: dict[str, Plan] = {
         "own tile in one": assemble(0, [], {0: (own,)}),
-        "own tile in thirds": assemble(0, [], {0: [t for part in thirds(own) for t in part]}),
+        "own tile in parts": assemble(0, [], {0: sum(half_and_quarters([own]), [])}),
     }
 
     def run(plan: Plan) -> None:
@@ -320,24 +293,21 @@ def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
     Raises:
         ValueError: the kernel cannot serve the case.
     """
-    clock = CpuClock() if case.device == "cpu" else CudaClock()
     request = Request.of(*(x[:, :1] for x in case.draw(1)[:3]))
-    kernel = TimedKernel(select_kernel(case.kernel, request), clock)
+    kernel = TimedKernel(select_kernel(case.kernel, request), case.device)
     jobs = make_jobs(case, kernel)
     times: dict[tuple[str, str], Times] = {}
     for repetition in range(1 + repetitions):
         for name, job in list(jobs.items())[:: 1 if repetition % 2 else -1]:
             kernel.calls, kernel.pairs = [], 0
-            start = clock.mark()
+            start = mark(case.device)
             job()
-            end = clock.mark()
-            seconds = clock.seconds(start, end)
-            in_kernels = sum(clock.seconds(*call) for call in kernel.calls)
+            end = mark(case.device)
             if repetition == 0:
                 times[name] = Times([], [], len(kernel.calls), kernel.pairs)
             else:
-                times[name].seconds.append(seconds)
-                times[name].in_kernels.append(in_kernels)
+                times[name].seconds.append(seconds(start, end))
+                times[name].in_kernels.append(sum(seconds(*call) for call in kernel.calls))
     return times
 
 
@@ -412,18 +382,9 @@ def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
+    same = (args.back, args.heads)
     return [
-        Case(
-            kernel,
-            dtype,
-            args.back,
-            args.heads,
-            kv_heads,
-            args.head_dim,
-            tokens,
-            args.ranks,
-            args.device,
-        )
+        Case(kernel, dtype, *same, kv_heads, args.head_dim, tokens, args.ranks, args.device)
         for kernel in args.kernel
         for dtype in args.dtype
         for kv_heads in args.kv_heads
@@ -439,7 +400,7 @@ take turns; {clock}. "Time a pair of tokens": ours over theirs for each (query, 
 computed, the median of the repetitions' ratios and in brackets the least and the most; the target
 is at most 1.05. Beside it the ratio of the least times, which others on the machine disturb least.
 FLOP/s count 4 forward and 10 backward for each pair, head and element of the head size. "In
-kernels": the share of the loop's time; the rest is merges, sums and Python. "In thirds" is how a
+kernels": the share of the loop's time; the rest is merges, sums and Python. "In parts" is how a
 backward that has messages splits its own causal tile.
 """
 
@@ -458,40 +419,32 @@ def page(args: argparse.Namespace) -> Page:
     return Page("The tiles of a ring against one flash call", about, body, found, here)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        description=about[0], epilog=about[2], argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--device", choices=[*DEFAULTS], default="cpu")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens-per-rank", type=int, nargs="+")
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--kv-heads", type=int, nargs="+")
-    parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--kernel", nargs="+", help="as --burst-kernel")
-    parser.add_argument(
+def flags(arguments: list[str]) -> argparse.Namespace:
+    made = parser(__doc__, "tiles")
+    add = made.add_argument
+    add("--device", choices=[*DEFAULTS], default="cpu")
+    for name in ("--ranks", "--heads", "--head-dim", "--repetitions"):
+        add(name, type=int)
+    for name in ("--tokens-per-rank", "--kv-heads"):
+        add(name, type=int, nargs="+")
+    add("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
+    add("--kernel", nargs="+", help="as --burst-kernel")
+    add(
         "--return",
         type=GradientReturn,
         choices=[GradientReturn.CHAIN, GradientReturn.HOME],
         default=GradientReturn.HOME,
         dest="back",
-        help="how gradients come home; default: home, burst's own on one node",
+        help="how gradients are returned; default: home, burst's own on one node",
     )
-    parser.add_argument("--repetitions", type=int)
-    add_output(parser, "tiles")
-    given = vars(parser.parse_args(arguments))
-    args = argparse.Namespace(**{"output": None, **DEFAULTS[given["device"]], **given})
-    if min(args.ranks, *args.tokens_per_rank, args.repetitions) < 1:
-        parser.error("--ranks, --tokens-per-rank and --repetitions must be positive")
+    args = parse(made, arguments, DEFAULTS)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU")
+        made.error("--device cuda: torch finds no GPU")
     return args
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
+    args = flags(sys.argv[1:])
     torch.set_num_threads(1)  # CPU time is then that of one core
     torch.manual_seed(0)
     page(args).publish(output(args, "tiles"))

@@ -37,15 +37,14 @@ from algorithms import (
     is_itself,
     make_context,
 )
-from page import Page, Row, add_output, origin, output, table
+from page import Page, Row, origin, output, parse, parser, table
 from ranks import launch
 from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, shaped_links
-from torch import Tensor
 from turns import busy_share, check_load, in_turns, progress, spread
 
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.plan import Tile
+from megatron_burst.transport.blocks import rows_of
 
 MESSAGE_BYTES = 8 * 10**6
 
@@ -163,19 +162,13 @@ class KernelsAlone(Attention):
 
     def forward(self) -> Any:
         for tile in self.call.forward_plan.tiles:
-            self.call.kernel.forward(*self._cut(tile), tile.relation, self.call.scale)
+            self.call.kernel.forward(self.call.of_tile(tile, *self.qkv))
 
     def backward(self, _: Any) -> None:
         out, lse = self.finished
         for tile in self.call.backward_plan.tiles:
-            rows = tile.query_rows.rows
-            tensors = (self.dout[:, rows], *self._cut(tile), out[:, rows], lse[:, :, rows])
-            self.call.kernel.backward(*tensors, tile.relation, self.call.scale)
-
-    def _cut(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.qkv
-        keys = tile.key_rows.rows
-        return q[:, tile.query_rows.rows], k[:, keys], v[:, keys]
+            finished = rows_of((self.dout, out, lse), tile.query_rows)
+            self.call.kernel.backward(self.call.of_tile(tile, *self.qkv), *finished)
 
 
 def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:
@@ -410,29 +403,21 @@ def page(
     return Page(title, about, body, found, origin("cpu", load))
 
 
-def parse() -> argparse.Namespace:
-    about = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(description=about[0], epilog=about[2])
-    parser.add_argument("--suite", action="store_true", help="all rates, and what has targets")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument(
-        "--mbit", type=float, default=400, help="of a rank's card; inf: no limit, 0: loopback"
-    )
-    parser.add_argument("--tokens", type=int, default=512, help="of a rank")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=5, help="in each launch")
-    parser.add_argument("--launches", type=int, default=5, help="each with fresh processes")
-    parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, metavar="NAME")
-    parser.add_argument("--force", action="store_true", help="measure under load too")
-    add_output(parser, "two_nodes")
-    args = parser.parse_args()
-    if min(args.nodes, args.ranks_per_node, args.tokens, args.repetitions, args.launches) < 1:
-        parser.error("all counts must be positive")
+def flags() -> argparse.Namespace:
+    made = parser(__doc__, "two_nodes")
+    add = made.add_argument
+    add("--suite", action="store_true", help="all rates, and what has targets")
+    add("--mbit", type=float, default=400, help="of a rank's card; inf: no limit, 0: loopback")
+    sizes = {"nodes": 2, "ranks-per-node": 2, "tokens": 512, "heads": 8, "kv-heads": 8}
+    for name, number in {**sizes, "head-dim": 64}.items():
+        add(f"--{name}", type=int, default=number)
+    add("--repetitions", type=int, default=5, help="in each launch")
+    add("--launches", type=int, default=5, help="each with fresh processes")
+    add("--algorithms", nargs="+", choices=SETTINGS, metavar="NAME")
+    add("--force", action="store_true", help="measure under load too")
+    args = parse(made, sys.argv[1:])
     if args.nodes * args.ranks_per_node < 2 or not args.mbit >= 0:
-        parser.error("there must be two ranks, and --mbit must not be negative")
+        made.error("there must be two ranks, and --mbit must not be negative")
     return args
 
 
@@ -453,7 +438,7 @@ def measure_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse()
+    args = flags()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:

@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.kernels import KERNELS
+from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.cost import Shape, bytes_sent, pairs_computed
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.recompute import boundary, first_kept_row
+from megatron_burst.plans.recompute import boundary, first_saved_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking
+from tests.tier import examples
 from tests.workers import Team, WorkerPool
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.6, 1.0)
@@ -67,12 +68,12 @@ def twice(
     memory = AttentionMemory(fraction)
     with torch.no_grad():
         ring_attention(q, k, v, context, memory=memory, sink=offset, **options)
-    kept = memory.kept
+    kept = memory.saved
     assert kept is not None
     before, bytes_before = Counter(calls), context.bytes_sent
     found = gradients(memory)
     sent = context.bytes_sent - bytes_before
-    assert memory.kept is None
+    assert memory.saved is None
     return {
         "bit equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
         "apart": max(
@@ -93,10 +94,9 @@ def counted(team: Team, *arguments: Any) -> dict[str, Any]:
     """`twice`, with the pairs that forward kernel calls compute counted."""
     forward = CpuKernel.forward
 
-    def counting(self: CpuKernel, q: Tensor, k: Tensor, *more: Any, **options: Any) -> Any:
-        relation = more[1]
-        calls["pairs"] += relation.pairs(q.shape[1], k.shape[1])
-        return forward(self, q, k, *more, **options)
+    def counting(self: CpuKernel, tile: TileCall) -> Any:
+        calls["pairs"] += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
+        return forward(self, tile)
 
     CpuKernel.forward = counting  # type: ignore[method-assign]
     try:
@@ -147,7 +147,7 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
         again, backward = early.plans(rank).forward, whole.plans(rank).backward
         assert reply["pairs"] == pairs_computed(again)
         assert reply["sent"] == sum(bytes_sent(p, sizes, LOCAL) for p in (again, backward))
-        rows = LOCAL - first_kept_row(layout, rank, stop)
+        rows = LOCAL - first_saved_row(layout, rank, stop)
         assert reply["kept"] == rows * HEADS * (DIM + 1) * 4
     if fraction == 0.0:
         assert not any(early.plans(rank).forward.sends for rank in range(4))
@@ -186,7 +186,7 @@ def test_segmented_zigzag_repeats_as_much_on_every_rank(ranks: int, fraction: fl
     assert uneven(zigzag(tokens, ranks), boundary(zigzag(tokens, ranks), fraction)) > 1.2
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     layout=st.sampled_from([*LAYOUTS]),
     ranks=st.integers(1, 8),
@@ -200,7 +200,7 @@ def test_the_rows_before_the_boundary_are_the_first(
     stop = boundary(made, fraction)
     assert abs(stop - fraction * made.tokens) <= max(len(r) for s in made.shards for r in s)
     for rank in range(ranks):
-        row, positions = first_kept_row(made, rank, stop), made.positions(rank)
+        row, positions = first_saved_row(made, rank, stop), made.positions(rank)
         assert (positions[:row] < stop).all() and (positions[row:] >= stop).all()
 
 
@@ -215,7 +215,7 @@ def test_fractions_become_the_nearest_chunks() -> None:
 
 def test_rows_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of rank 0 are not in the order of the sequence"):
-        first_kept_row(Layout(((range(4, 8), range(4)),)), 0, 4)
+        first_saved_row(Layout(((range(4, 8), range(4)),)), 0, 4)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5])

@@ -21,14 +21,14 @@ from megatron_burst.attention.dense import (
     Visibility,
     megatrons_positions,
 )
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.verify import Finding, compare, cut, table, worst
 from megatron_burst.config import Algorithm
 from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.tools import verify as tool
-from megatron_burst.transport.comm import Flight
+from megatron_burst.transport.comm import Transfers
 from tests import oracle
 from tests.attention.cases import Case as Shape
 from tests.plans.masks import Masking, hard_maskings
@@ -233,7 +233,7 @@ def swapped_chunk(original: Callable[..., Layout]) -> Callable[..., Layout]:
 def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Whatever arrives is what arrived the time before, if there was one."""
 
-    def land(self: Flight, number: int) -> Any:
+    def land(self: Transfers, number: int) -> Any:
         last: dict[str, Any] = self.__dict__.setdefault("last", {})
         landed = original(self, number)
         for item, block in landed:
@@ -249,7 +249,7 @@ def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
 def lost_gradient(original: Callable[..., None]) -> Callable[..., None]:
     """What comes home from another rank is not added."""
 
-    def take(self: GradientSums, item: Any, block: Any) -> None:
+    def take(self: GradientAccumulator, item: Any, block: Any) -> None:
         if item.owner != self._rank:
             original(self, item, block)
 
@@ -278,8 +278,8 @@ def no_fault() -> Iterator[None]:
 FAULTS: dict[str, Callable[[], Any]] = {
     "": no_fault,
     "swapped chunk": lambda: replaced(HeadGroups, "ring_layout", swapped_chunk),
-    "stale buffer": lambda: replaced(Flight, "land", stale_buffer),
-    "lost gradient": lambda: replaced(GradientSums, "take", lost_gradient),
+    "stale buffer": lambda: replaced(Transfers, "land", stale_buffer),
+    "lost gradient": lambda: replaced(GradientAccumulator, "take", lost_gradient),
     "wrong window": lambda: replaced(tool, "masks", longer_window),
     "wrong scale": lambda: replaced(tool, "ring_attention", other_scale),
 }

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import KERNELS
-from megatron_burst.plans.mask import Relation
+from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.plans.mask import Band
 
 SIGNATURES = {
     "flash2": (
@@ -104,7 +104,7 @@ class StandIn(ModuleType):
 
         return function
 
-    def _relation(self, a: Arguments) -> Relation:
+    def _tile(self, a: Arguments) -> TileCall:
         """Undo what the package does: a window is counted from the last corner's diagonal."""
         left, right = (
             None if a[f"window_size_{side}"] == self._none else a[f"window_size_{side}"]
@@ -115,14 +115,13 @@ class StandIn(ModuleType):
         assert left is None or left >= 0
         assert right is None or right >= 0
         shift = a["k"].shape[1] - a["q"].shape[1]
-        return Relation(
+        band = Band(
             None if left is None else left - shift, None if right is None else right + shift
         )
+        return TileCall(a["q"], a["k"], a["v"], band, _scale(a), a["softcap"] or None)
 
     def _forward(self, a: Arguments) -> tuple[Tensor | None, ...]:
-        out, lse = KERNELS["reference"].forward(
-            a["q"], a["k"], a["v"], self._relation(a), _scale(a), soft_cap=a["softcap"] or None
-        )
+        out, lse = KERNELS["reference"].forward(self._tile(a))
         assert a.get("return_lse", True)
         return out, lse.float(), None, None
 
@@ -131,10 +130,7 @@ class StandIn(ModuleType):
         batch, tokens, heads, _ = a["q"].shape
         assert lse.shape == (batch, heads, tokens)
         assert lse.dtype == torch.float32 and lse.is_contiguous()
-        tensors = (a[name] for name in ("dout", "q", "k", "v", "out"))
-        gradients = KERNELS["reference"].backward(
-            *tensors, lse, self._relation(a), _scale(a), soft_cap=a["softcap"] or None
-        )
+        gradients = KERNELS["reference"].backward(self._tile(a), a["dout"], a["out"], lse)
         if a["dq"] is None:
             return gradients
         for given, gradient in zip((a["dq"], a["dk"], a["dv"]), gradients, strict=True):

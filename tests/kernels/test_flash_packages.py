@@ -14,6 +14,7 @@ from megatron_burst.kernels import (
     KERNELS,
     Kernel,
     Request,
+    TileCall,
     flash2,
     flash3,
     flash4,
@@ -49,10 +50,10 @@ def kernel(name: str, stand_in: StandIn) -> Kernel:
 
 
 @pytest.mark.parametrize("heads", contract.HEADS.values(), ids=contract.HEADS)
-@pytest.mark.parametrize(("relation", "queries", "keys"), contract.RELATIONS.values())
-def test_the_contract(kernel: Kernel, heads: tuple[int, int], relation, queries, keys) -> None:
-    contract.test_a_tile_equals_the_oracle(kernel, *CPU, heads, relation, queries, keys)
-    tile = relation, queries, keys
+@pytest.mark.parametrize(("band", "queries", "keys"), contract.BANDS.values())
+def test_the_contract(kernel: Kernel, heads: tuple[int, int], band, queries, keys) -> None:
+    contract.test_a_tile_equals_the_oracle(kernel, *CPU, heads, band, queries, keys)
+    tile = band, queries, keys
     contract.test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(kernel, *CPU, *tile)
     contract.test_any_out_with_the_same_row_products_serves_the_backward(kernel, *CPU, *tile)
 
@@ -77,7 +78,8 @@ def test_deterministic_mode_is_passed_on(
         contract.test_results_are_new_tensors(kernel, *CPU)  # its last call is a forward
         q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
         lse = torch.zeros(2, 4, 24)
-        kernel.backward(dout, q, k, v, dout, lse, contract.Relation.FULL, 0.25)
+        tile = TileCall(q, k, v, contract.Band.FULL, 0.25)
+        kernel.backward(tile, dout, dout, lse)
     finally:
         torch.use_deterministic_algorithms(before)
     assert stand_in.last["deterministic"] is deterministic

@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.stand_in import stand_in_factor, stand_in_output
-from megatron_burst.kernels import KERNELS, Kernel, Request, passed_over, select_kernel
+from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
+from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, passed_over, select_kernel
 from megatron_burst.kernels.padded import PaddedKernel
-from megatron_burst.plans.mask import Relation
+from megatron_burst.plans.mask import Band
 from tests import oracle
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 DEVICES = ("cpu", "cuda")
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (4, 1)}
-RELATIONS = {
-    "full": (Relation.FULL, 24, 40),
-    "causal": (Relation.CAUSAL, 32, 32),
-    "window": (Relation(7, 0), 32, 32),
-    "band of more keys": (Relation(2, 20), 24, 40),
-    "band of more queries": (Relation(20, 3), 40, 24),
-    "left": (Relation(5, None), 32, 32),
-    "right": (Relation(None, 17), 24, 40),
-    "right, of the last corner": (Relation(None, 16), 24, 40),
+BANDS = {
+    "full": (Band.FULL, 24, 40),
+    "causal": (Band.CAUSAL, 32, 32),
+    "window": (Band(7, 0), 32, 32),
+    "band of more keys": (Band(2, 20), 24, 40),
+    "band of more queries": (Band(20, 3), 40, 24),
+    "left": (Band(5, None), 32, 32),
+    "right": (Band(None, 17), 24, 40),
+    "right, of the last corner": (Band(None, 16), 24, 40),
 }
 DIM = 16
 SOFT_CAP = 1.5
@@ -40,11 +40,9 @@ def reasons(kernel: Kernel, device: str, dtype: torch.dtype) -> list[str]:
     return kernel.reasons_against(Request(torch.device(device), dtype, 4, 4, DIM, DIM))
 
 
-def visible(relation: Relation, queries: int, keys: int, device: str) -> Tensor:
-    """A tile's mask by the definition of its relation."""
-    left, right = (
-        float("inf") if side is None else side for side in (relation.left, relation.right)
-    )
+def visible(band: Band, queries: int, keys: int, device: str) -> Tensor:
+    """A tile's mask by the definition of its band."""
+    left, right = (float("inf") if side is None else side for side in (band.left, band.right))
     rows = [[-left <= key - query <= right for key in range(keys)] for query in range(queries)]
     return torch.tensor(rows, device=device)
 
@@ -59,9 +57,9 @@ def skip_without(kernel: Kernel, device: str, dtype: torch.dtype, **more: Any) -
 
 
 def skip_bands(
-    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+    kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
 ) -> None:
-    skip_without(kernel, device, dtype, is_banded=relation.is_banded(queries, keys))
+    skip_without(kernel, device, dtype, is_banded=band.is_banded(queries, keys))
 
 
 def combinations() -> Iterator[object]:
@@ -97,26 +95,26 @@ def sliced_rows(lse_BHS: Tensor) -> Tensor:
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+@pytest.mark.parametrize(("band", "queries", "keys"), BANDS.values(), ids=BANDS)
 def test_a_tile_equals_the_oracle(
     kernel: Kernel,
     device: str,
     dtype: torch.dtype,
     heads: tuple[int, int],
-    relation: Relation,
+    band: Band,
     queries: int,
     keys: int,
 ) -> None:
-    skip_bands(kernel, device, dtype, relation, queries, keys)
+    skip_bands(kernel, device, dtype, band, queries, keys)
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
-    expected = oracle.attention(q, k, v, dout, visible(relation, queries, keys, device))
-    scale = DIM**-0.5
+    expected = oracle.attention(q, k, v, dout, visible(band, queries, keys, device))
+    tile = TileCall(q, k, v, band, DIM**-0.5)
 
-    out, lse = kernel.forward(q, k, v, relation, scale)
+    out, lse = kernel.forward(tile)
     assert out.dtype == dtype and lse.dtype in (torch.float32, torch.float64)
     assert lse.shape == (2, heads[0], queries)
-    gradients = kernel.backward(dout, q, k, v, out, sliced_rows(lse), relation, scale)
+    gradients = kernel.backward(tile, dout, out, sliced_rows(lse))
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     found = oracle.Result(out, lse, *gradients)
     for name in oracle.Result._fields:
@@ -125,42 +123,42 @@ def test_a_tile_equals_the_oracle(
 
 
 @EVERY_KERNEL
-@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+@pytest.mark.parametrize(("band", "queries", "keys"), BANDS.values(), ids=BANDS)
 def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
-    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+    kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
 ) -> None:
-    skip_bands(kernel, device, dtype, relation, queries, keys)
+    skip_bands(kernel, device, dtype, band, queries, keys)
     # The rows also see `others`, a tile computed elsewhere; the gradients of this tile's keys
     # follow from the lse and the out of the whole row.
     others = 16
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(others + keys, 4, device, dtype, seed) for seed in (2, 3))
     seen = torch.ones(queries, others + keys, dtype=torch.bool, device=device)
-    seen[:, others:] = visible(relation, queries, keys, device)
+    seen[:, others:] = visible(band, queries, keys, device)
     expected = oracle.attention(q, k, v, dout, seen)
-    scale = DIM**-0.5
-    wide = kernel.forward(q, k[:, others:], v[:, others:], relation, scale)[1].dtype
+    tile = TileCall(q, k[:, others:], v[:, others:], band, DIM**-0.5)
+    wide = kernel.forward(tile)[1].dtype
     out, lse = expected.out.to(dtype), expected.lse.to(wide)
-    tile = (k[:, others:], v[:, others:], out, lse, relation, scale)
-    _, dk, dv = kernel.backward(dout, q, *tile)
+    _, dk, dv = kernel.backward(tile, dout, out, lse)
     assert oracle.relative_error(dk, expected.dk[:, others:]) < TOLERANCE[dtype]
     assert oracle.relative_error(dv, expected.dv[:, others:]) < TOLERANCE[dtype]
 
 
 @EVERY_KERNEL
-@pytest.mark.parametrize(("relation", "queries", "keys"), RELATIONS.values(), ids=RELATIONS)
+@pytest.mark.parametrize(("band", "queries", "keys"), BANDS.values(), ids=BANDS)
 def test_any_out_with_the_same_row_products_serves_the_backward(
-    kernel: Kernel, device: str, dtype: torch.dtype, relation: Relation, queries: int, keys: int
+    kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
 ) -> None:
-    skip_bands(kernel, device, dtype, relation, queries, keys)
+    skip_bands(kernel, device, dtype, band, queries, keys)
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
-    out, lse = kernel.forward(q, k, v, relation, DIM**-0.5)
-    stand_in = stand_in_output(dout, stand_in_factor(dout, out))
-    assert oracle.relative_error(stand_in, out) > 0.1
-    by_out = kernel.backward(dout, q, k, v, out, lse, relation, DIM**-0.5)
-    by_stand_in = kernel.backward(dout, q, k, v, stand_in, lse, relation, DIM**-0.5)
-    for found, expected in zip(by_stand_in, by_out, strict=True):
+    tile = TileCall(q, k, v, band, DIM**-0.5)
+    out, lse = kernel.forward(tile)
+    surrogate = surrogate_output(dout, surrogate_factor(dout, out))
+    assert oracle.relative_error(surrogate, out) > 0.1
+    by_out = kernel.backward(tile, dout, out, lse)
+    by_surrogate = kernel.backward(tile, dout, surrogate, lse)
+    for found, expected in zip(by_surrogate, by_out, strict=True):
         assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
 
 
@@ -169,10 +167,10 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     skip_without(kernel, device, dtype, soft_cap=SOFT_CAP)
     q, dout = (3 * draw(32, 8, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(32, 2, device, dtype, seed) for seed in (2, 3))
-    tile = Relation.CAUSAL, DIM**-0.5
-    out, lse = kernel.forward(q, k, v, *tile, soft_cap=SOFT_CAP)
-    gradients = kernel.backward(dout, q, k, v, out, lse, *tile, soft_cap=SOFT_CAP)
-    seen = visible(Relation.CAUSAL, 32, 32, device)
+    tile = TileCall(q, k, v, Band.CAUSAL, DIM**-0.5, SOFT_CAP)
+    out, lse = kernel.forward(tile)
+    gradients = kernel.backward(tile, dout, out, lse)
+    seen = visible(Band.CAUSAL, 32, 32, device)
     expected = oracle.attention(q, k, v, dout, seen, soft_cap=SOFT_CAP)
     for found, wanted in zip((out, lse, *gradients), expected[:5], strict=True):
         assert oracle.relative_error(found, wanted) < TOLERANCE[dtype]
@@ -184,13 +182,13 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
 def test_results_are_new_tensors(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     # Whoever gets them writes into them.
     q, k, v, dout = (draw(24, 4, device, dtype, seed) for seed in range(4))
-    tile = (Relation.FULL, DIM**-0.5)
-    out, lse = kernel.forward(q, k, v, *tile)
-    gradients = kernel.backward(dout, q, k, v, out, lse, *tile)
+    tile = TileCall(q, k, v, Band.FULL, DIM**-0.5)
+    out, lse = kernel.forward(tile)
+    gradients = kernel.backward(tile, dout, out, lse)
     tensors = (q, k, v, dout, out, lse, *gradients)
     assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
     before = out.clone()
-    kernel.forward(q, k, v, *tile)[0].zero_()
+    kernel.forward(tile)[0].zero_()
     assert torch.equal(out, before)
 
 
@@ -287,8 +285,8 @@ def test_a_kernel_of_one_head_size_is_padded(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(16, 6), (6, 16)])
-@pytest.mark.parametrize("relation", [Relation.CAUSAL, Relation(7, 0)])
-def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], relation: Relation) -> None:
+@pytest.mark.parametrize("band", [Band.CAUSAL, Band(7, 0)])
+def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], band: Band) -> None:
     q, k, v, dout = (draw(32, heads, *CPU, seed) for seed, heads in enumerate((4, 2, 2, 4)))
     q, k, v, dout = (
         q[..., : sizes[0]],
@@ -297,10 +295,10 @@ def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], relation: Rel
         dout[..., : sizes[1]],
     )
     kernel = PaddedKernel(KERNELS["cpu"], 16)
-    tile = relation, sizes[0] ** -0.5
-    out, lse = kernel.forward(q, k, v, *tile)
-    found = oracle.Result(out, lse, *kernel.backward(dout, q, k, v, out, lse, *tile))
-    expected = oracle.attention(q, k, v, dout, visible(relation, 32, 32, "cpu"))
+    tile = TileCall(q, k, v, band, sizes[0] ** -0.5)
+    out, lse = kernel.forward(tile)
+    found = oracle.Result(out, lse, *kernel.backward(tile, dout, out, lse))
+    expected = oracle.attention(q, k, v, dout, visible(band, 32, 32, "cpu"))
     for name in oracle.Result._fields:
         assert getattr(found, name).shape == getattr(expected, name).shape
         assert oracle.relative_error(getattr(found, name), getattr(expected, name)) < 3e-6

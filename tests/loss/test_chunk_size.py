@@ -1,4 +1,4 @@
-"""Chunks from a memory limit or a number of tokens, and when gradients are made. (fast tier)"""
+"""Chunks from a memory limit or a number of tokens,. (fast tier)"""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from megatron_burst.loss.chunk_size import (
     MIB,
     Sizes,
     of_tokens,
-    pays_in_forward,
     within,
 )
 from tests.loss.oracle import make_case, ours
@@ -24,7 +23,7 @@ def test_chunks_are_the_largest_even_ones_within_the_limit(
     limit: int, dtype: torch.dtype, sums_apart: bool
 ) -> None:
     sizes = dataclasses.replace(SIZES, dtype=dtype, sums_apart=sums_apart)
-    found = within(sizes, limit * MIB, in_forward=False)
+    found = within(sizes, limit * MIB)
     assert found.peak <= limit * MIB
     chunks = -(-sizes.tokens // found.tokens)
     assert found.tokens * (chunks - 1) < sizes.tokens <= found.tokens * chunks
@@ -50,8 +49,8 @@ def test_a_token_of_logits_in_every_copy_that_lives() -> None:
 def test_one_token_that_does_not_fit_is_an_error_with_what_is_needed() -> None:
     tight = dataclasses.replace(SIZES, vocabulary=2**20, tokens=1000)
     with pytest.raises(ValueError, match=r"too small for one token of 1000.*at least 5 MiB"):
-        within(tight, 4 * MIB, in_forward=False)
-    assert within(tight, 5 * MIB, in_forward=False).tokens == 1
+        within(tight, 4 * MIB)
+    assert within(tight, 5 * MIB).tokens == 1
 
 
 @pytest.mark.parametrize("tokens", [4 * 2**20, 2**30])
@@ -60,45 +59,37 @@ def test_no_length_is_refused_for_its_statistics(tokens: int, ranks: int) -> Non
     """They take an eighth of the limit, however many ranks they come from."""
     for limit in (64, 512):
         sizes = dataclasses.replace(SIZES, tokens=tokens, ranks=ranks, vocabulary=16 * 1024)
-        found = within(sizes, limit * MIB, in_forward=False)
+        found = within(sizes, limit * MIB)
         assert found.peak <= limit * MIB and found.tokens >= 64
         assert found.combined * sizes.for_a_token_of_statistics <= limit * MIB // 8
         assert found.combined % found.tokens == 0 and found.combined > 4 * found.tokens
 
 
 def test_short_sequences_are_combined_at_once() -> None:
-    assert within(SIZES, 64 * MIB, in_forward=False).combined == SIZES.tokens
+    assert within(SIZES, 64 * MIB).combined == SIZES.tokens
 
 
 def test_sums_of_dw_that_do_not_fit_are_made_in_blocks() -> None:
     apart = dataclasses.replace(SIZES, dtype=torch.bfloat16, sums_apart=True)
-    assert within(apart, 512 * MIB, in_forward=False).rows is None
-    found = within(apart, 64 * MIB, in_forward=False)
+    assert within(apart, 512 * MIB).rows is None
+    found = within(apart, 64 * MIB)
     assert found.rows and found.rows * apart.row_of_sums <= 32 * MIB
     assert found.peak <= 64 * MIB and f"dW in blocks of {found.rows} rows" in str(found)
-    assert of_tokens(apart, 100, in_forward=False).rows is None
+    assert of_tokens(apart, 100).rows is None
 
 
 @pytest.mark.parametrize("objective", [{}, {"label_smoothing": 0.1, "logit_softcap": 4.0}])
 def test_dw_in_blocks_is_the_same(objective: dict[str, float]) -> None:
     case = make_case((40,), 3000, 64, torch.bfloat16)
-    arguments = {"gradients": "backward", **objective}
+    arguments = objective
     at_once = ours(case, memory_mb=8, **arguments)
     in_blocks = ours(case, memory_mb=0.5, **arguments)  # dW alone takes 0.73 MiB in float32
     for a, b in zip(at_once, in_blocks, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
 
 
-def test_gradients_in_forward_pay_with_room_for_dw_on_one_rank() -> None:
-    sums = SIZES.sums
-    assert pays_in_forward(SIZES, 2 * sums)
-    assert not pays_in_forward(SIZES, 2 * sums - 1)
-    assert not pays_in_forward(SIZES, None)
-    assert not pays_in_forward(dataclasses.replace(SIZES, ranks=2), 2 * sums)
-
-
 def test_a_chunk_size_is_taken_as_it_is() -> None:
-    assert of_tokens(SIZES, 100, in_forward=False).tokens == 100
-    assert of_tokens(SIZES, 10**9, in_forward=False).tokens == SIZES.tokens
+    assert of_tokens(SIZES, 100).tokens == 100
+    assert of_tokens(SIZES, 10**9).tokens == SIZES.tokens
     with pytest.raises(ValueError, match="--lm-head-chunk-size.*positive, got 0"):
-        of_tokens(SIZES, 0, in_forward=False)
+        of_tokens(SIZES, 0)

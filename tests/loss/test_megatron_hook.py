@@ -58,7 +58,7 @@ def run(output: ChunkedOutput, layer: Any = None, **changes: Any) -> Tensor:
         "output_layer": layer,
         "output_weight": None,
         "labels": torch.randint(0, ROWS, (BATCH, TOKENS)),
-        "loss_mask": torch.ones(BATCH, TOKENS),
+        "loss_mask": torch.ones(BATCH, TOKENS),  # is given, and not needed
         "scale_logits": lambda logits: logits,
         "input_ids": None,
         "config": None,
@@ -131,53 +131,6 @@ def test_a_wrong_label_that_counts_is_an_error() -> None:
     assert (losses > 1e29).all()
     with pytest.raises(ValueError, match=f"target {ROWS} is outside"):
         losses.sum().backward()
-
-
-@pytest.mark.parametrize("per_token_loss", [True, False])
-def test_what_megatron_makes_of_the_losses_is_expected(
-    caplog: pytest.LogCaptureFixture, per_token_loss: bool
-) -> None:
-    output = ChunkedOutput(CONFIG, transformer(calculate_per_token_loss=per_token_loss))
-    mask = torch.rand(BATCH, TOKENS).round()
-    with caplog.at_level(logging.INFO):
-        loss = (run(output, loss_mask=mask) * mask).sum()
-        if not per_token_loss:
-            loss = loss / mask.sum() / 3
-        loss.backward()
-    assert "gradients in forward" in caplog.text and "from now on" not in caplog.text
-
-
-def test_gradients_made_in_forward_know_the_mean_of_the_mask() -> None:
-    """Made for the mask alone, bfloat16 gradients would be rounded again, by 1 / 7 of it."""
-    mask = torch.zeros(BATCH, TOKENS)
-    mask.view(-1)[:7] = 1
-    found = []
-    for gradients in lm_head.Gradients.FORWARD, lm_head.Gradients.BACKWARD:
-        output = ChunkedOutput(CONFIG, transformer(calculate_per_token_loss=False))
-        output._gradients = gradients
-        torch.manual_seed(1)
-        layer = OutputLayer().bfloat16()
-        hidden = torch.randn(TOKENS, BATCH, SIZE).bfloat16().requires_grad_()
-        losses = run(output, layer, hidden_states=hidden, loss_mask=mask)
-        ((losses * mask).sum() / mask.sum()).backward()
-        found.append(hidden.grad)
-    assert found[0].any() and (found[0] == found[1]).float().mean() > 0.95
-
-
-def test_another_use_of_the_losses_ends_gradients_in_forward(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    output = ChunkedOutput(CONFIG, transformer())
-    with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            run(output).square().sum().backward()
-    said = [record.message for record in caplog.records]
-    assert [("in forward," in text, "from now on" in text) for text in said] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
-    assert "computed again" in said[2]
 
 
 def test_evaluation_makes_no_gradients(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,14 +258,6 @@ def test_dw_is_added_to_main_grad_and_ddp_is_told(tied: bool) -> None:
     assert dummy.dtype == weight.dtype and (not tied or not dummy.any())
 
 
-def test_a_finished_dw_is_added_too() -> None:
-    weight = parameter()
-    place = weight_sum(weight)
-    place.add(torch.full((ROWS, SIZE), 2.0))
-    place.result()
-    assert (weight.main_grad == 3).all() and weight.grad_added_to_main_grad
-
-
 def test_a_narrow_main_grad_gets_the_sum_once() -> None:
     weight = parameter(torch.bfloat16)
     gradient, hidden, dw = product()
@@ -332,11 +277,10 @@ def test_without_main_grad_autograd_gets_the_gradient() -> None:
 def test_the_whole_loss_sums_into_main_grad() -> None:
     layer = OutputLayer()
     layer.weight = parameter()
-    for gradients in ("auto", "backward"):
+    for _ in range(2):
         layer.weight.main_grad.zero_()
         layer.weight.grad = None
         output = ChunkedOutput(CONFIG, transformer())
-        output._gradients = lm_head.Gradients(gradients)
         hidden = torch.randn(TOKENS, BATCH, SIZE, requires_grad=True)
         labels = torch.randint(0, ROWS, (BATCH, TOKENS))
         run(output, layer, hidden_states=hidden, labels=labels).sum().backward()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.loss import autograd, products
+from megatron_burst.loss import products
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking
 from megatron_burst.loss.objective import Objective
@@ -59,14 +59,8 @@ def peak_bytes(
 
 @pytest.fixture(autouse=True)
 def meta_tensors_have_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = autograd.read_later
     # The way of a GPU: products are made in parts, in memory that the logits have left.
     monkeypatch.setattr(products, "best_way", lambda *_: products.rounded_parts)
-    monkeypatch.setattr(
-        autograd,
-        "read_later",
-        lambda answer: (lambda: True) if answer.is_meta else original(answer),
-    )
 
 
 def chunked(**arguments: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -87,23 +81,17 @@ def test_the_limit_holds(vocabulary: int, tokens: int, dtype: torch.dtype, hidde
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_limit_holds_for_every_objective(
-    objective: str, gradients: str, dtype: torch.dtype
-) -> None:
-    function = chunked(memory_mb=48, gradients=gradients, **OBJECTIVES[objective])
+def test_the_limit_holds_for_every_objective(objective: str, dtype: torch.dtype) -> None:
+    function = chunked(memory_mb=48, **OBJECTIVES[objective])
     size = {"tokens": 8 * K, "vocabulary": 32 * K, "hidden": 64, "dtype": dtype}
     assert peak_bytes(function, **size) <= 48 * MIB
 
 
-@pytest.mark.parametrize("gradients", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_computed_takes_what_is_foretold(gradients: str, dtype: torch.dtype) -> None:
+def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
     foretold: list[Chunking] = []
-    call = Call(
-        objective=Objective(), memory_mb=16, gradients=gradients, on_chunking=foretold.append
-    )
+    call = Call(objective=Objective(), memory_mb=16, on_chunking=foretold.append)
     function = lambda *tensors: call_of(call, *tensors)  # noqa: E731
     size = {"tokens": 1 * K, "vocabulary": 8 * K, "hidden": 64, "dtype": dtype}
     computed = peak_bytes(function, **size, device="cpu")
@@ -112,29 +100,15 @@ def test_what_is_computed_takes_what_is_foretold(gradients: str, dtype: torch.dt
     assert computed > 0.9 * foretold[0].peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_computing_in_vain_stays_within_the_limit(dtype: torch.dtype) -> None:
-    """Gradients made in forward are given up before the logits are computed again."""
-
-    def function(*tensors: Tensor) -> Tensor:
-        loss = linear_cross_entropy(*tensors, memory_mb=4, gradients="forward")
-        return loss * torch.linspace(0, 1, loss.numel())
-
-    size = {"tokens": 2 * K, "vocabulary": 2 * K, "hidden": 256, "dtype": dtype}
-    assert peak_bytes(function, **size, device="cpu") <= 4 * MIB
-
-
 def call_of(call: Call, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     from megatron_burst.loss.call import apply
 
-    return apply(hidden, weight, targets, None, call)
+    return apply(hidden, weight, targets, call)
 
 
 def test_no_length_needs_more_than_the_limit() -> None:
-    """Forward and backward, with gradients made in either."""
     size = {"tokens": 64 * K, "vocabulary": 1 * K, "hidden": 8, "dtype": torch.bfloat16}
-    for gradients in ("forward", "backward"):
-        assert peak_bytes(chunked(memory_mb=4, gradients=gradients), **size) <= 4 * MIB
+    assert peak_bytes(chunked(memory_mb=4), **size) <= 4 * MIB
 
 
 @pytest.mark.slow
@@ -145,9 +119,7 @@ def test_no_length_needs_more_than_the_limit() -> None:
 )
 def test_the_limit_holds_when_computed(tokens: int, vocabulary: int) -> None:
     size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": 16}
-    for gradients in ("forward", "backward"):
-        function = chunked(memory_mb=LIMIT_MB, gradients=gradients)
-        assert peak_bytes(function, **size, device="cpu") <= LIMIT_MB * MIB
+    assert peak_bytes(chunked(memory_mb=LIMIT_MB), **size, device="cpu") <= LIMIT_MB * MIB
 
 
 def test_sixteen_times_less_than_all_logits() -> None:
@@ -169,7 +141,6 @@ def test_sixteen_times_less_than_all_logits() -> None:
 def test_memory_grows_with_the_tokens_by_some_numbers_each(parts: str) -> None:
     """Between forward and backward one log-sum-exp a token is kept, not a row of logits."""
     arguments = {"memory_mb": 64} if parts == "with the limit" else {"chunk_size": 100}
-    arguments |= {"gradients": "backward"}
     weight = torch.randn(32 * K, 16, device="meta").requires_grad_()
     kept = []
     for tokens in (8 * K, 64 * K):

@@ -8,33 +8,28 @@ from megatron_burst import linear_cross_entropy
 from tests.loss.oracle import OBJECTIVES, Case, errors, make_case, oracle, ours, relative_error
 
 TOLERANCE = 2e-6  # float32
-MODES = ("backward", "forward")
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, 21, 100])
-@pytest.mark.parametrize("gradients", MODES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_float32_equals_float64(objective: str, gradients: str, chunk_size: int) -> None:
+def test_float32_equals_float64(objective: str, chunk_size: int) -> None:
     """21 tokens: chunks that divide them, that do not, one token, all, more than there are."""
     arguments = OBJECTIVES[objective]
     case = make_case(ignore_index=arguments.get("ignore_index", -100))
-    grad = torch.full_like(case.grad, 0.37)  # what gradients made in forward were made for
-    grad = grad if gradients == "forward" else case.grad
-    found = ours(case, grad, chunk_size=chunk_size, gradients=gradients, **arguments)
-    assert max(errors(found, oracle(case, grad, **arguments))) < TOLERANCE
+    found = ours(case, chunk_size=chunk_size, **arguments)
+    assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
     assert found.loss.dtype == torch.float32 and found.loss.shape == case.targets.shape
 
 
 @pytest.mark.parametrize("vocabulary", [128, 1000, 4096])
 def test_larger_vocabularies(vocabulary: int) -> None:
     case = make_case((333,), vocabulary, 64)
-    found = ours(case, chunk_size=100, gradients="backward")
+    found = ours(case, chunk_size=100)
     assert max(errors(found, oracle(case))) < TOLERANCE
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("gradients", MODES)
-def test_gradients_agree_with_differences(objective: str, gradients: str) -> None:
+def test_gradients_agree_with_differences(objective: str) -> None:
     case = make_case((5,), 7, 4, torch.float64)
 
     def mean(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -42,7 +37,6 @@ def test_gradients_agree_with_differences(objective: str, gradients: str) -> Non
             *(hidden, weight, case.targets % 7),
             **OBJECTIVES[objective],
             chunk_size=2,
-            gradients=gradients,
         ).mean()
 
     inputs = (case.hidden.requires_grad_(), case.weight.requires_grad_())
@@ -50,13 +44,12 @@ def test_gradients_agree_with_differences(objective: str, gradients: str) -> Non
     assert torch.autograd.gradcheck(mean, inputs, nondet_tol=1e-12)
 
 
-@pytest.mark.parametrize("gradients", MODES)
 @pytest.mark.parametrize(
     "tokens", [(1,), (1, 1), (0,), (2, 0), ()], ids=["one", "1 x 1", "none", "2 x none", "scalar"]
 )
-def test_hardly_any_tokens(tokens: tuple[int, ...], gradients: str) -> None:
+def test_hardly_any_tokens(tokens: tuple[int, ...]) -> None:
     case = make_case(tokens)
-    found = ours(case, torch.ones_like(case.grad), gradients=gradients)
+    found = ours(case, torch.ones_like(case.grad))
     expected = oracle(case, torch.ones_like(case.grad)) if case.targets.numel() else None
     assert found.loss.shape == tokens and found.d_hidden.shape == (*tokens, 16)
     assert found.d_weight.shape == case.weight.shape
@@ -66,21 +59,19 @@ def test_hardly_any_tokens(tokens: tuple[int, ...], gradients: str) -> None:
         assert max(errors(found, expected)) < TOLERANCE
 
 
-@pytest.mark.parametrize("gradients", MODES)
 @pytest.mark.parametrize("objective", ["plain", "all"])
-def test_all_tokens_ignored_make_zeros(objective: str, gradients: str) -> None:
+def test_all_tokens_ignored_make_zeros(objective: str) -> None:
     case = make_case()
     case.targets.fill_(-100)
-    found = ours(case, chunk_size=4, gradients=gradients, **OBJECTIVES[objective])
+    found = ours(case, chunk_size=4, **OBJECTIVES[objective])
     assert not any(part.any() for part in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gradients", MODES)
-def test_narrow_dtypes_make_losses_in_float32(dtype: torch.dtype, gradients: str) -> None:
+def test_narrow_dtypes_make_losses_in_float32(dtype: torch.dtype) -> None:
     case = make_case(dtype=dtype)
     grad = torch.full_like(case.grad, 0.5)
-    found = ours(case, grad, chunk_size=5, gradients=gradients)
+    found = ours(case, grad, chunk_size=5)
     assert found.loss.dtype == torch.float32
     assert found.d_hidden.dtype == found.d_weight.dtype == dtype
     assert max(errors(found, oracle(case, grad))) < 2**-7
@@ -103,15 +94,12 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("which", ["hidden", "weight"])
-@pytest.mark.parametrize("gradients", MODES)
-def test_only_one_input_wants_a_gradient(which: str, gradients: str) -> None:
+def test_only_one_input_wants_a_gradient(which: str) -> None:
     case = make_case()
     grad = torch.full_like(case.grad, 0.37)
     hidden = case.hidden.clone().requires_grad_(which == "hidden")
     weight = case.weight.clone().requires_grad_(which == "weight")
-    linear_cross_entropy(hidden, weight, case.targets, chunk_size=4, gradients=gradients).backward(
-        grad
-    )
+    linear_cross_entropy(hidden, weight, case.targets, chunk_size=4).backward(grad)
     expected = oracle(case, grad)
     wanted, other = (hidden, weight) if which == "hidden" else (weight, hidden)
     assert wanted.grad is not None and other.grad is None
@@ -123,7 +111,7 @@ def test_without_gradients_there_is_no_graph_and_none_are_made() -> None:
     weight = case.weight.clone().requires_grad_()
     hidden = case.hidden.clone().requires_grad_()
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, case.targets, gradients="forward")
+        loss = linear_cross_entropy(hidden, weight, case.targets)
     assert not loss.requires_grad
     assert relative_error(loss, oracle(case).loss) < TOLERANCE
 
@@ -141,10 +129,9 @@ def test_non_contiguous_inputs() -> None:
 
 
 def test_backward_may_run_twice() -> None:
-    """Gradients made in forward are scaled in place, so only the first backward can use them."""
     case = make_case()
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = linear_cross_entropy(hidden, weight, case.targets, gradients="forward").sum()
+    loss = linear_cross_entropy(hidden, weight, case.targets).sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     first = [part.clone() for part in first]
     second = torch.autograd.grad(loss, (hidden, weight))
@@ -155,7 +142,7 @@ def test_backward_may_run_twice() -> None:
 def test_a_changed_weight_is_noticed() -> None:
     case = make_case()
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = linear_cross_entropy(hidden, weight, case.targets, gradients="backward").sum()
+    loss = linear_cross_entropy(hidden, weight, case.targets).sum()
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -85,13 +85,11 @@ def test_float32_equals_float64(
 ) -> None:
     arguments = OBJECTIVES[objective]
     case = make_case((8, 3), ignore_index=arguments.get("ignore_index", -100))
-    for gradients in ("forward", "backward"):
-        if gradients == "forward":
-            case = case._replace(grad=torch.full_like(case.grad, 0.37))
-        options = {"chunk_size": 5, "gradients": gradients, **arguments}
-        shares = workers.run(ranks, on_a_rank, case, sequence_parallel, options)
-        found = together(shares, sequence_parallel)
-        assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
+    options = {"chunk_size": 5, **arguments}
+    found = together(
+        workers.run(ranks, on_a_rank, case, sequence_parallel, options), sequence_parallel
+    )
+    assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [(4,), (4, 1), (4, 0)])
@@ -113,12 +111,11 @@ def test_all_tokens_ignored(workers: WorkerPool) -> None:
     assert not any(part.any() for part in found)
 
 
-@pytest.mark.parametrize("gradients", ["forward", "backward"])
-def test_large_logits_of_one_rank_do_not_overflow(workers: WorkerPool, gradients: str) -> None:
+def test_large_logits_of_one_rank_do_not_overflow(workers: WorkerPool) -> None:
     """The largest logit of all ranks counts, whichever rank has it."""
     case = make_case((8, 3))
     case = case._replace(hidden=case.hidden * 1e3, grad=torch.ones_like(case.grad))
-    options = {"chunk_size": 5, "gradients": gradients}
+    options = {"chunk_size": 5}
     found = together(workers.run(2, on_a_rank, case, False, options), False)
     assert errors(found, oracle(case))[0] < TOLERANCE
     assert all(part.isfinite().all() for part in found)
@@ -126,16 +123,12 @@ def test_large_logits_of_one_rank_do_not_overflow(workers: WorkerPool, gradients
 
 def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case = make_case((8, 3))
-    options = {"chunk_size": 2, "gradients": "backward"}
+    options = {"chunk_size": 2}
     (whole, _) = workers.run(2, on_a_rank, case, False, options)
     assert whole.collectives == ["all_gather_into_tensor", "all_reduce"]
     (spread, _) = workers.run(2, on_a_rank, case, True, options)
     # Forward gathers the tokens and the statistics; backward the tokens, and spreads the gradient.
     assert spread.collectives == [*["all_gather_into_tensor"] * 3, "reduce_scatter_tensor"]
-    constant = case._replace(grad=torch.ones_like(case.grad))
-    options = {"chunk_size": 12, "gradients": "forward"}
-    (early, _) = workers.run(2, on_a_rank, constant, False, options)
-    assert early.collectives == [*["all_gather_into_tensor"] * 2, "all_reduce"]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence-parallel"])
@@ -145,20 +138,12 @@ def test_statistics_combined_block_by_block_are_the_same(
 ) -> None:
     arguments = OBJECTIVES[objective]
     case = make_case((64, 8), vocabulary=4096)
-    options = {"memory_mb": 0.25, "gradients": "backward", **arguments}
+    options = {"memory_mb": 0.25, **arguments}
     shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
     gathers = shares[0].collectives.count("all_gather_into_tensor")
     assert gathers - 2 * sequence_parallel > 2, "the case has several blocks"
     found = together(shares, sequence_parallel)
     assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
-
-
-def test_a_gradient_of_another_direction_is_computed_again(workers: WorkerPool) -> None:
-    case = make_case((8, 3))
-    options = {"chunk_size": 5, "gradients": "forward"}
-    for sequence_parallel in (False, True):
-        shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
-        assert max(errors(together(shares, sequence_parallel), oracle(case))) < TOLERANCE
 
 
 def test_smoothing_is_over_the_whole_vocabulary(workers: WorkerPool) -> None:
@@ -192,7 +177,7 @@ def test_the_same_as_megatron_with_a_padded_vocabulary(workers: WorkerPool, rank
     case = make_case((8, 3), vocabulary=64, ignore_index=0)
     case = case._replace(targets=case.targets.clamp_max(49), grad=case.grad)
     ours = together(
-        workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5, "gradients": "backward"}),
+        workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5}),
         False,
     )
     theirs = together(
@@ -201,36 +186,25 @@ def test_the_same_as_megatron_with_a_padded_vocabulary(workers: WorkerPool, rank
     assert max(errors(ours, theirs)) < TOLERANCE
 
 
-WAYS = {
-    "backward": ({"gradients": "backward"}, 1.0),
-    "forward, the factor is known": ({"gradients": "forward"}, 1.0),
-    # d_hidden is rounded once more.
-    "forward, another factor": ({"gradients": "forward"}, 1.1),
-}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-def test_bfloat16_is_no_worse_than_megatron(workers: WorkerPool, ranks: int, way: str) -> None:
+def test_bfloat16_is_no_worse_than_megatron(workers: WorkerPool, ranks: int) -> None:
     """Mean error over draws and factors; with a single factor either may be lucky."""
     pytest.importorskip("megatron.core")
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
-    options, allowed = WAYS[way]
     for seed in range(6):
         case = make_case((256,), 1024, 64, torch.bfloat16, seed, ignore_index=0)
         factor = torch.rand((), generator=torch.Generator().manual_seed(seed)) / 256
         case = case._replace(grad=torch.full_like(case.grad, factor))
-        mask = case.grad * 1024 if way.endswith("known") else None
         expected = oracle(case)
-        arguments = {**options, "chunk_size": 100, "loss_mask": mask}
+        arguments = {"chunk_size": 100}
         found = together(workers.run(ranks, on_a_rank, case, False, arguments), False)
         ours.append(errors(found, expected))
         megatron = [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)]
         theirs.append(errors(together(megatron, False), expected))
     means = [torch.tensor(many).mean(0) for many in (ours, theirs)]
-    print(f"{way}, TP {ranks}, loss, d_hidden, d_weight: ours {means[0]}, theirs {means[1]}")
-    assert (means[0] <= allowed * 1.001 * means[1]).all()
+    print(f"TP {ranks}, loss, d_hidden, d_weight: ours {means[0]}, theirs {means[1]}")
+    assert (means[0] <= 1.001 * means[1]).all()
 
 
 def test_megatrons_smoothing_depends_on_the_number_of_ranks(workers: WorkerPool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext, ring_attention
@@ -30,6 +30,7 @@ from tests.attention.cases import (
 )
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.tier import examples
 from tests.transport.test_groups import new_groups
 from tests.workers import Team, WorkerPool
 
@@ -70,7 +71,7 @@ def test_a_node_that_does_not_divide_is_refused_with_the_numbers(
 def test_members_of_one_index_form_a_ring() -> None:
     groups = head_groups("abab", 2)
     assert [groups.ring(index) for index in range(2)] == [(0, 1), (2, 3)]
-    assert [groups.place(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [groups.coordinates(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
     check(cases, 8, workers)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     place=st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8)]),
     chunk=st.integers(1, 3),
@@ -321,7 +322,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
     choice = choose(BurstConfig(**config), tiling, grid, shape.item_bytes(), "aabb")
     rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
     for rank, reply in enumerate(answer.replies):
-        plans = choice.plans(groups.place(rank)[0])
+        plans = choice.plans(groups.coordinates(rank)[0])
         sizes = shape.item_bytes()
         forward = bytes_sent(plans.forward, sizes, 24) + shape.exchange_bytes(2) + rows
         backward_bytes = bytes_sent(plans.backward, sizes, 24) + shape.exchange_bytes(2)

@@ -1,19 +1,21 @@
 """Masks and tiles against the same mask written out as a matrix of booleans. (fast tier)"""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.layout import Interval, Layout
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.tier import examples
 
 LIMITS = st.none() | st.integers(0, 12)
 
@@ -22,18 +24,18 @@ def rows_seen(tile: Tile, tokens: int) -> Tensor:
     """How often the tile computes each pair of local rows: int [query rows, key rows]."""
     count = torch.zeros(tokens, tokens, dtype=torch.int)
     queries, keys = tile.query_rows, tile.key_rows
-    count[queries.rows, keys.rows] += tile.relation.visible(queries.length, keys.length)
+    count[queries.rows, keys.rows] += tile.band.visible(queries.length, keys.length)
     return count
 
 
 def assert_fits(tile: Tile) -> None:
     """No kernel is asked for a row that sees nothing, or for keys that nobody sees."""
-    visible = tile.relation.visible(tile.query_rows.length, tile.key_rows.length)
+    visible = tile.band.visible(tile.query_rows.length, tile.key_rows.length)
     assert visible.any(0).all() and visible.any(1).all()
     assert tile.pairs == int(visible.sum())
-    limits = tile.relation.window(tile.query_rows.length, tile.key_rows.length)
+    limits = tile.band.window(tile.query_rows.length, tile.key_rows.length)
     assert all(limit is None or limit >= 0 for limit in limits)
-    assert (tile.relation == Relation.FULL) == bool(visible.all())
+    assert (tile.band == Band.FULL) == bool(visible.all())
 
 
 def check(layout: Layout, masking: Masking) -> None:
@@ -51,7 +53,7 @@ def check(layout: Layout, masking: Masking) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(ranks=st.integers(1, 5), chunk=st.integers(1, 4), data=st.data())
 def test_tiles_cover_what_is_seen_once(
     layout: str, ranks: int, chunk: int, data: st.DataObject
@@ -67,9 +69,29 @@ def test_tiles_of_the_hard_masks(layout: str, name: str, ranks: int, chunk: int)
     check(LAYOUTS[layout](4 * ranks * chunk, ranks), hard_maskings(2 * ranks, chunk)[name])
 
 
-@settings(max_examples=200, deadline=None)
+def test_what_is_left_of_a_small_band_has_no_row_that_sees_nothing() -> None:
+    """All bands on all rows and keys of up to three by four, as a submatrix of their masks."""
+    limits = [None, *range(-4, 5)]
+    rows, columns = (list(itertools.starmap(Interval, pairs(n))) for n in (3, 4))
+    for left, right in itertools.product(limits, repeat=2):
+        whole = Band(left, right).visible(3, 4).tolist()
+        for queries, keys in itertools.product(rows, columns):
+            seen = {(q, k) for q in range(*queries) for k in range(*keys) if whole[q][k]}
+            cut = Band(left, right).cut(queries, keys)
+            assert (cut is None) == (not seen)
+            if cut:
+                assert {q for q, _ in seen} == set(range(*cut[0]))
+                assert {k for _, k in seen} == set(range(*cut[1]))
+                assert Tile(0, 0, *cut).pairs == len(seen)
+
+
+def pairs(length: int) -> Iterator[tuple[int, int]]:
+    return itertools.combinations(range(length + 1), 2)
+
+
+@examples(200)
 @given(left=LIMITS, right=LIMITS, queries=st.integers(1, 9), keys=st.integers(1, 9), data=st.data())
-def test_a_relation_cut_is_the_submatrix(
+def test_a_band_cut_is_the_submatrix(
     left: int | None, right: int | None, queries: int, keys: int, data: st.DataObject
 ) -> None:
     def some_rows(length: int) -> Interval:
@@ -78,25 +100,25 @@ def test_a_relation_cut_is_the_submatrix(
 
     rows, columns = some_rows(queries), some_rows(keys)
     expected = torch.zeros(queries, keys, dtype=torch.bool)
-    whole = Relation(left, right).visible(queries, keys)
+    whole = Band(left, right).visible(queries, keys)
     expected[rows.rows, columns.rows] = whole[rows.rows, columns.rows]
-    found, cut = torch.zeros_like(expected), Relation(left, right).cut(rows, columns)
+    found, cut = torch.zeros_like(expected), Band(left, right).cut(rows, columns)
     if cut:
-        part_rows, part_columns, relation = cut
-        tile = Tile(0, 0, part_rows, part_columns, relation)
+        part_rows, part_columns, band = cut
+        tile = Tile(0, 0, part_rows, part_columns, band)
         assert_fits(tile)
-        found[part_rows.rows, part_columns.rows] = relation.visible(
+        found[part_rows.rows, part_columns.rows] = band.visible(
             part_rows.length, part_columns.length
         )
     assert torch.equal(found, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tokens=st.integers(1, 24), data=st.data())
-def test_a_tile_and_its_thirds_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
+def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)
     for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
-        parts = sum(thirds(tile), ())
+        parts = sum(half_and_quarters([tile]), [])
         for part in parts:
             assert_fits(part)
         found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))

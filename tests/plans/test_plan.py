@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cost import pairs_computed
 from megatron_burst.plans.layout import Layout, contiguous, zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.simulator import simulate
@@ -200,7 +200,7 @@ def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:
         queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
         keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
         pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
-        if tile.relation == Relation.CAUSAL:
+        if tile.band == Band.CAUSAL:
             assert len(queries) == len(keys)
             pairs = pairs.tril()
         assert tile.pairs == pairs.sum()
@@ -249,7 +249,7 @@ def steps_with_work(
     By what the positions see of each other.
     """
     grid = variant.grid
-    (node, local), mine = grid.place(owner), layout.positions(owner)
+    (node, local), mine = grid.coordinates(owner), layout.positions(owner)
 
     def needs(rank: int) -> bool:
         theirs = layout.positions(rank)

@@ -1,37 +1,39 @@
 """Tiles: the fewest that cover what a pair of ranks sees, and how one is cut. (fast tier)"""
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron_burst.plans.layout import Interval, contiguous, zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
-from megatron_burst.plans.tiles import Tiling, thirds
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)
 LATE_HALF = Interval(4, 8)
 
 
-def pairs_of(tiles: tuple[Tile, ...]) -> list[tuple[int, int]]:
+def pairs_of(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
     """Every (query row, key row) that the tiles compute, as often as they do."""
     return [
         (i, j)
         for tile in tiles
         for i in range(*tile.query_rows)
         for j in range(*tile.key_rows)
-        if tile.relation == Relation.FULL or j - tile.key_rows.start <= i - tile.query_rows.start
+        if tile.band == Band.FULL or j - tile.key_rows.start <= i - tile.query_rows.start
     ]
 
 
 @pytest.mark.parametrize(
     ("query_owner", "key_owner", "expected"),
     [
-        (1, 1, (WHOLE, WHOLE, Relation.CAUSAL)),  # both chunks: one square in local rows
-        (2, 1, (WHOLE, HALF, Relation.FULL)),  # an earlier rank's early chunk, seen by all
-        (1, 2, (LATE_HALF, WHOLE, Relation.FULL)),  # a later rank's chunks, by the late half
+        (1, 1, (WHOLE, WHOLE, Band.CAUSAL)),  # both chunks: one square in local rows
+        (2, 1, (WHOLE, HALF, Band.FULL)),  # an earlier rank's early chunk, seen by all
+        (1, 2, (LATE_HALF, WHOLE, Band.FULL)),  # a later rank's chunks, by the late half
     ],
 )
 def test_under_zigzag_a_pair_of_ranks_has_one_tile(
-    query_owner: int, key_owner: int, expected: tuple[Interval, Interval, Relation]
+    query_owner: int, key_owner: int, expected: tuple[Interval, Interval, Band]
 ) -> None:
     found = Tiling(zigzag(32, 4), Mask.causal())(query_owner, key_owner)
     assert found == (Tile(query_owner, key_owner, *expected),)
@@ -40,27 +42,27 @@ def test_under_zigzag_a_pair_of_ranks_has_one_tile(
 def test_what_is_not_seen_has_no_tile_and_what_is_seen_whole_has_one() -> None:
     layout = contiguous(32, 4)
     assert Tiling(layout, Mask.causal())(0, 1) == ()
-    whole = Tile(0, 1, WHOLE, WHOLE, Relation.FULL)
+    whole = Tile(0, 1, WHOLE, WHOLE, Band.FULL)
     assert Tiling(layout, Mask.full())(0, 1) == (whole,)
     assert Tiling(zigzag(32, 4), Mask.full())(0, 1) == (whole,)
 
 
-CAUSAL = [(n, n, Relation.CAUSAL) for n in (1, 2, 3, 4, 5, 7, 8, 33)]
-FULL = [(n, keys, Relation.FULL) for n in (1, 2, 3, 4, 5, 7, 8, 33) for keys in (1, 6)]
+CAUSAL = [(n, n, Band.CAUSAL) for n in (1, 2, 3, 4, 5, 7, 8, 33)]
+FULL = [(n, keys, Band.FULL) for n in (1, 2, 3, 4, 5, 7, 8, 33) for keys in (1, 6)]
 
 
-@pytest.mark.parametrize(("rows", "keys", "relation"), CAUSAL + FULL)
-def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, relation: Relation) -> None:
-    tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), relation)
-    parts = thirds(tile)
+@pytest.mark.parametrize(("rows", "keys", "band"), CAUSAL + FULL)
+def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, band: Band) -> None:
+    tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), band)
+    parts = half_and_quarters([tile])
     assert all(len(part) <= 1 for part in parts)
-    pieces = sum(parts, ())
+    pieces = sum(parts, [])
     assert {(piece.query_owner, piece.key_owner) for piece in pieces} == {(3, 5)}
     assert sorted(pairs_of(pieces)) == sorted(pairs_of((tile,)))
     assert sum(piece.pairs for piece in pieces) == tile.pairs
     for piece in pieces:
         assert piece.query_rows.length and piece.key_rows.length
-        if piece.relation == Relation.CAUSAL:
+        if piece.band == Band.CAUSAL:
             assert piece.query_rows.length == piece.key_rows.length
     if rows >= 4:
         assert all(parts)

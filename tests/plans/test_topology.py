@@ -86,7 +86,7 @@ def test_odd_nodes_and_odd_rows_are_welcome(topology: Topology) -> None:
 @pytest.mark.parametrize("grid", [flat_grid(1), flat_grid(5), Grid(((4, 0), (3, 1), (2, 5)))])
 def test_a_rank_is_at_its_place_and_places_are_cyclic(grid: Grid) -> None:
     for rank in range(grid.ranks):
-        node, local = grid.place(rank)
+        node, local = grid.coordinates(rank)
         assert grid.rows[node][local] == grid.at(node, local) == rank
         assert grid.at(node - grid.nodes, local + 2 * grid.ranks_per_node) == rank
 

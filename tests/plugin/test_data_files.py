@@ -1,4 +1,4 @@
-"""Files of a data set that are missing or cut off are named before training. (fast tier)"""
+"""Files of a data set that are missing or truncated are named before training. (fast tier)"""
 
 import shutil
 import struct
@@ -67,7 +67,7 @@ def replace_by_a_directory(file: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "No such file or directory": Path.unlink,
     "Is a directory": replace_by_a_directory,
-    "is cut off": cut,
+    "is truncated": cut,
 }
 
 

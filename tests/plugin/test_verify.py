@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.transport.comm import Flight
+from megatron_burst.transport.comm import Transfers
 from tests.attention import test_verify as faults
 from tests.workers import Team, WorkerPool
 
@@ -32,7 +32,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.attention.verify import VerificationError  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
@@ -46,19 +46,19 @@ class Layers:
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
         self.settings = BurstConfig(verify=True, **config)
-        self.pool = ContextPool(self.settings)
+        self.shared = SharedState(self.settings)
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
-            self.pool.get_megatrons = lambda *_: context  # type: ignore[method-assign]
-        self.pool.tokens_follow_layout = True
+            self.shared.get_megatrons = lambda *_: context  # type: ignore[method-assign]
+        self.shared.tokens_follow_layout = True
         self.dtype, self.rank = dtype, 0 if team is None else team.rank
         self.layers = [self._layer(number, group) for number in (1, 2)]
         self.frozen: list[Any] = []
 
     def _layer(self, number: int, group: Any) -> Any:
         return BurstCoreAttention(
-            pool=self.pool,
+            shared=self.shared,
             config=TransformerConfig(
                 num_layers=2,
                 hidden_size=32,
@@ -144,7 +144,7 @@ def first_step(
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), (
             "it changes nothing"
         )
-        assert layers.pool.verification is not None and layers.pool.verification.is_over
+        assert layers.shared.verification is not None and layers.shared.verification.is_over
     return "", lines
 
 
@@ -212,8 +212,8 @@ def test_layers_without_a_gradient_hide_no_other_layer(frozen: int) -> None:
 
 
 def test_off_it_is_not_there() -> None:
-    pool = ContextPool(BurstConfig())
-    assert pool.verification is None
+    shared = SharedState(BurstConfig())
+    assert shared.verification is None
 
 
 # Faults.
@@ -259,8 +259,8 @@ def longer_window_at_first(layer: Any) -> None:
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "": lambda _: faults.no_fault(),
     "swapped chunk": everywhere(HeadGroups, "ring_layout", faults.swapped_chunk),
-    "stale buffer": everywhere(Flight, "land", faults.stale_buffer),
-    "lost gradient": everywhere(GradientSums, "take", faults.lost_gradient),
+    "stale buffer": everywhere(Transfers, "land", faults.stale_buffer),
+    "lost gradient": everywhere(GradientAccumulator, "take", faults.lost_gradient),
     "wrong window": in_layer_2(longer_window),
     "wrong window at first": in_layer_2(longer_window_at_first),
     "wrong scale": in_layer_2(other_scale),
@@ -318,11 +318,11 @@ class GroupOf:
 
 
 class Pool:
-    """As much of a pool as the hooks need, for a rank of several."""
+    """As much of the shared state as the hooks need, for a rank of several."""
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
         config = BurstConfig(verify=True, layout=layout)
-        self.verification = ContextPool(config).verification
+        self.verification = SharedState(config).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
         context.layout = lambda tokens: faults.zigzag(tokens, ranks)
@@ -334,14 +334,14 @@ class Pool:
         return self.verification._positions
 
 
-def look_at_ids(pool: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
+def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
     packed = None
     if bounds is not None:
         packed = Documents(qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds)
     model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
-    PositionHooks(pool)._look_at_ids(pool.context, model, (), given, None)
-    return pool.wrong["position ids"]
+    PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)
+    return shared.wrong["position ids"]
 
 
 def test_position_ids_are_those_of_megatrons_zigzag() -> None:
@@ -378,23 +378,25 @@ def test_angles_of_megatrons_rotary_embedding() -> None:
     """As it is for a wrong rank, or another order, on one rank of several."""
     for rank in (0, 1):
         for given in (0, 1):
-            pool: Any = Pool(rank, 2)
+            shared: Any = Pool(rank, 2)
             module = rotary(given)
-            hooks = PositionHooks(pool)
-            hooks._look_at_angles(pool.context, module, (8,), {}, module(8))
-            assert (pool.wrong["rotary angles"] == "") == (given == rank)
+            hooks = PositionHooks(shared)
+            hooks._look_at_angles(shared.context, module, (8,), {}, module(8))
+            assert (shared.wrong["rotary angles"] == "") == (given == rank)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_angles_of_ours() -> None:
     sequence = WholeSequence(8, (0, 3, 8))
     for rank in (0, 1):
-        pool: Any = Pool(rank, 2)
-        pool.context.positions = lambda tokens, rank=rank: faults.zigzag(tokens, 2).positions(rank)
-        module = RotaryAtPositions(rotary(rank), Positions(pool.context))
+        shared: Any = Pool(rank, 2)
+        shared.context.positions = lambda tokens, rank=rank: faults.zigzag(tokens, 2).positions(
+            rank
+        )
+        module = RotaryAtPositions(rotary(rank), Positions(shared.context))
         angles = module(sequence)
-        hooks = PositionHooks(pool)
-        hooks._look_at_angles(pool.context, module, (sequence,), {}, angles)
-        assert pool.wrong["rotary angles"] == ""
-        hooks._look_at_angles(pool.context, module, (WholeSequence(8, None),), {}, angles)
-        assert "are wrong" in pool.wrong["rotary angles"]
+        hooks = PositionHooks(shared)
+        hooks._look_at_angles(shared.context, module, (sequence,), {}, angles)
+        assert shared.wrong["rotary angles"] == ""
+        hooks._look_at_angles(shared.context, module, (WholeSequence(8, None),), {}, angles)
+        assert "are wrong" in shared.wrong["rotary angles"]

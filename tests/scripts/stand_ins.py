@@ -40,9 +40,9 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 PYTHON = """
 case $* in
     "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
-    *tools.config*--list*) printf '%s\\n' toy toy_long; exit ;;
-    *tools.config*toy*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
-    *tools.config*) echo "config: no such run" >&2; exit 1 ;;
+    *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
+    *'burst plan --run toy'*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
+    *'burst plan '*) echo "plan: no such run" >&2; exit 1 ;;
     *compare*--collect*) exec "$REAL_PYTHON" "$@" ;;
     *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac

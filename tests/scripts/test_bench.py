@@ -34,7 +34,7 @@ def numbers(page: str, first_cell: str) -> list[list[str]]:
     ("kind", "back", "grid"), [*itertools.product((Kind.KV, Kind.QUERY), RETURNS, GRIDS)]
 )
 def test_threads_compute_what_the_oracle_does(kind: Kind, back: GradientReturn, grid: Grid) -> None:
-    args = accuracy.parse(["--tokens", "16", "--head-dim", "6"])
+    args = accuracy.flags(["--tokens", "16", "--head-dim", "6"])
     inputs = tuple(x.double() for x in accuracy.make_inputs(args, accuracy.Heads(4, 2), seed=0))
     way = accuracy.Way(kind, GradDtype.FLOAT32, back)
     found = accuracy.ring(inputs, grid, way, KERNELS["reference"])
@@ -70,7 +70,7 @@ def test_the_tiles_of_all_ranks_are_the_whole_sequence(back: GradientReturn) -> 
     whole, own = visible_pairs(Mask.causal(), 64), visible_pairs(Mask.causal(), 16)
     assert {pairs[phase, what] for phase, what in pairs if "own" not in what} == {whole}
     assert {pairs[phase, what] for phase, what in pairs if "own" in what} == {own}
-    assert times["backward", "own tile in thirds"].calls == 3
+    assert times["backward", "own tile in parts"].calls == 3
     assert all(len(one.seconds) == 2 for one in times.values())
     assert all(
         0 < k <= s for t in times.values() for k, s in zip(t.in_kernels, t.seconds, strict=True)

@@ -85,7 +85,7 @@ def test_a_gpu_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
         ("--ranks 3", "must be multiples of --ranks-per-node"),
     ):
         with pytest.raises(SystemExit):
-            attention.parse(arguments.split())
+            attention.flags(arguments.split())
         assert message in capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ def test_recompute_stores_what_was_predicted(
     plot.draw(output.with_suffix(".csv"), figure)
     page = output.read_text()
     assert numbers(page, "none") and "no recompute" in figure.read_text()
-    bench = recompute.Bench(recompute.parse("--layers 2 --tokens 256 --hidden 32".split()))
+    bench = recompute.Bench(recompute.flags("--layers 2 --tokens 256 --hidden 32".split()))
     _, predicted, _ = recompute.measure(bench)
     for fraction, point in predicted.items():
         assert len(numbers(page, f"ρ = {fraction:g}")) == 1
@@ -34,7 +34,7 @@ def test_recompute_stores_what_was_predicted(
 
 
 def test_recomputed_steps_have_the_gradients_of_others() -> None:
-    bench = recompute.Bench(recompute.parse("--layers 2 --tokens 64 --hidden 32".split()))
+    bench = recompute.Bench(recompute.flags("--layers 2 --tokens 64 --hidden 32".split()))
     weight = bench.layers[0].qkv.weight
     found = []
     for fraction in (None, 0.5, 1.0):

@@ -16,7 +16,7 @@ import pytest
 from megatron_burst.tools.launch import network
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
-SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*.sh")})
+SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*")})
 STARTED = [path for path in SHELL if os.access(path, os.X_OK)]
 # What a shell must not change on its way through others.
 AWKWARD = ("--title", "a b", "--quote", 'it\'s "so"', "--glob", "*", "--empty", "", "$HOME;ls")

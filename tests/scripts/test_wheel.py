@@ -82,6 +82,7 @@ EXAMPLES = {
     "doctor": "megatron-core",
     "flags_table": "--context-parallel-algo",
     "plan --run 14b_1m_32gpu_a800 --top 3": "torchrun --nnodes 4",
+    "launch local --dry-run --ranks-per-node 2 --x 1": "--nproc-per-node 2 -m",
     "plan --validate": "two nodes on this machine",
     "plan_figure --ranks-per-node 4 --output plan.svg": "",
     "support_table": "--context-parallel-algo",
@@ -108,4 +109,4 @@ def test_no_tool_is_left_out() -> None:
         for path in tools.rglob("*.py")
         if 'if __name__ == "__main__"' in path.read_text()
     }
-    assert commands == {example.split()[0] for example in EXAMPLES} | {"verify"}
+    assert commands == {example.split()[0] for example in EXAMPLES} | {"verify", "links"}

@@ -1,7 +1,7 @@
 """scripts/launch.slurm on a real Slurm, two nodes on this machine.
 
-Fast, about 45 s: a training, a failed node. Slow: a killed node, a cancelled job. Skipped, with the
-reason, where Slurm is not installed or cannot run.
+Fast, about 45 s: a training, a failed node. Slow: a killed node, a cancelled job, a time limit.
+Skipped, with the reason, where Slurm is not installed or cannot run.
 """
 
 import re
@@ -149,6 +149,22 @@ def test_after_a_killed_node_the_losses_are_still_those_of_one_rank(
     # Of the second step after that Megatron logs the mean with the first: TensorBoard has its loss.
     after = dict(read_scalars(job.output / "tensorboard")["lm loss"])
     compare(job, logged(first) | after, expected)
+
+
+@pytest.mark.slow
+def test_a_warning_before_the_time_limit_saves(
+    cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As sbatch's --signal=USR1@SECONDS sends it: to every process of the job's steps."""
+    saving = ("--save", str(tmp_path / "saved"), "--exit-signal-handler", "--train-iters", "9999")
+    job = submit(cluster, tmp_path / "out", *flags, *saving)
+    job.wait_for_step(2)
+    cluster.run("scancel", "--signal=USR1", str(job.number))
+    assert job.end() == "COMPLETED", job.log[-4000:]
+    for node in NODES:
+        assert f"({node}): its time is soon over: SIGTERM to 2 rank(s)" in job.log
+    last = int((tmp_path / "saved/latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= last < 9999
 
 
 # ---- ends of a job, with a stand-in for torchrun

@@ -1,6 +1,7 @@
 """The figure of the plans: it shows all of the mask and nothing twice, and it is a file. (fast)"""
 
 import re
+import sys
 from itertools import batched
 from pathlib import Path
 
@@ -8,14 +9,17 @@ import pytest
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Send
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.tools import plan_figure
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import plan_figure  # noqa: E402
+
+DOCS = ROOT / "docs"
 
 
 def make_ring(nodes: int, length: int, mask: Mask | None = None, **options: object) -> Ring:
@@ -43,7 +47,7 @@ def test_the_pieces_of_all_ranks_are_the_mask_once(
         for piece in plan_figure.pieces(layout, tile)
         for i in range(*piece.query)
         for j in range(*piece.key)
-        if piece.relation == Relation.FULL or j - piece.key.start <= i - piece.query.start
+        if piece.band == Band.FULL or j - piece.key.start <= i - piece.query.start
     ]
     tokens = range(layout.ranks * layout.local_tokens)
     visible = [(i, j) for i in tokens for j in tokens if j <= i or not mask.is_causal]

@@ -1,9 +1,8 @@
 """The planner: time and memory counted by hand, and held against measurements. (fast tier)"""
 
+import json
 from dataclasses import replace
-from functools import cache
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +12,19 @@ from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import Way
 from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.tools.command import main
 from megatron_burst.tools.flops import Model
-from megatron_burst.tools.plan import __main__ as command
-from megatron_burst.tools.plan import memory, page, timing, validation
+from megatron_burst.tools.options import split_at_dashes
+from megatron_burst.tools.plan import command, memory, timing
 from megatron_burst.tools.plan.configs import Configs, parsed
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
 
 CONFIGS = Configs.read()
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 GRID = Grid(((0, 1), (2, 3)))
 HEADS, DIM, TOKENS = 4, 8, 512
 
@@ -38,8 +37,8 @@ def cluster(**changes: float) -> Cluster:
         memory=1e9,
         **rates,
         within_rate=1e9,
-        card_rate=1e8,
-        gpus_per_card=1,
+        nic_rate=1e8,
+        gpus_per_nic=1,
         contention=0.0,
         copy_rate=float("inf"),
         peak=1e12,
@@ -81,7 +80,7 @@ def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
     ],
     ids=["flat", "double query home", "gathered", "direct"],
 )
-def test_the_plans_of_all_ranks_are_those_of_each(way: Way, backward: bool) -> None:
+def test_the_plans_of_all_ranks_are_those_of_each(way: Schedule, backward: bool) -> None:
     each = way.backward if backward else way.forward
     assert timing.plans_of(way, backward=backward) == [each(rank) for rank in range(4)]
 
@@ -122,7 +121,7 @@ def test_a_double_ring_sends_one_block_over_the_card_while_the_node_works() -> N
 
 def test_gpus_that_share_a_card_halve_it() -> None:
     alone = workload(cluster(gpus_per_node=2), 4, algorithm="ring", topology="double")
-    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_card=2))
+    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_nic=2))
     block = 2 * TOKENS * HEADS * DIM * 2
     more = [timing.attention_passes(load)[0].seconds for load in (shared, alone)]
     assert more[0] - more[1] == pytest.approx(block / 1e8, rel=1e-6)
@@ -147,10 +146,10 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
-def test_visiting_queries_cost_a_stand_in_for_their_outputs(backward: str, visitors: int) -> None:
+def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward)
     for plan in timing.plans(load)[1]:
-        moved = timing._stand_in_bytes(plan.tiles, load.shape, plan.rank)
+        moved = timing._surrogate_bytes(plan.tiles, load.shape, plan.rank)
         assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
 
 
@@ -172,13 +171,13 @@ def test_memory_is_counted_part_by_part() -> None:
     parameters = 32 * (4 * HEADS * DIM) + 2 * 32 * 128 + 2 * 32 * 100
     assert found.weights == 2 * parameters and found.gradients == 4 * parameters
     assert found.optimizer == 12 * parameters // 4
-    assert found.inputs == TOKENS * 32 * 2 and found.kept == 0
+    assert found.inputs == TOKENS * 32 * 2 and found.saved == 0
     sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2), 1.0)
     assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
     whole = memory.predict(replace(load, sharded=False, element_bytes=4), 1.0)
     assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
-    assert memory.predict(kept, 1.0).kept == TOKENS * HEADS * (DIM * 2 + 4)
+    assert memory.predict(kept, 1.0).saved == TOKENS * HEADS * (DIM * 2 + 4)
     logits = memory.predict(replace(load, chunked_loss=False), 1.0)
     assert logits.loss == TOKENS * 100 * 6
     stored = memory.predict(replace(load, recompute=False), 1.0).inputs
@@ -265,10 +264,18 @@ def test_what_does_not_fit_comes_last_however_fast() -> None:
 
 def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
-    assert command.main([*words, "--fractions", "0", "--top", "3", "--card-gb-s", "20"]) == 0
+    assert command.main([*words, "--fractions", "0", "--top", "3", "--nic-gb-s", "20"]) == 0
     text = capsys.readouterr().out
     assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
     assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain_gpt" in text
+
+
+def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --run toy --json --fractions 0".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"burst", "ring", "allgather", "ulysses"} == {e["algorithm"].split()[0] for e in found}
+    assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
+    assert found == sorted(found, key=lambda each: each["seconds_a_step"])
 
 
 @pytest.mark.parametrize(
@@ -303,16 +310,13 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_ranked_is_said(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main([*words[:1], *words[1:]])
-    assert ended.value.code == 1 and message in capsys.readouterr().err
+    assert main(["plan", *words]) == 1
+    assert message in capsys.readouterr().err
 
 
 def asked(text: str) -> dict[str, Any]:
-    words = text.split()
-    cut = words.index("--") if "--" in words else len(words)
-    args = command._parser().parse_args(words[:cut])
-    return command._asked(CONFIGS, args, parsed(words[cut + 1 :]))[0]
+    own, rest = split_at_dashes(text.split())
+    return command._asked(CONFIGS, command._parser().parse(own), parsed(rest or []))[0]
 
 
 def test_another_model_leaves_nothing_of_the_runs_own() -> None:
@@ -357,83 +361,3 @@ def test_a_gpu_must_find_a_place() -> None:
         workload(cluster(), 8, algorithm="ring", head_parallel_size=8)
     with pytest.raises(ValueError, match="nodes of 4 GPUs are not filled evenly"):
         workload_of({**FLAGS, "context-parallel-size": 6}, cluster(), 6)
-
-
-# Beside what was measured.
-
-FAST = ("e2e/14b/32", "scaling", "ablation", "masks", "kernel/128k", "kernel/node")
-BEYOND = {
-    "e2e/14b/32/loongtrain_double",
-    "e2e/14b/32/loongtrain_double_none",
-    "e2e/13b/32/loongtrain_double",
-    "kernel/1M/double",
-    "kernel/node/32k",
-    "kernel/node/64k",
-}
-TABLES = pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
-
-
-@cache
-def rows(fast: bool) -> list[validation.Row]:
-    return [row for row in validation.rows_of(CONFIGS) if not fast or row.group in FAST]
-
-
-@cache
-def speeds(fast: bool) -> list[validation.Compared]:
-    return validation.compare_speed(CONFIGS, rows(fast))
-
-
-def test_there_are_at_most_six_constants_each_fitted_on_one_row() -> None:
-    fitted = CONFIGS.published["fitted"]
-    known = {row.id for row in rows(True)}
-    assert len(fitted) <= 6 and {each["row"] for each in fitted.values()} <= known
-    found = [each for each in speeds(True) if each.fitted]
-    assert len(found) == 5
-    assert all(abs(each.error) < 0.005 for each in found)
-
-
-@TABLES
-def test_speeds_are_predicted_and_what_misses_is_known(fast: bool) -> None:
-    assert validation.median_error(speeds(fast)) < 0.05
-    beyond = {each.id for each in speeds(fast) if abs(each.error) > 0.15}
-    assert beyond == {name for name in BEYOND if name in {row.id for row in rows(fast)}}
-
-
-@TABLES
-@pytest.mark.parametrize("across_codes", [False, True])
-def test_the_order_is_right_but_for_a_baseline_of_half_its_expected_speed(
-    fast: bool, across_codes: bool
-) -> None:
-    count, found = validation.order(speeds(fast), across_codes=across_codes)
-    assert count >= (15 if fast else 40)
-    assert len(found) == 1 and "e2e/14b/32/loongtrain_double" in found[0]
-
-
-@TABLES
-def test_memory_is_predicted_within_15_percent(fast: bool) -> None:
-    found = validation.compare_memory(CONFIGS, rows(fast))
-    assert len(found) == (13 if fast else 19)
-    assert all(abs(each.error) < 0.15 for each in found)
-
-
-def test_exposed_shares_on_two_nodes_are_within_10_points() -> None:
-    found = validation.compare_two_nodes(CONFIGS)
-    apart = sorted(abs(each.predicted - each.measured) for each in found)
-    assert len(found) == 118
-    assert apart[len(apart) * 9 // 10] < 0.10 and apart[-1] < 0.15, apart[-12:]
-
-
-@TABLES
-def test_the_page_says_what_is_predicted_now(fast: bool) -> None:
-    lines = PAGE.read_text().splitlines()
-    for each in speeds(fast):
-        name = f"{each.id} ({each.code})" if each.code else each.id
-        expected = f"| {name} | {each.measured:g} | {each.predicted:.1f} |"
-        assert any(line.startswith(expected) for line in lines), f"{expected}: {page.BEGIN}"
-
-
-def test_the_page_has_the_two_nodes_that_the_benchmark_left() -> None:
-    lines = PAGE.read_text().splitlines()
-    for each in validation.compare_two_nodes(CONFIGS):
-        expected = f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} |"
-        assert any(line.startswith(expected) for line in lines), f"{expected}: {page.BEGIN}"

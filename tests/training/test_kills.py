@@ -68,7 +68,7 @@ def recorded(checkpoint: Path) -> int:
 
 
 def later_folders(checkpoint: Path) -> list[str]:
-    """Of checkpoints that a kill has cut off."""
+    """Of checkpoints that a kill has truncated."""
     names = (path.name for path in checkpoint.glob("iter_*") if path.is_dir())
     return sorted(name for name in names if int(name[5:]) > recorded(checkpoint))
 
@@ -98,7 +98,7 @@ def test_a_killed_training_ends_as_if_nothing_had_happened(
         assert not done or done[0] == start + 1
         print(
             f"{case}, seed {SEED}, kill {number + 1}: {moment}: did {len(done)} steps after {start}"
-            f"; recorded {recorded(checkpoint)}, cut off: {later_folders(checkpoint) or 'nothing'}"
+            f"; recorded {recorded(checkpoint)}, cut: {later_folders(checkpoint) or 'nothing'}"
         )
     start = recorded(checkpoint)
     text = run_module(MODULE, tmp_path / "last", 2, *flags)

@@ -101,7 +101,6 @@ def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
     ranks, flags = (DOCUMENT_CASES | MORE_DOCUMENT_CASES)[case]
     one, found = packed_runs(1, DOCUMENTS), packed_runs(ranks, f"{DOCUMENTS} {flags}")
     report(f"documents, {case}", largest_difference(found, one, STEPS), TOLERANCE)
-    assert "from now on" not in found.text  # gradients made in forward were of use
 
 
 @slow

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plans.plan import Channel, Item, Kind, Receive, Send
-from megatron_burst.transport.comm import CommunicationError, PendingTransfers
 from tests.workers import Team, WorkerPool
 
 BROKEN = 1
@@ -146,7 +144,7 @@ def job(
 ) -> Iterator[Job]:
     """Start the ranks of a job; each makes its action and carries it out."""
     server = multiprocessing.get_context("forkserver")  # torch is imported once for all
-    server.set_forkserver_preload(["megatron_burst"])
+    server.set_forkserver_preload(["megatron_burst.transport.comm"])
     members = []
     for rank in range(ranks):
         here, there = server.Pipe()
@@ -254,38 +252,6 @@ def test_when_another_group_makes_no_context_this_one_gives_up_in_time(tmp_path:
             assert text.startswith(f"rank {rank}, at the start: {what}")
             assert seconds < 2 + SLACK_SECONDS
             assert text.endswith("rank 2, 3 did not come within 2 s")
-
-
-def test_transfers_are_waited_for_once() -> None:
-    pending = PendingTransfers([], [], "forward step 0", None)
-    assert pending.wait() == []
-    with pytest.raises(RuntimeError, match="waited for already"):
-        pending.wait()
-
-
-def wait_twice(team: Team) -> str:
-    rank, peer = team.rank, 1 - team.rank
-    communicator = team.context(BurstConfig()).communicator
-    way = (peer, Channel.READ_WITHIN, 0)
-    receive = Receive(Item(Kind.KV, peer), *way, buffer=0)
-    arriving = (torch.empty(3),)
-    messages = [
-        *communicator.messages(receive, arriving),
-        *communicator.messages(Send(Item(Kind.KV, rank), *way), (torch.full((3,), float(rank)),)),
-    ]
-    pending = communicator.start(messages, "step 0")
-    assert pending.wait() == [receive]
-    assert arriving[0].tolist() == [peer] * 3
-    try:
-        pending.wait()
-    except RuntimeError as error:
-        assert not isinstance(error, CommunicationError)
-        return str(error)
-    return "no error"
-
-
-def test_transfers_that_travelled_are_waited_for_once(workers: WorkerPool) -> None:
-    assert workers.run(2, wait_twice) == ["these transfers have been waited for already"] * 2
 
 
 class OneHandle:

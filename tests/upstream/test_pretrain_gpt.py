@@ -128,7 +128,7 @@ def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
 ) -> None:
     script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
     found, expected = (train(*way, *MODEL, *COMMON, *BURST, *MUCH) for way in (script, OUR_ENTRY))
-    for said in ("chunked LM head loss: ", "burst recompute, ", "segmented-zigzag"):
+    for said in ("chunked LM head loss: ", "segmented-zigzag"):
         assert said in found.text
     check_equal("megatron_burst.run, all hooks", found, expected)
 

@@ -1,4 +1,4 @@
-"""The documents of one micro-batch, as they travel from the model to every layer's attention."""
+"""The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""Finds, in the second pass of a checkpointed layer, what attention kept in the first.
+"""Finds, in the second pass of a checkpointed layer, what attention saved in the first.
 
 Megatron runs a checkpointed function twice and says to nobody which second pass belongs to which
 first. But the checkpoint saves its input: the second pass starts from a detached alias of it, in
-the same storage. What is kept hangs on that storage, weakly: it lives as long as the forward's
-graph does, no other forward can find it, and where nothing is found all of attention runs again.
+the same storage. What is saved hangs on that storage, weakly: it lives as long as the forward's
+graph does, no other forward can find it, and where nothing is found all of attention is recomputed.
 That is so, too, where two calls save the same storage, for then nobody could tell them apart.
 """
 
@@ -46,7 +46,7 @@ class Checkpoints:
 
     Args:
         fraction: ρ, see `recompute`.
-        offload: whether what is kept goes to the host's memory.
+        offload: whether what is saved goes to the host's memory.
     """
 
     def __init__(self, fraction: float, offload: bool) -> None:
@@ -77,7 +77,7 @@ class Checkpoints:
     def memory(self, attention: object, query: Tensor) -> AttentionMemory | None:
         """Return what carries this attention's results between the passes of the call it is in.
 
-        None outside of checkpointed calls, and in a second pass for which nothing was kept.
+        None outside of checkpointed calls, and in a second pass for which nothing was saved.
         """
         again = torch.is_grad_enabled()
         storage = self._current() if self._is_second == again else None

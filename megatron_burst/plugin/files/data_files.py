@@ -1,6 +1,6 @@
-"""Looks at the files of a data set before training: are they there, and whole?
+"""Looks at the files of a data set before training: are they there, and complete?
 
-A file of tokens that is cut off would else be found at the first sample behind its end, after days.
+A truncated file of tokens would else be found at the first sample behind its end, after days.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def check_data_files(args: argparse.Namespace) -> None:
     Not those in object stores, nor what is no file of tokens (--sft, an external loader).
 
     Raises:
-        ValueError: files are missing, cannot be read or are cut off; the message names them all.
+        ValueError: files are missing, cannot be read or are truncated; the message names them all.
     """
     if args.sft or args.dataloader_type == "external":
         return
@@ -58,7 +58,7 @@ def _check(prefix: str) -> None:
             raise ValueError(f"{index} has version {version} and dtype number {dtype}")
         needed = HEADER.size + sequences * (LENGTH_BYTES + POINTER_BYTES) + documents * 8
         if (found := os.fstat(file.fileno()).st_size) < needed:
-            raise ValueError(f"{index} is cut off: it has {found} of {needed} bytes")
+            raise ValueError(f"{index} is truncated: it has {found} of {needed} bytes")
         end = 0
         if sequences:
             file.seek(HEADER.size + (sequences - 1) * LENGTH_BYTES)
@@ -68,4 +68,4 @@ def _check(prefix: str) -> None:
             end = start + length * TOKEN_BYTES[dtype]
     with tokens.open("rb") as file:
         if (found := os.fstat(file.fileno()).st_size) < end:
-            raise ValueError(f"{tokens} is cut off: it has {found} of {end} bytes")
+            raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.loss.call import Call, Gradients, apply
+from megatron_burst.loss.call import Call, apply
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.objective import Objective
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
@@ -83,16 +83,13 @@ def _add_output_processor(
 class ChunkedOutput:
     """An `output_processor`: hidden states and labels in, losses [batch, tokens] in float32 out.
 
-    Says once in the log how it computes. Where the gradient of the losses turns out not to be the
-    loss mask times one factor, it makes no more gradients in forward.
+    Says once in the log how it computes.
     """
 
     def __init__(self, config: LmHeadConfig, transformer: Any) -> None:
         self._config = config
-        self._gradients = Gradients.AUTO
         self._said: set[str] = set()
         self._kernel_name, self._kernel = fused_kernel(transformer.gradient_accumulation_fusion)
-        self._per_token_loss: bool = transformer.calculate_per_token_loss
         if _is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 
@@ -103,7 +100,6 @@ class ChunkedOutput:
         output_layer: ColumnParallelLinear,
         output_weight: Tensor | None,
         labels: Tensor,
-        loss_mask: Tensor | None,
         scale_logits: Any,
         **_: Any,
     ) -> Tensor:
@@ -113,8 +109,6 @@ class ChunkedOutput:
         """
         wait_for_weights(output_layer, hidden_states)
         weight = output_layer.weight if output_weight is None else output_weight
-        targets = labels.t()
-        mask = None if loss_mask is None else loss_mask.view(labels.shape).t()
         call = Call(
             objective=Objective(
                 ignore_index=IGNORED,
@@ -122,36 +116,16 @@ class ChunkedOutput:
             ),
             chunk_size=self._config.chunk_size,
             memory_mb=self._config.memory_mb,
-            gradients=self._gradients,
             group=output_layer.tp_group,
             sequence_parallel=output_layer.sequence_parallel,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
             on_chunking=self._say_chunking,
-            on_mismatch=self._stop_making_gradients_in_forward,
         )
-        losses = apply(hidden_states, weight, targets, self._expected(mask), call)
-        return losses.t().contiguous()
-
-    def _expected(self, mask: Tensor | None) -> Tensor | None:
-        """Return what Megatron multiplies the losses with, up to a factor.
-
-        By its tokens Megatron divides later, but they are known now, and the factor that is left is
-        a power of two, mostly: no rounding in bfloat16.
-        """
-        if mask is None or self._per_token_loss:
-            return mask
-        return mask / mask.sum().clamp(min=1)
+        return apply(hidden_states, weight, labels.t(), call).t().contiguous()
 
     def _say_chunking(self, chunking: Chunking) -> None:
         if torch.is_grad_enabled():
             self._say(f"chunked LM head loss: {chunking}, dW by {self._kernel_name}")
-
-    def _stop_making_gradients_in_forward(self) -> None:
-        self._gradients = Gradients.BACKWARD
-        self._say(
-            "chunked LM head loss: the gradient of the losses is not the loss mask times one "
-            "factor, so gradients are made in backward from now on"
-        )
 
     def _say(self, text: str) -> None:
         if text not in self._said:

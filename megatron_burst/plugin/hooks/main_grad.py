@@ -50,10 +50,6 @@ class MainGradSum:
         else:
             add_product(self._main_grad, gradient, hidden)
 
-    def add(self, product: Tensor) -> None:
-        """Add a finished dW."""
-        self._main_grad.add_(product)
-
     def result(self) -> Tensor:
         """Set `grad_added_to_main_grad`; return the tensor without meaning that Megatron wants."""
         weight = self._weight

@@ -5,11 +5,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
+from megatron_burst.tools.launch import check, local, node, series, site, slurm, ssh
 from megatron_burst.tools.launch.processes import LaunchError, say
 
-PLACES = {"local": local, "ssh": ssh, "slurm": slurm, "check": check, "node": node}
-USAGE = """usage: megatron-burst launch local|ssh|slurm [options] [Megatron flags]
+PLACES = {
+    "local": local,
+    "ssh": ssh,
+    "slurm": slurm,
+    "series": series,
+    "check": check,
+    "node": node,
+}
+USAGE = """usage: megatron-burst launch local|ssh|slurm|series [options] [Megatron flags]
        megatron-burst launch check [options]
 
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
@@ -19,6 +26,7 @@ USAGE = """usage: megatron-burst launch local|ssh|slurm [options] [Megatron flag
 local   trains on this machine
 ssh     trains on a list of nodes over ssh, bare or by docker run
 slurm   submits itself, and in the job trains on every node, bare or by pyxis
+series  trains every combination of sizes, methods and ablations by one of these
 check   says which nodes are free and healthy
 
 Each has --help."""
@@ -41,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         say(str(error))
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -74,6 +84,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks-per-node",
+        "--gpus-per-node",
         metavar="N",
         help="ranks on a node (default: one a GPU; needed where there is none)",
     )

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_burst.tools import hardware
@@ -95,7 +96,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
         print(shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), *torchrun]))
         return 0
     os.environ.update(settings)
-    _describe(args, torchrun)
+    _describe(args, torchrun, who)
     # The environment of torchrun and of every process that it starts, and of no other, has this.
     mark = str(uuid.uuid4())
     # torchrun would die of the warning that Slurm sends to every process of a job.
@@ -105,7 +106,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
             deaf,
             signals,
             environment={**os.environ, "BURST_MARK": mark},
-            on_warning=lambda pid: _warn_ranks(pid, args.flags, who),
+            on_warning=lambda pid: _warn_ranks(pid, torchrun, who),
         )
     finally:
         _end_leftovers(f"BURST_MARK={mark}", who)
@@ -135,10 +136,13 @@ def _torchrun(args: argparse.Namespace, python: str, ranks: str) -> list[str]:
     return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
 
 
-def _describe(args: argparse.Namespace, command: Sequence[str]) -> None:
-    args.output.mkdir(parents=True, exist_ok=True)
+def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:
     text = json.dumps(hardware.describe(args.run or "", command), indent=2)
-    (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
+    except OSError as error:
+        say(f"no description of this node was written: {error}", who=who)
 
 
 def _has_gpus() -> bool:
@@ -152,12 +156,12 @@ def _has_gpus() -> bool:
 # ---- other processes
 
 
-def _warn_ranks(torchrun: int, flags: Sequence[str], who: str) -> None:
+def _warn_ranks(torchrun: int, command: Sequence[str], who: str) -> None:
     """Send every rank the signal on which Megatron saves and ends, once."""
-    if "--exit-signal-handler" not in flags:
+    if "--exit-signal-handler" not in command:
         say("its time is soon over; with --exit-signal-handler Megatron would save", who=who)
         return
-    name = flags[flags.index("--exit-signal") + 1] if "--exit-signal" in flags else "SIGTERM"
+    name = dict(pairwise(command)).get("--exit-signal", "SIGTERM")
     ranks = [pid for pid in _processes("LOCAL_RANK=") if _parent(pid) == torchrun]
     say(f"its time is soon over: {name} to {len(ranks)} rank(s)", who=who)
     for pid in ranks:

@@ -86,7 +86,7 @@ def flags_of_run(python: str, name: str) -> list[str]:
     Raises:
         LaunchError: there is no such run, or it cannot be read.
     """
-    command = [python, "-m", "megatron_burst.tools.config", name]
+    command = [python, "-m", "megatron_burst", "plan", "--run", name, "--flags"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise LaunchError(f"no flags for --run {name}")
@@ -99,7 +99,7 @@ def check_run(name: str | None) -> None:
     Raises:
         LaunchError: there is no such run; the message names all.
     """
-    command = [python_of_training(), "-m", "megatron_burst.tools.config", "--list"]
+    command = [python_of_training(), "-m", "megatron_burst", "plan", "--list"]
     if name is None:
         return
     try:

@@ -82,7 +82,7 @@ def _submit(args: argparse.Namespace) -> int:
         command += [*BATCH, "--open-mode=append", "--wrap", shlex.join(again)]
     os.environ["BURST_ROOT"] = str(site.ROOT)
     if not args.dry_run:
-        return subprocess.call(command)
+        os.execvp(command[0], command)
     meeting = node.Meeting(args.nodes, "FIRST_NODE", 10000)
     print(shlex.join(["env", f"BURST_ROOT={site.ROOT}", *command]))
     print("# in the job:", shlex.join(_srun(args, output, meeting)), sep="\n")

@@ -102,6 +102,14 @@ class Configs:
             raise ValueError(f"there is no model {name}; there are: {', '.join(known)}")
         return _inherited({key: {"flags": t} for key, t in self.models.items()}, name)["flags"]
 
+    def published_rows(self) -> dict[str, Table]:
+        """Return the published figures by name; a row takes what it does not say from its group."""
+        return {
+            f"{group['id']}/{row['id']}": {**group, **row}
+            for group in self.published["group"]
+            for row in group["rows"]
+        }
+
     def constant(self, name: str) -> float:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])
@@ -125,8 +133,8 @@ class Configs:
             linear_rate=peak * share["linear"],
             memory_rate=1e9 * table["memory_gb_s"],
             within_rate=1e9 * table["within_gb_s"],
-            card_rate=1e9 * table["card_gb_s"],
-            gpus_per_card=max(1, table["gpus_per_node"] // table["cards_per_node"]),
+            nic_rate=1e9 * table["nic_gb_s"],
+            gpus_per_nic=max(1, table["gpus_per_node"] // table["nics_per_node"]),
             contention=self.constant("contention"),
             copy_rate=float("inf"),
             peak=peak,

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plans.cost import Shape, bytes_sent, visible_pairs
+from megatron_burst.plans.cost import Shape, visible_pairs
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Item, Plan, Tile, assemble
 from megatron_burst.plans.plan import Step as PlannedStep
-from megatron_burst.plans.planning import Choice, Way, choose, make_layout
+from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.recompute import boundary
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.timeline import Message, Step, timeline
 from megatron_burst.plans.topology import Grid
@@ -29,6 +30,7 @@ class Pass:
     kernels: float  # of them, the tiles of the rank that has most of them
     sums: float  # and what merges and adds their results
     sent: int  # bytes, the most of any rank
+    between: int  # of them, the most that any rank sends to another node
 
     @property
     def exposed(self) -> float:
@@ -41,7 +43,7 @@ class Prediction:
     """Of a step."""
 
     forward: Pass  # of a layer
-    again: Pass | None  # the second forward, of a layer that runs again
+    again: Pass | None  # the second forward, of a recomputed layer
     backward: Pass
     attention: float  # seconds of all layers
     linear: float  # matrix products
@@ -65,6 +67,11 @@ class Prediction:
     def sent(self) -> int:
         """Bytes that a rank sends for attention of one layer."""
         return sum(p.sent for p in self.passes)
+
+    @property
+    def between(self) -> int:
+        """Bytes of them that a rank sends to other nodes, through its NIC."""
+        return sum(p.between for p in self.passes)
 
 
 def predict(load: Workload) -> Prediction:
@@ -98,15 +105,15 @@ def linear_flops(load: Workload) -> float:
 
 
 def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
-    """Return the forward, what of it runs again, and the backward of one layer."""
+    """Return the forward, what of it is recomputed, and the backward of one layer."""
     alone, fraction = _attention_alone(load), load.config.recompute_fraction
     forward = _one_pass(alone, load.mask, backward=False)
     again: Pass | None = None
     if load.recompute and fraction is None:
         again = forward
     elif load.recompute and fraction == 0 and load.head_parallel > 1:
-        # The results are kept, but heads and tokens change places again.
-        again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes)
+        # The results are saved, but heads and tokens change places again.
+        again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes, _across(load))
     elif load.recompute and fraction:
         stop = boundary(load.layout, fraction)
         again = _one_pass(alone, replace(load.mask, query_stop=stop), backward=False)
@@ -152,7 +159,7 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
 
     def sums(tiles: Sequence[Tile], rank: int) -> float:
         moved = sum(_sum_bytes(tile, shape, backward) for tile in tiles)
-        return (moved + _stand_in_bytes(tiles, shape, rank)) / machine.memory_rate
+        return (moved + _surrogate_bytes(tiles, shape, rank)) / machine.memory_rate
 
     network = _Network(load, plans)
     ranks = {
@@ -164,12 +171,12 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
     }
     seconds = max(times[-1].landed for times in timeline(ranks).values())
     busiest = max(plans, key=lambda plan: kernels(plan.tiles))
-    sent = max(bytes_sent(plan, shape.item_bytes(), shape.tokens) for plan in plans)
     return Pass(
         seconds=seconds + _exchange_seconds(load),
         kernels=kernels(busiest.tiles),
         sums=sums(busiest.tiles, busiest.rank),
-        sent=sent + load.exchange_bytes,
+        sent=max(map(network.sent, plans)) + load.exchange_bytes,
+        between=max(map(network.sent_between, plans)) + _across(load),
     )
 
 
@@ -192,8 +199,8 @@ def _made(
     backward: bool,
 ) -> tuple[Plan, ...]:
     choice = _choice(config, tokens, mask, grid, nodes, shape)
-    way = choice.backward[choice.chosen] if backward else choice.forward
-    return tuple(plans_of(way, backward=backward))
+    schedule = choice.backward if backward else choice.forward
+    return tuple(plans_of(schedule, backward=backward))
 
 
 @lru_cache(maxsize=64)
@@ -209,14 +216,14 @@ def _choice(
     return choose(config, Tiling(layout, mask), grid, shape.item_bytes(), nodes)
 
 
-def plans_of(way: Way, *, backward: bool) -> list[Plan]:
+def plans_of(schedule: Schedule, *, backward: bool) -> list[Plan]:
     """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
     ours = defaultdict(list)
-    for hop in [*way.reads(), *(way.gradients() if backward else ())]:
+    for hop in schedule.hops(backward=backward):
         for rank in (hop.source, hop.target):
             ours[rank].append(hop)
-    ranks = range(way.grid.ranks)
-    return [assemble(rank, ours[rank], way.tiles(rank, backward=backward)) for rank in ranks]
+    ranks = range(schedule.tiling.ranks)
+    return [assemble(rank, ours[rank], schedule.tiles(rank, backward=backward)) for rank in ranks]
 
 
 def tile_flops(tile: Tile, shape: Shape, backward: bool) -> float:
@@ -235,26 +242,26 @@ def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
     return (queries * shape.head_dim + keys) * each
 
 
-def _stand_in_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
-    """What is read and written to make the outputs that travel with no query: one a block."""
+def _surrogate_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
+    """What is read and written to make the outputs that are sent with no query: one a block."""
     blocks = {tile.query_owner for tile in tiles} - {rank}
     elements = shape.tokens * shape.query_heads * shape.value_head_dim
     return 2 * len(blocks) * elements * shape.element_bytes
 
 
 class _Network:
-    """The links of one ring, with those of the rings beside it on the same cards."""
+    """The links of one ring, with those of the rings beside it on the same NICs."""
 
     def __init__(self, load: Workload, plans: Sequence[Plan]) -> None:
         self._load, self._sizes = load, load.shape.item_bytes()
-        self._on_card: dict[tuple[int, int], int] = defaultdict(int)
+        self._on_nic: dict[tuple[int, int], int] = defaultdict(int)
         for plan in plans:
             if any(self._leaves(plan.rank, send.peer) for send in plan.sends):
-                self._on_card[self._card(plan.rank)] += self._beside
+                self._on_nic[self._nic(plan.rank)] += self._beside
 
     @property
     def _beside(self) -> int:
-        return min(self._load.rings_beside, self._load.cluster.gpus_per_card)
+        return min(self._load.rings_beside, self._load.cluster.gpus_per_nic)
 
     def step(self, rank: int, step: PlannedStep, seconds: float) -> Step:
         """Return a step of a plan with its times; what messages take from computing is in them."""
@@ -266,6 +273,15 @@ class _Network:
         lost = machine.contention * busy + sent / machine.copy_rate
         return Step(seconds + lost, sends, receives)
 
+    def sent(self, plan: Plan) -> int:
+        """Return the bytes that the plan's rank sends."""
+        return sum(self._size(send.item) for send in plan.sends)
+
+    def sent_between(self, plan: Plan) -> int:
+        """Return the bytes that it sends to ranks of other nodes."""
+        leaving = (send for send in plan.sends if self._leaves(plan.rank, send.peer))
+        return sum(self._size(send.item) for send in leaving)
+
     def _size(self, item: Item) -> int:
         whole, rows = self._sizes[item.kind], self._load.shape.tokens
         return whole if item.part is None else whole * item.part.length // rows
@@ -274,16 +290,16 @@ class _Network:
         size, machine = self._size(item), self._load.cluster
         if not self._leaves(source, target):
             return Message(source, target, "within", lands, size / machine.within_rate)
-        sharing = self._on_card[self._card(source)]
-        return Message(source, target, "between", lands, size * sharing / machine.card_rate)
+        sharing = self._on_nic[self._nic(source)]
+        return Message(source, target, "between", lands, size * sharing / machine.nic_rate)
 
     def _leaves(self, source: int, target: int) -> bool:
         return self._load.nodes[source] != self._load.nodes[target]
 
-    def _card(self, rank: int) -> tuple[int, int]:
-        """The node and the number of the card of a rank."""
+    def _nic(self, rank: int) -> tuple[int, int]:
+        """The node and the number of the NIC of a rank."""
         place = rank % self._load.ring_ranks_per_node * self._load.rings_beside
-        return self._load.nodes[rank], place // self._load.cluster.gpus_per_card
+        return self._load.nodes[rank], place // self._load.cluster.gpus_per_nic
 
 
 def _exchange_seconds(load: Workload) -> float:
@@ -294,18 +310,25 @@ def _exchange_seconds(load: Workload) -> float:
     size, machine = load.head_parallel, load.cluster
     if size == 1:
         return 0.0
-    to_one = load.exchange_bytes / (size - 1)
-    of_node = size if load.config.algorithm is not Algorithm.ULYSSES else load.ranks_per_node
-    within, across = to_one * (of_node - 1), to_one * (size - of_node)
-    on_links = max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
-    repacked = 4 * to_one * size
+    across = _across(load)
+    within = load.exchange_bytes - across
+    on_links = max(within / machine.within_rate, across * machine.gpus_per_nic / machine.nic_rate)
+    repacked = 4 * load.exchange_bytes / (size - 1) * size
     return on_links + load.exchange_bytes / machine.copy_rate + repacked / machine.memory_rate
+
+
+def _across(load: Workload) -> int:
+    """Bytes of one pass's all-to-alls that a rank sends to other nodes: none but Ulysses' leave."""
+    size = load.head_parallel
+    if load.config.algorithm is not Algorithm.ULYSSES or size == 1:
+        return 0
+    return load.exchange_bytes * (size - load.ranks_per_node) // (size - 1)
 
 
 def _tensor_parallel_seconds(load: Workload) -> float:
     """Gathers and scatters of activations in one layer, which wait for each other.
 
-    Four forward, as many when it runs again, and six backward, of n·hidden·(T-1)/T each.
+    Four forward, as many when it is recomputed, and six backward, of n·hidden·(T-1)/T each.
     """
     count = 4 + (4 if load.recompute else 0) + 6
     size = load.local_tokens * load.model.hidden * load.element_bytes
@@ -323,7 +346,7 @@ def _weights_seconds(load: Workload, hidden_behind: float) -> float:
     returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
     moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
     within = load.gpus <= machine.gpus_per_node
-    rate = machine.within_rate if within else machine.card_rate / machine.gpus_per_card
+    rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
     updated = own / ranks if load.sharded else own
     optimizer = 0.0 if load.offload else 2 * 16 * updated / machine.memory_rate
     return max(0.0, moved / rate - hidden_behind) + optimizer

@@ -1,7 +1,7 @@
 """Draws the plans of all ranks: which tiles are computed at each step, and what travels.
 
-    python -m megatron_burst.tools.plan_figure --ranks-per-node 4 --output docs/plan.svg
-    python -m megatron_burst.tools.plan_figure --nodes 2 --ranks-per-node 2 \\
+    python scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg
+    python scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 \\
         --output docs/plan-double.svg
 
 A row is a rank, a column a step. Nothing is drawn that is not read from the plans.
@@ -14,24 +14,21 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.path
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
+from picture import save
+
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval, Layout, zigzag
-from megatron_burst.plans.mask import Mask, Relation
+from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.tools.extras import extra
-
-with extra("plot", __name__):
-    import matplotlib.path
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
-
-    from megatron_burst.tools.picture import save
 
 MOST_RANKS = 8
 """More ranks than this cannot be read at the width of a page."""
@@ -66,7 +63,7 @@ class Piece(NamedTuple):
 
     query: Interval
     key: Interval
-    relation: Relation
+    band: Band
 
 
 def pieces(layout: Layout, tile: Tile) -> list[Piece]:
@@ -74,12 +71,12 @@ def pieces(layout: Layout, tile: Tile) -> list[Piece]:
     found = []
     for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
         for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
-            relation = tile.relation
-            if relation == Relation.CAUSAL and key_offset > query_offset:
+            band = tile.band
+            if band == Band.CAUSAL and key_offset > query_offset:
                 continue  # above the diagonal of a causal square
-            if relation == Relation.CAUSAL and key_offset < query_offset:
-                relation = Relation.FULL
-            found.append(Piece(query, key, relation))
+            if band == Band.CAUSAL and key_offset < query_offset:
+                band = Band.FULL
+            found.append(Piece(query, key, band))
     return found
 
 
@@ -151,11 +148,11 @@ def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:
         _draw_key(axes, ring, layout, mask)
         title = f"Forward: {_BLOCK[Kind.KV]} travel"
         _Panel(axes, layout, mask, grid, Kind.KV, top=_KEY).draw(title, forward)
-        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.travels])
+        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.sent])
         if grid.nodes > 1 and ring.gradient_return is GradientReturn.HOME:
             way += ", summed once a node"
-        title = f"Backward: {_BLOCK[ring.travels]} travel, {way}"
-        _Panel(axes, layout, mask, grid, ring.travels, top=_KEY + panel).draw(title, backward)
+        title = f"Backward: {_BLOCK[ring.sent]} travel, {way}"
+        _Panel(axes, layout, mask, grid, ring.sent, top=_KEY + panel).draw(title, backward)
     return figure
 
 
@@ -185,14 +182,14 @@ class _Panel:
                 self._label(x, y + _MATRIX + 0.04, words, plan.rank, va="top")
 
     def _corner(self, rank: int, step: int) -> tuple[float, float]:
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         row = node * self._grid.ranks_per_node + local
         return _LEFT + step * _COLUMN, self._top + row * _ROW + node * _NODE
 
     def _row_name(self, rank: int) -> None:
         y = self._corner(rank, 0)[1]
         self._axes.text(0.12, y + _MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
-        node, local = self._grid.place(rank)
+        node, local = self._grid.coordinates(rank)
         if self._grid.nodes > 1 and local == 0:
             self._axes.text(0.12, y - 0.05, f"node {node}", va="bottom", color=_GREY)
 
@@ -238,7 +235,7 @@ class _Panel:
             self._line(send, (begin, end))
 
     def _goes_around(self, rank: int, peer: int) -> bool:
-        (node, local), (other, place) = self._grid.place(rank), self._grid.place(peer)
+        (node, local), (other, place) = self._grid.coordinates(rank), self._grid.coordinates(peer)
         return node == other and place == 0 and local == self._grid.ranks_per_node - 1 > 0
 
     def _line(self, send: Send, points: Iterable[tuple[float, float]], arrow: str = "-|>") -> None:
@@ -264,9 +261,9 @@ def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Pie
         others = Interval(0, end)
         if mask.is_causal:
             others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
-            found.append(Piece(own, own, Relation.CAUSAL))
+            found.append(Piece(own, own, Band.CAUSAL))
         pair = (own, others) if travels is Kind.KV else (others, own)
-        found.append(Piece(*pair, Relation.FULL))
+        found.append(Piece(*pair, Band.FULL))
     return found
 
 
@@ -289,11 +286,11 @@ def _matrix(
     def fill(piece: Piece, color: str) -> None:
         query, key = piece.query, piece.key
         corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if piece.relation == Relation.CAUSAL else [(key.stop, query.start)]
+        corners += [] if piece.band == Band.CAUSAL else [(key.stop, query.start)]
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
-    shown = Relation.CAUSAL if mask.is_causal else Relation.FULL
+    shown = Band.CAUSAL if mask.is_causal else Band.FULL
     fill(Piece(everything, everything, shown), _VISIBLE)
     for piece in band:
         fill(piece, _BAND)
@@ -338,7 +335,7 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
         (
             _BAND,
             "what a rank's own queries see (above, rank 0's)"
-            + (keys_stay if ring.travels is Kind.QUERY else ""),
+            + (keys_stay if ring.sent is Kind.QUERY else ""),
         ),
         (_COLORS[1], "computed in this step, in the colour of the owner of what travels"),
     )
@@ -362,7 +359,7 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command; SystemExit with the reason where the figure cannot be drawn."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.plan_figure", description=__doc__.split("\n")[0]
+        prog="python scripts/docs/plan_figure.py", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="default: %(default)s")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Writes docs/support.md: what runs with what, asked of the code that refuses the rest.
 
-python -m megatron_burst.tools.support_table [--write docs/support.md]
+python scripts/docs/support_table.py [--write docs/support.md]
 """
 
 import argparse
@@ -66,7 +66,7 @@ REQUESTS: Mapping[str, Request] = {
 _TOP = """\
 # What runs with what
 
-<!-- written by python -m megatron_burst.tools.support_table --write docs/support.md -->
+<!-- written by python scripts/docs/support_table.py --write docs/support.md -->
 
 A cell that is not "yes" says why not, in the words of the error. Sinks (`--softmax-type`) are a
 term of the merge, and run with every kernel.
@@ -116,7 +116,7 @@ def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
     for topology, grid in () if algorithm is Algorithm.ULYSSES else GRIDS.items():
         config = BurstConfig(algorithm=algorithm, layout=layout, topology=topology)
         tiling = Tiling(make_layout(config, TOKENS, RANKS), mask)
-        nodes = [grid.place(rank)[0] for rank in range(RANKS)]
+        nodes = [grid.coordinates(rank)[0] for rank in range(RANKS)]
         choice = choose(config, tiling, grid, sizes, nodes)
         pairs = sum(tile.pairs for tile in tiling.all())
         plans = [choice.plans(rank) for rank in range(RANKS)]
@@ -190,7 +190,7 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.support_table", description=__doc__.split("\n")[0]
+        prog="python scripts/docs/support_table.py", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page to FILE")
     args = parser.parse_args(argv)

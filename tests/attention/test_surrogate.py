@@ -1,16 +1,17 @@
-"""The stand-in for the output: its row products are delta, whatever dO. (fast tier)"""
+"""The surrogate of the output: its row products are delta, whatever dO. (fast tier)"""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.stand_in import (
+from megatron_burst.attention.surrogate import (
     row_products,
-    stand_in_factor,
-    stand_in_output,
+    surrogate_factor,
+    surrogate_output,
 )
+from tests.tier import examples
 
 # Half the distance between neighbours above 1.
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
@@ -43,9 +44,9 @@ def check(dout: Tensor, out: Tensor) -> None:
     rounding = ROUNDING[dout.dtype]
     delta = row_products(dout, out)
     assert delta.shape == (dout.shape[0], dout.shape[2], dout.shape[1]) and delta.is_contiguous()
-    factor = stand_in_factor(dout, out)
+    factor = surrogate_factor(dout, out)
     assert factor.shape == delta.shape and factor.dtype == delta.dtype and factor.is_contiguous()
-    found = stand_in_output(dout, factor)
+    found = surrogate_output(dout, factor)
     assert found.shape == dout.shape and found.dtype == dout.dtype
     assert found.isfinite().all()
     # Below the smallest normal number roundings are absolute.
@@ -75,16 +76,16 @@ def test_rows_of_every_size_side_by_side(dtype: torch.dtype) -> None:
     sizes = torch.tensor([*SIZES.values(), 0.0, 1e-3, 1e3], dtype=torch.float64)
     dout = (dout.flatten(0, 1) * sizes[:, None, None]).unflatten(0, (2, 5)).to(dtype)
     check(dout, out)
-    dark = stand_in_output(dout, stand_in_factor(dout, out))[1, 2]
+    dark = surrogate_output(dout, surrogate_factor(dout, out))[1, 2]
     assert not dark.any()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_where_the_gradient_is_zero_the_stand_in_is_zero_and_not_nan(dtype: torch.dtype) -> None:
+def test_where_the_gradient_is_zero_the_surrogate_is_zero_and_not_nan(dtype: torch.dtype) -> None:
     out = draw(0, dtype)
     dout = torch.zeros_like(out)
     dout[0] = draw(1, dtype)[0]
-    found = stand_in_output(dout, stand_in_factor(dout, out))
+    found = surrogate_output(dout, surrogate_factor(dout, out))
     assert not found[1].any() and found[0].any()
     check(dout, out)
 
@@ -97,7 +98,7 @@ def test_a_row_whose_entries_differ_in_size_by_all_of_float32() -> None:
     check(dout, out)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     dtype=st.sampled_from([*ROUNDING]),
     dim=st.integers(1, 130),
@@ -117,7 +118,7 @@ def test_any_size(
 def test_it_is_the_projection_on_the_gradient() -> None:
     dout, out = draw(0, torch.float64), draw(1, torch.float64)
     scale = (dout * out).sum(-1, keepdim=True) / dout.square().sum(-1, keepdim=True)
-    torch.testing.assert_close(stand_in_output(dout, stand_in_factor(dout, out)), dout * scale)
+    torch.testing.assert_close(surrogate_output(dout, surrogate_factor(dout, out)), dout * scale)
 
 
 def test_delta_is_float32_or_better() -> None:

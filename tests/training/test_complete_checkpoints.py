@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is never loaded, whatever of it is missing. (fast tier)"""
+"""A checkpoint that is incomplete is never loaded, whatever of it is missing. (fast tier)"""
 
 import logging
 import queue
@@ -15,9 +15,9 @@ import megatron.training.training as training  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
-from megatron_burst.plugin.files.whole_checkpoints import (  # noqa: E402
-    NoWholeCheckpointError,
-    WholeOnly,
+from megatron_burst.plugin.files.complete_checkpoints import (  # noqa: E402
+    CompleteOnly,
+    NoCompleteCheckpointError,
     attach,
     note_replaced,
     what_is_missing,
@@ -57,8 +57,8 @@ def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Names
     return Namespace(**found | {"auto_detect_ckpt_format": False, "async_save": False} | changes)
 
 
-def reader(directory: Path, **changes: Any) -> WholeOnly:
-    return WholeOnly(settings(directory, **changes), lambda _: pytest.fail("not asked"), {})
+def reader(directory: Path, **changes: Any) -> CompleteOnly:
+    return CompleteOnly(settings(directory, **changes), lambda _: pytest.fail("not asked"), {})
 
 
 def cuts(file: Path) -> Iterator[bytes | None]:
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_replaced_is_not_whole_before_all_of_it_is_written(
         other = folder / "mp_rank_01" / "model_optim_rng.pt"
         other.parent.mkdir()
         shutil.copy(folder / "mp_rank_00" / "model_optim_rng.pt", other)
-        note_replaced(folder)  # again, after it was cut off
+        note_replaced(folder)  # again, after it was truncated
         marks = [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
     for mark in marks:
         missing = what_is_missing(folder, name == "torch_dist")
@@ -160,7 +160,7 @@ def test_the_newest_whole_one_is_taken(
 
     tracker.write_text("")  # as a full disk leaves it
     assert read(str(tracker)) == (4, False)
-    assert f"{tracker} is cut off: it holds ''; loading iteration 4 instead" in caplog.text
+    assert f"{tracker} is truncated: it holds ''; loading iteration 4 instead" in caplog.text
 
     caplog.clear()
     tracker.write_text("4")
@@ -170,15 +170,15 @@ def test_the_newest_whole_one_is_taken(
     tensors.write_bytes(tensors.read_bytes()[: size // 2])
     read = reader(directory)  # the next start
     assert read(str(tracker)) == (2, False)
-    assert f"iter_0000004 is not whole: __1_0.distcp has {size // 2} of" in caplog.text
+    assert f"iter_0000004 is incomplete: __1_0.distcp has {size // 2} of" in caplog.text
     assert "; loading iteration 2 instead" in caplog.text
 
     assert reader(directory, ckpt_step=2)(str(tracker)) == (2, False)
-    with pytest.raises(NoWholeCheckpointError, match="iter_0000004 is not whole"):
+    with pytest.raises(NoCompleteCheckpointError, match="iter_0000004 is incomplete"):
         reader(directory, ckpt_step=4)(str(tracker))
 
     shutil.rmtree(directory / "iter_0000002")
-    with pytest.raises(NoWholeCheckpointError, match=f"or delete {tracker} to start anew"):
+    with pytest.raises(NoCompleteCheckpointError, match=f"or delete {tracker} to start anew"):
         reader(directory)(str(tracker))
     tracker.write_text("release")
     assert read(str(tracker)) == (0, True)
@@ -195,7 +195,7 @@ def test_a_training_goes_on_from_the_whole_one(
     flags = ("--load", str(directory), "--train-iters", "4", "--ckpt-format", name)
     flags = (*flags, "--save", str(directory))  # over the broken one
     text = run_module(MODULE, tmp_path / "run", 2, *data, *TWO, *flags)
-    assert "iter_0000004 is not whole" in text and "; loading iteration 2 instead" in text
+    assert "iter_0000004 is incomplete" in text and "; loading iteration 2 instead" in text
     assert check_same_steps(text, saved[name][1]) == [3, 4]
     assert "iter_0000004 holds an earlier checkpoint, which is replaced" in text
     assert what_is_missing(broken.parents[name == "torch"], name == "torch_dist") is None

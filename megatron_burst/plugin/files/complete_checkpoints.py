@@ -1,8 +1,8 @@
-"""Takes whole checkpoints only: one that a kill or a full disk cut off is passed over, and said so.
+"""Takes complete checkpoints only: one that a kill or a full disk truncated is passed over.
 
-Megatron records a checkpoint as the latest after all of it is written, so what is cut off while it
-is saved for the first time is never read. That leaves two cases: a checkpoint that is saved again,
-over itself, and a record that is cut off.
+Megatron records a checkpoint as the latest after all of it is written, so what is truncated while
+it is saved for the first time is never read. That leaves two cases: a checkpoint that is saved
+again, over itself, and a record that is truncated.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MARKER = "metadata.json"  # of Megatron's torch_dist; written last
 RELEASE = "release"
 
 
-class NoWholeCheckpointError(RuntimeError):
+class NoCompleteCheckpointError(RuntimeError):
     """Nothing of what was saved can be loaded; the message says why, one checkpoint a line."""
 
 
@@ -41,7 +41,7 @@ class SaveError(RuntimeError):
 
 
 def attach(args: argparse.Namespace) -> None:
-    """Let Megatron ask `WholeOnly` which iteration to load, and see a save over an old one through.
+    """Let Megatron ask `CompleteOnly` which iteration to load; see a save over an old one through.
 
     Saving starts no process, unless --async-save does.
 
@@ -49,7 +49,7 @@ def attach(args: argparse.Namespace) -> None:
         args: what Megatron's parser returned.
     """
     before = checkpointing.read_metadata  # ours, too, where Megatron parses again
-    reader = WholeOnly(args, original(before), getattr(before, "missing", {}))
+    reader = CompleteOnly(args, original(before), getattr(before, "missing", {}))
     checkpointing.read_metadata = reader
     training.save_checkpoint = _with_note(args, reader, original(training.save_checkpoint))
     if not args.async_save:
@@ -62,14 +62,14 @@ def original(function: Any) -> Any:
     return getattr(function, "original", function)
 
 
-class WholeOnly:
+class CompleteOnly:
     """Megatron's `read_metadata`: returns the iteration to load, and whether it is a release.
 
-    That is --ckpt-step or the recorded one; where the recorded one is not whole, or the record
-    cannot be read, the newest whole one before it, with a warning. All ranks agree on it.
+    That is --ckpt-step or the recorded one; where the recorded one is incomplete, or the record
+    cannot be read, the newest complete one before it, with a warning. All ranks agree on it.
 
     Raises:
-        NoWholeCheckpointError: there is none.
+        NoCompleteCheckpointError: there is none.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WholeOnly:
             candidates = [self._step]
         else:
             candidates = list(_saved(file.parent, recorded))
-        reasons = [] if recorded is not None else [f"{file} is cut off: it holds {text!r}"]
+        reasons = [] if recorded is not None else [f"{file} is truncated: it holds {text!r}"]
         # Where only other ranks miss something, they say it.
         for iteration in _of_the_first_rank(candidates):
             folder = file.parent / f"iter_{iteration:07d}"
@@ -109,9 +109,9 @@ class WholeOnly:
                     self._warn(f"{line}; loading iteration {iteration} instead")
                 return iteration, False
             if reason:
-                reasons.append(f"{folder} is not whole: {reason}")
-        raise NoWholeCheckpointError(
-            "there is no whole checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"
+                reasons.append(f"{folder} is incomplete: {reason}")
+        raise NoCompleteCheckpointError(
+            "there is no complete checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"
             f"restore one, or delete {file} to start anew"
         )
 
@@ -136,7 +136,7 @@ def _saved(directory: Path, recorded: int | None) -> Iterator[int]:
 
 
 def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
-    """Say why a checkpoint's folder is not whole, as far as this rank has to know; None if it is.
+    """Say why a checkpoint's folder is incomplete, as far as this rank has to know; None if it is.
 
     Of the format torch each rank looks for the file that it would load; of torch's distributed
     formats the first rank compares all files with what the metadata say of them.
@@ -171,7 +171,7 @@ def _missing_of_torch(folder: Path, old: Mapping[str, Sequence[int]]) -> str | N
         if not file.is_file():
             return f"{file.relative_to(folder)} does not exist"
         if not zipfile.is_zipfile(file):  # its table stands at the end
-            return f"{file.relative_to(folder)} is cut off after {file.stat().st_size} bytes"
+            return f"{file.relative_to(folder)} is truncated after {file.stat().st_size} bytes"
         if _is_old(file, folder, old):
             return f"{file.relative_to(folder)} is still that of an earlier save"
     return None if files else "it holds no file"
@@ -218,12 +218,12 @@ def _all_ranks(truth: bool) -> bool:
 
 
 def _with_note(
-    args: argparse.Namespace, reader: WholeOnly, save: Callable[..., None]
+    args: argparse.Namespace, reader: CompleteOnly, save: Callable[..., None]
 ) -> Callable[..., None]:
     """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
 
-    Cut off then, it might hold files of both, all of full size. So a note is made first of what has
-    to be replaced. A failure becomes a `SaveError`.
+    Truncated then, it might hold files of both, all of full size. So a note is made first of what
+    has to be replaced. A failure becomes a `SaveError`.
     """
 
     @functools.wraps(save)
@@ -262,9 +262,9 @@ def _room(directory: str) -> str:
 
 
 def note_replaced(folder: Path) -> None:
-    """Write down which files make the checkpoint in this folder whole, if there is one.
+    """Write down which files make the checkpoint in this folder complete, if there is one.
 
-    As long as one of them is still the same, the folder does not count as whole. The note lies
+    As long as one of them is still the same, the folder does not count as complete. The note lies
     beside the folder, all of whose files Megatron's --verify-integrity takes for the checkpoint's.
     """
     marks = [folder / METADATA, folder / MARKER, *folder.glob("mp_rank_*/*.pt")]

@@ -1,4 +1,4 @@
-"""A stand-in for the attention output that stock backward kernels take as if it were the output."""
+"""A surrogate of the attention output that stock backward kernels take as if it were the output."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ def row_products(dout_BSHD: Tensor, out_BSHD: Tensor) -> Tensor:
     return (dout_BSHD.to(wide) * out_BSHD.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
 
-def stand_in_factor(dout_BSHD: Tensor, out_BSHD: Tensor) -> Tensor:
+def surrogate_factor(dout_BSHD: Tensor, out_BSHD: Tensor) -> Tensor:
     """Return delta / ‖dO‖², [B, H, S] in float32 (float64 for float64); 0 where dO is 0.
 
-    What travels with a query block in the place of its output: see `stand_in_output`.
+    What is sent with a query block in the place of its output: see `surrogate_output`.
     """
     wide = accumulation_dtype(dout_BSHD.dtype)
     delta_BHS = row_products(dout_BSHD, out_BSHD)
@@ -31,10 +31,10 @@ def stand_in_factor(dout_BSHD: Tensor, out_BSHD: Tensor) -> Tensor:
     return factor_BHS.clamp(-bound, bound).contiguous()
 
 
-def stand_in_output(dout_BSHD: Tensor, factor_BHS: Tensor) -> Tensor:
+def surrogate_output(dout_BSHD: Tensor, factor_BHS: Tensor) -> Tensor:
     """Return the shortest O' with rowsum(dO ∘ O') = delta, in dO's dtype: dO · delta / ‖dO‖².
 
-    A backward uses the output for delta alone, so O need not travel. Where dO and the factor are
+    A backward uses the output for delta alone, so O need not be sent. Where dO and the factor are
     normal numbers, O' is rounded as dO's dtype is; beyond, its delta is off by at most |delta|.
     """
     return (dout_BSHD * factor_BHS.mT[..., None]).to(dout_BSHD.dtype)

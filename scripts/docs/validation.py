@@ -87,11 +87,7 @@ class Compared:
 
 def rows_of(configs: Configs) -> list[Row]:
     """Return all published rows, with the cluster as the constants of `configs` have it."""
-    return [
-        _row(configs, table["id"], {**table, **row, "id": f"{table['id']}/{row['id']}"})
-        for table in configs.published["group"]
-        for row in table["rows"]
-    ]
+    return [_row(configs, name, table) for name, table in configs.published_rows().items()]
 
 
 def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
@@ -212,7 +208,7 @@ def _attention_flops(load: Workload) -> float:
     return 3.5 * 4 * pairs * load.model.heads * load.model.head_dim / load.gpus
 
 
-def _row(configs: Configs, group: str, table: Table) -> Row:
+def _row(configs: Configs, name: str, table: Table) -> Row:
     """A row of BurstEngine's: context parallelism over all GPUs, ZeRO-3, bfloat16 gradients."""
     load = Workload(
         model=model_of(configs.model(table["model"])),
@@ -230,8 +226,8 @@ def _row(configs: Configs, group: str, table: Table) -> Row:
     )
     unit = "tokens/s/GPU" if "tgs" in table else "TFLOP/s"
     return Row(
-        id=table["id"],
-        group=group,
+        id=name,
+        group=name.rpartition("/")[0],
         load=load,
         code=table.get("code", ""),
         speed=table["tgs"] if "tgs" in table else table["tflops"],
@@ -310,8 +306,8 @@ def _two_nodes(
         linear_rate=1.0,
         memory_rate=1e9 * machine["memory_gb_s"],
         within_rate=1e9 * machine["within_gb_s"],
-        card_rate=1e6 / 8 * place.measured_mbit,
-        gpus_per_card=1,
+        nic_rate=1e6 / 8 * place.measured_mbit,
+        gpus_per_nic=1,
         contention=0.0,
         copy_rate=1e9 * machine["copy_gb_s"],
         peak=1.0,

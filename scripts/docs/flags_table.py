@@ -1,6 +1,6 @@
 """Writes the table of flags from the fields of the configurations, so that none is out of date.
 
-python -m megatron_burst.tools.flags_table [--write README.md]
+python scripts/docs/flags_table.py [--write README.md]
 """
 
 import argparse
@@ -11,7 +11,7 @@ from megatron_burst.config import Flag, all_flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
 
-BEGIN = "<!-- flags: written by python -m megatron_burst.tools.flags_table --write README.md -->"
+BEGIN = "<!-- flags: written by python scripts/docs/flags_table.py --write README.md -->"
 END = "<!-- end of flags -->"
 
 
@@ -49,7 +49,7 @@ def replaced(text: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command; SystemExit with the reason where the file cannot be written."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.flags_table", description=__doc__.split("\n")[0]
+        prog="python scripts/docs/flags_table.py", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replace the table between its markers in FILE"

@@ -1,21 +1,27 @@
-"""Writes the table of predictions and measurements into a page, and draws them beside it."""
+"""Holds the planner's predictions against what was measured, in docs/planner.md and its picture.
 
+python scripts/docs/planner.py                       # how far they hold, in short
+python scripts/docs/planner.py --write docs/planner.md
+python scripts/docs/planner.py --fit                 # the constants of configs/published.toml
+"""
+
+import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+import validation
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from picture import save
+from validation import Compared
 
-from megatron_burst.tools.picture import save
-from megatron_burst.tools.plan import validation
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.validation import Compared
 
-_COMMAND = "python -m megatron_burst.tools.plan --write docs/planner.md"
+_COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
 BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
 END = "<!-- end of predictions -->"
-_UNITS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
+_MARKS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
 
 
 def write_page(configs: Configs, page: Path) -> None:
@@ -68,7 +74,7 @@ def draw(found: Iterable[Compared], path: Path) -> None:
     FigureCanvasSVG(figure)
     axes = figure.subplots()
     every = list(found)
-    for unit, mark in _UNITS.items():
+    for unit, mark in _MARKS.items():
         _marks(axes, [each for each in every if each.unit == unit], unit, mark)
     ends = [0.8 * min(e.measured for e in every), 1.25 * max(e.measured for e in every)]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
@@ -81,9 +87,31 @@ def draw(found: Iterable[Compared], path: Path) -> None:
 
 
 def _marks(axes: Axes, found: list[Compared], unit: str, mark: str) -> None:
-    color = f"C{list(_UNITS).index(unit)}"
+    color = f"C{list(_MARKS).index(unit)}"
     for fitted, face in ((False, color), (True, "white")):
         points = [(e.measured, e.predicted) for e in found if e.fitted == fitted]
         label = None if fitted else f"{unit} (hollow: fitted)"
         x, y = zip(*points, strict=True) if points else ((), ())
         axes.plot(x, y, mark, color=color, markerfacecolor=face, markersize=5, label=label)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="all rows, and PAGE's picture")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again; print them")
+    args = parser.parse_args(argv)
+    configs = Configs.read()
+    if args.fit:
+        for name, value in validation.fit(configs).items():
+            row = configs.published["fitted"][name]["row"]
+            print(f"{name} = {value:.3f}  # fitted on {row}")
+    elif args.write:
+        write_page(configs, args.write)
+    else:
+        print(*validation.messages(configs, validation.rows_of(configs)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

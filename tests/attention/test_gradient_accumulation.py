@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.gradient_sums import GradientSums
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
+from tests.tier import examples
 
 RANK = 1
 TOKENS = 6
@@ -20,10 +21,10 @@ ALL_ROWS, SOME_ROWS = Interval(0, TOKENS), Interval(2, 5)
 
 
 def make_sums(
-    dtype: torch.dtype = torch.float32, travel_dtype: torch.dtype | None = None
-) -> GradientSums:
+    dtype: torch.dtype = torch.float32, wire_dtype: torch.dtype | None = None
+) -> GradientAccumulator:
     like = torch.empty(SHAPE, dtype=dtype)
-    return GradientSums(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, travel_dtype)
+    return GradientAccumulator(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, wire_dtype)
 
 
 def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -31,7 +32,7 @@ def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) ->
     return (torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
 
 
-def hand_on(sums: GradientSums, item: Item) -> tuple[Tensor, ...]:
+def hand_on(sums: GradientAccumulator, item: Item) -> tuple[Tensor, ...]:
     return sums.hand_on([Send(item, 0, Channel.GRADIENT_WITHIN, 0)])[item]
 
 
@@ -71,35 +72,35 @@ def test_a_single_partial_of_all_rows_stays_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("item", [OWN, VISITOR])
-@pytest.mark.parametrize("travel_dtype", [None, torch.bfloat16])
-def test_sums_of_bfloat16_are_float32(item: Item, travel_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_sums_of_bfloat16_are_float32(item: Item, wire_dtype: torch.dtype | None) -> None:
     # 1 + 2^-9 is no bfloat16; nine bits more need a float32 on every way into a sum.
-    sums = make_sums(torch.bfloat16, travel_dtype)
+    sums = make_sums(torch.bfloat16, wire_dtype)
     small = 2.0**-9
-    sums.take(item, partial(ALL_ROWS, 1.0, travel_dtype or torch.float32))
-    sums.take(item, partial(ALL_ROWS, small, travel_dtype or torch.float32))
+    sums.take(item, partial(ALL_ROWS, 1.0, wire_dtype or torch.float32))
+    sums.take(item, partial(ALL_ROWS, small, wire_dtype or torch.float32))
     sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
     sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
     total = sums.total(item)
     assert values(total) == [1 + 3 * small] * TOKENS
     assert {t.dtype for t in total} == {torch.float32}
-    assert {t.dtype for t in hand_on(sums, item)} == {travel_dtype or torch.float32}
+    assert {t.dtype for t in hand_on(sums, item)} == {wire_dtype or torch.float32}
 
 
 def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
     sums = make_sums(torch.float64)
-    assert {t.dtype for t in (*sums.total(OWN), *sums.like(OWN))} == {torch.float64}
+    assert {t.dtype for t in (*sums.total(OWN), *sums.template(OWN))} == {torch.float64}
 
 
 @pytest.mark.parametrize(
-    ("travel_dtype", "arrives_as"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    ("wire_dtype", "arrives_as"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
 def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_of_travel(
-    travel_dtype: torch.dtype | None, arrives_as: torch.dtype
+    wire_dtype: torch.dtype | None, arrives_as: torch.dtype
 ) -> None:
-    sums = make_sums(torch.bfloat16, travel_dtype)
+    sums = make_sums(torch.bfloat16, wire_dtype)
     for kind, tensors in ((Kind.D_QUERY, 1), (Kind.D_KV, 2)):
-        like = sums.like(Item(kind, 0))
+        like = sums.template(Item(kind, 0))
         assert [(t.shape, t.dtype) for t in like] == [(SHAPE, arrives_as)] * tensors
         assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape only
 
@@ -160,9 +161,9 @@ def test_only_gradients_are_handed_on() -> None:
     assert list(make_sums().hand_on(sends)) == [Item(Kind.D_KV, 0)]
 
 
-@pytest.mark.parametrize("travel_dtype", [None, torch.float32, torch.bfloat16])
-def test_what_is_handed_on_is_contiguous(travel_dtype: torch.dtype | None) -> None:
-    sums = make_sums(travel_dtype=travel_dtype)
+@pytest.mark.parametrize("wire_dtype", [None, torch.float32, torch.bfloat16])
+def test_what_is_handed_on_is_contiguous(wire_dtype: torch.dtype | None) -> None:
+    sums = make_sums(wire_dtype=wire_dtype)
     heads_first = torch.randn(2, 3, TOKENS, 4).transpose(1, 2)
     sums.add(VISITOR, ALL_ROWS, (heads_first, heads_first))
     assert all(t.is_contiguous() for t in hand_on(sums, VISITOR))
@@ -187,7 +188,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(events=st.lists(EVENTS, max_size=12))
 def test_in_any_order_nothing_is_lost_or_counted_twice(events: list[Event]) -> None:
     sums = make_sums(torch.float64)

@@ -1,0 +1,118 @@
+"""The gradients that a rank sums, of its own tokens and of those that visit it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Item, Kind, Send
+from megatron_burst.transport.blocks import Block, rows_of
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What has been added up of an item; a single partial stays as it came."""
+
+    rows: Interval
+    block: Block
+    arrived: bool = False
+    """Whether it lies where it arrived."""
+
+
+class GradientAccumulator:
+    """Sums of gradients by item, in float32 (float64 for float64 inputs).
+
+    Args:
+        rank: whose sums; what belongs to another rank is a visitor's.
+        shaped: for each kind of gradient, tensors of the shapes of one rank's sums.
+        wire_dtype: what a sum is rounded to when it is sent; None sends it as it is.
+    """
+
+    def __init__(
+        self, rank: int, shaped: Mapping[Kind, Block], wire_dtype: torch.dtype | None
+    ) -> None:
+        self._rank, self._shaped, self._wire_dtype = rank, shaped, wire_dtype
+        self._sums: dict[Item, _Sum] = {}
+
+    def template(self, item: Item) -> Block:
+        """Return tensors without storage of the shapes and dtypes in which an item arrives."""
+        return tuple(
+            t.new_empty((1,), dtype=self._wire_dtype or accumulation_dtype(t.dtype)).expand(t.shape)
+            for t in self._shape(item)
+        )
+
+    def add(self, item: Item, rows: Interval, parts: Block) -> None:
+        """Add a tile's gradients to the given rows of the item; the tensors become ours."""
+        if item in self._sums:
+            _accumulate(self._whole(item), rows, parts)
+        else:
+            self._sums[item] = _Sum(rows, parts)
+
+    def take(self, item: Item, block: Block) -> None:
+        """Add what has arrived.
+
+        The first arrival of a visitor's gradient becomes the sum, and its memory is in use until
+        the sum has been sent; `plan` keeps buffers by the same rule.
+        """
+        if item.owner == self._rank:
+            whole = item._replace(part=None)
+            _accumulate(self._whole(whole), item.part or self._all_rows(whole), block)
+            return
+        mine = self._sums.get(item)
+        if mine is not None and mine.arrived:
+            _accumulate(mine.block, mine.rows, block)
+            return
+        wide = tuple(t.to(accumulation_dtype(t.dtype)) for t in block)
+        self._sums[item] = _Sum(self._all_rows(item), wide, arrived=True)
+        if mine is not None:
+            _accumulate(wide, mine.rows, mine.block)
+
+    def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
+        """Return, as they are sent, the sums of every gradient among `sends`; they start anew."""
+        return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_gradient}
+
+    def total(self, item: Item) -> Block:
+        """Return the item's sum, or its single partial where that covers all rows."""
+        found = self._sums.get(item)
+        if found is not None and found.rows == self._all_rows(item):
+            return found.block
+        return self._whole(item)
+
+    def _pop_to_send(self, item: Item) -> Block:
+        total = self._whole(item)
+        del self._sums[item]
+        return tuple(t.to(self._wire_dtype or t.dtype) for t in total)
+
+    def _whole(self, item: Item) -> Block:
+        """Return the sum of all rows in the dtype of sums, zeros if there is none yet."""
+        found, every = self._sums.get(item), self._all_rows(item)
+        if found is not None and found.rows == every:
+            found.block = tuple(map(_widened, found.block))
+            return found.block
+        total = tuple(map(_zeros, self._shape(item)))
+        self._sums[item] = _Sum(every, total)
+        if found is not None:
+            _accumulate(total, found.rows, found.block)
+        return total
+
+    def _all_rows(self, item: Item) -> Interval:
+        return Interval(0, self._shape(item)[0].shape[1])
+
+    def _shape(self, item: Item) -> Block:
+        return rows_of(self._shaped[item.kind], item.part)
+
+
+def _widened(part: Tensor) -> Tensor:
+    return part.to(accumulation_dtype(part.dtype)).contiguous()  # messages are
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape, dtype=accumulation_dtype(like.dtype))
+
+
+def _accumulate(total: Block, rows: Interval, parts: Block) -> None:
+    for sums, part in zip(total, parts, strict=True):
+        sums[:, rows.rows] += part

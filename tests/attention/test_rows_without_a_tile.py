@@ -1,0 +1,65 @@
+"""Rows that see nothing are in no tile: out 0, lse -inf, no part in any gradient. (fast tier)"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.forward import forward
+from megatron_burst.kernels import Kernel
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.mask import Band
+from megatron_burst.plans.plan import Plan, Step, Tile
+from megatron_burst.transport.comm import Communicator
+from tests import oracle
+from tests.attention.cases import errors
+from tests.kernels.test_kernels import DIM, EVERY_KERNEL, TOLERANCE
+
+TOKENS = 64
+
+
+def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracle.Result:
+    plan = Plan(0, (Step(tiles=tuple(tiles)),))
+    call = AttentionCall(plan, plan, kernel, DIM**-0.5, Communicator((), {}, 1))
+    q, k, v, dout = tensors
+    out, lse = forward(q, k, v, call)
+    return oracle.Result(out, lse, *backward(dout, q, k, v, out, lse, call))
+
+
+def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, TOKENS, heads, DIM) for heads in (4, 2, 2, 4)]
+    return tuple(torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+
+
+@EVERY_KERNEL
+def test_rows_that_a_plan_leaves_out(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+    tiles = [
+        Tile(0, 0, Interval(16, 48), Interval(0, 16), Band.FULL),
+        Tile(0, 0, Interval(16, 48), Interval(16, 48), Band.CAUSAL),
+    ]
+    q, k, v, dout = inputs(device, dtype)
+    out, lse, dq, dk, dv, _ = run(tiles, kernel, (q, k, v, dout))
+    rows = slice(16, 48)
+    for blind in (slice(0, 16), slice(48, TOKENS)):
+        assert not out[:, blind].any() and not dq[:, blind].any()
+        assert lse[:, :, blind].isneginf().all()
+    assert not dk[:, 48:].any() and not dv[:, 48:].any()
+
+    visible = torch.ones(32, 48, dtype=torch.bool, device=device).tril(16)
+    expected = oracle.attention(q[:, rows], k[:, :48], v[:, :48], dout[:, rows], visible)
+    found = oracle.Result(out[:, rows], lse[:, :, rows], dq[:, rows], dk[:, :48], dv[:, :48])
+    assert max(errors(found, expected).values()) < 2 * TOLERANCE[dtype]
+
+
+@EVERY_KERNEL
+def test_a_plan_without_a_tile(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+    out, lse, *gradients, _ = run([], kernel, inputs(device, dtype))
+    assert not out.any() and lse.isneginf().all()
+    assert all(gradient.dtype == dtype and not gradient.any() for gradient in gradients)
+
+
+def test_a_tile_with_a_row_that_sees_nothing_is_refused() -> None:
+    with pytest.raises(AssertionError, match="queries that see nothing"):
+        Tile(0, 0, Interval(0, 4), Interval(0, 2), Band(1, 0))
