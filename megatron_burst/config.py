@@ -169,15 +169,10 @@ class BurstConfig:
     waits for the device; off, it costs nothing."""
 
     verify: bool = False
-    """Compare the first micro-batch of a training with an unsharded reference, which every rank
+    """Compare the first micro-batch of a training with the unsharded reference, which every rank
     computes in float64 without our rings: in every layer output, log-sum-exp and gradients, and the
     positions of the tokens. Prints the errors beside what is allowed and stops the training on a
     difference. The first step takes much longer, the later ones nothing more."""
-
-    trace: str | None = field(default=None, metadata={"shown": "none"})
-    """A directory for a trace that Chrome and Perfetto open: every tile, message and wait of
-    attention in the second and third step of the run, a file a rank (default: none).
-    python -m megatron_burst.tools.trace DIR joins the ranks and draws a step."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the

@@ -52,7 +52,7 @@ def _train(args: Any, container: Any, provider: Any) -> None:
     except SystemExit as leaving:  # after a signal, --exit-interval or --exit-duration-in-mins
         if leaving.code != 0:
             raise
-    write_run_figures(args, provider.pool)
+    write_run_figures(args, provider.shared)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,11 +1,41 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and which tests a process of a parallel run gets."""
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests.tier import VARIABLE
 from tests.workers import WorkerPool
+
+TRAININGS = "tests/training"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" not in config.option.markexpr:
+        os.environ[VARIABLE] = "all"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The trainings first: they take longest and stay together."""
+    items.sort(key=lambda item: not item.nodeid.startswith(TRAININGS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """For --dist loadfile: all trainings count as one file, so that they share what they train."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TrainingsTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TRAININGS if nodeid.startswith(TRAININGS) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # by the number of tests, which says little
+    return TrainingsTogether(config, log)
 
 
 @pytest.fixture(scope="session")

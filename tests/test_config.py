@@ -54,7 +54,6 @@ def test_flags_agree_with_the_fields() -> None:
         "recompute_offload": "--recompute-attention-offload",
         "check_nan": "--burst-check-nan",
         "verify": "--burst-verify",
-        "trace": "--burst-trace",
     }
     assert {flag.field: flag.name for flag in flags()} == names
     assert list(fields) == [n for n in fields if n in without_a_flag or n in names]

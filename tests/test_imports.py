@@ -18,6 +18,7 @@ import torch
 
 import megatron_burst.kernels
 from megatron_burst.kernels.torch_version import check_torch_version
+from megatron_burst.tools.command import VERBS
 
 ROOT = Path(megatron_burst.__file__).parent
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
@@ -137,9 +138,6 @@ def test_there_is_no_cycle_nor_one_through_a_function() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
-COMMANDS = [
-    name for name in MODULES if part(name) == "tools" and "__main__" in MODULES[name].read_text()
-]
 PACKAGES = {"megatron-core": "megatron"}  # where a distribution has another name
 
 
@@ -151,15 +149,6 @@ def provided(extras: str) -> set[str]:
     wanted = [*project["dependencies"], *(each for name in names for each in optional[name])]
     packages = [re.split(r"[<>=\[]", requirement)[0] for requirement in wanted]
     return {PACKAGES.get(name, name) for name in packages}
-
-
-def guarded(module: str) -> dict[str, set[str]]:
-    """What `module` imports inside of `with extra(NAMES, ...)`, by these names."""
-    found = {}
-    for node in tree(module).body:
-        if isinstance(node, ast.With) and "extra(" in ast.unparse(call := node.items[0]):
-            found[call.context_expr.args[0].value] = names_in(node.body, only_when_loaded=True)
-    return found
 
 
 def foreign(names: set[str]) -> set[str]:
@@ -174,13 +163,13 @@ def foreign(names: set[str]) -> set[str]:
     return packages - {"megatron_burst", "__future__"} - set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_what_a_tool_imports_is_installed_or_named(module: str) -> None:
-    optional = guarded(module)
-    plain = imports(module, only_when_loaded=True) - set().union(*optional.values())
-    assert foreign(plain) <= provided("")
-    for extras, names in optional.items():
-        assert foreign(names) <= provided(extras), extras
+PICTURES = ("compare",)  # verbs that draw; the others need nothing beside torch, NumPy and rich
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_what_a_verb_imports_is_installed_or_of_the_extras_it_names(name: str) -> None:
+    needed = foreign({f"megatron_burst.tools.{VERBS[name].module}", "megatron_burst.tools.command"})
+    assert needed <= provided("train,plot" if name in PICTURES else "")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -266,21 +255,21 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
-pool = ContextPool(BurstConfig(recompute_fraction=0.5))
+shared = SharedState(BurstConfig(recompute_fraction=0.5))
 config = TransformerConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0, hidden_dropout=0.0,
     use_cpu_initialization=True)
 model = GPTModel(
-    config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), pool),
+    config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), shared),
     vocab_size=32, max_sequence_length=8)
-for hook in (SequenceHooks(pool), RecomputeHooks(pool.checkpoints),
+for hook in (SequenceHooks(shared), RecomputeHooks(shared.checkpoints),
              ChunkedHead(LmHeadConfig(loss="chunked"))):
     hook([model])
 ids = torch.arange(8)[None]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.plans.plan import Channel
+from megatron_burst.plugin.cpu.table import with_one_worker
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
@@ -38,6 +39,9 @@ class Team:
 
     def context(self, config: BurstConfig) -> BurstContext:
         return BurstContext.create(config, self.group, groups=self.groups)
+
+
+type Teams = dict[tuple[int, ...], Team]
 
 
 class WorkerPool:
@@ -64,11 +68,11 @@ class WorkerPool:
             self._start()
         if members not in self._teams:
             for _, connection in self._workers:  # torch makes groups with all processes
-                _send(connection, (members, None, ()))
+                _send(connection, (_make, members))
             self._teams.add(members)
         chosen = [self._workers[rank] for rank in members]
         for _, connection in chosen:
-            _send(connection, (members, function, args))
+            _send(connection, (_call, members, function, args))
         replies = [_reply(connection, timeout) for _, connection in chosen]
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -83,9 +87,9 @@ class WorkerPool:
         self._workers, self._teams = [], set()
 
     def _start(self) -> None:
-        # Torch is imported once, in the server that the processes are forked from.
+        # Torch, too, is imported once, in the server that the processes are forked from.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_burst"])
+        context.set_forkserver_preload(["tests.workers"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(MAX_RANKS):
             here, there = context.Pipe()
@@ -111,6 +115,9 @@ def _reply(connection: Connection, timeout: float) -> tuple[bool, Any]:
 
 def _serve(rank: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # A device for all groups: those of all teams of a run woke more often than a core can.
+    make: Any = dist.ProcessGroupGloo.__init__
+    setattr(dist.ProcessGroupGloo, "__init__", with_one_worker(make))  # noqa: B010
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, MAX_RANKS),
@@ -118,19 +125,30 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
         world_size=MAX_RANKS,
         timeout=timedelta(seconds=60),
     )
-    teams: dict[tuple[int, ...], Team] = {}
+    teams: Teams = {}
     while True:
         try:
-            members, function, args = pickle.loads(connection.recv_bytes())
+            job, *args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        if function is None:
-            group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
-            if rank in members:
-                by_channel = dict(zip(Channel, channels, strict=True))
-                teams[members] = Team(group, Groups(by_channel, agreement))
-            continue
-        try:
-            _send(connection, (True, function(teams[members], *args)))
-        except Exception:
-            _send(connection, (False, traceback.format_exc()))
+        job(teams, connection, *args)
+
+
+def _make(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
+    group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
+    if dist.get_rank() in members:
+        by_channel = dict(zip(Channel, channels, strict=True))
+        teams[members] = Team(group, Groups(by_channel, agreement))
+
+
+def _call(
+    teams: Teams,
+    connection: Connection,
+    members: tuple[int, ...],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        _send(connection, (True, function(teams[members], *args)))
+    except Exception:
+        _send(connection, (False, traceback.format_exc()))

@@ -15,6 +15,7 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.mask import Mask
+from megatron_burst.transport.profiling import span
 
 
 @overload
@@ -163,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
         memory: AttentionMemory | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
-        with call.communicator.record("forward", call.forward_plan):
+        with span("forward"):
             out, lse = forward(q, k, v, call, sink)
         if memory is not None:
             if saved := memory.recall():
@@ -182,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         dout = dout.contiguous()
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
         call: AttentionCall = ctx.call
-        with call.communicator.record("backward", call.backward_plan):
+        with span("backward"):
             gradients = backward(dout, q, k, v, out, lse, call)
         return *gradients, dsink, None, None
 

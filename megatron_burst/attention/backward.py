@@ -10,6 +10,7 @@ from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.profiling import span
 
 
 def backward(
@@ -32,21 +33,20 @@ def backward(
     def template(item: Item) -> Block:
         return sums.template(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
 
-    recorder = call.communicator.recorder
     transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
-            with recorder.tile(number, tile):
+            with span("backward", number, "tile", *tile.owners):
                 dq, dk, dv = _differentiate(tile, blocks, outputs, call)
-            with recorder.sum(number):
+            with span("backward", number, "merge"):
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
         for item, block in transfers.land(number):
             if item.kind.is_gradient:
-                with recorder.sum(number):
+                with span("backward", number, "merge"):
                     sums.take(item, block)
             else:
                 blocks[item] = block

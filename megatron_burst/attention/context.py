@@ -30,7 +30,6 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
-from megatron_burst.transport.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         groups: Groups | None = None,
-        recorder: Recorder | None = None,
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -109,7 +107,6 @@ class BurstContext:
                 node and the one between the nodes.
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
-            recorder: of what the calls do and when, if it is started; see `trace`.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
@@ -120,7 +117,7 @@ class BurstContext:
             group = dist.group.WORLD
         if group is None or group.size() == 1:
             _head_groups(config, (0,))
-            alone = Communicator((), {}, config.timeout_seconds, recorder)
+            alone = Communicator((), {}, config.timeout_seconds)
             return cls(config, None, flat_grid(1), (0,), alone)
         check_agreement(group, "the configuration", str(config), config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
@@ -139,7 +136,7 @@ class BurstContext:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
         warm_up(groups.channels)
         ranks = dist.get_process_group_ranks(group)
-        communicator = Communicator(ranks, groups.channels, config.timeout_seconds, recorder)
+        communicator = Communicator(ranks, groups.channels, config.timeout_seconds)
         return cls(
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,

@@ -1,14 +1,16 @@
-"""Attention of a sequence that is spread over ranks, in one piece: what a ring must equal.
+"""The unsharded reference: what attention over ranks must equal, and how far from it it may be.
 
-It shares no code with the rings, their plans, masks and kernels. Every rank gathers what the others
-hold, a head at a time, and works in float64 on slices of the queries, so that memory grows with the
-length of the sequence and not with its square. Beside each result comes how far attention that
-rounds to the dtype of its inputs may be from it.
+It shares no code with the rings, their plans, masks and kernels. Every rank gathers the keys and
+values of all, a head at a time, and attends with its own queries in float64, slice by slice, so
+that memory grows with the length of the sequence and not with its square. What its queries leave at
+the keys is summed over the ranks. The same once more, rounded where kernels round and with the
+noise of float32 arithmetic, says how large an error may be.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +73,7 @@ class Visibility:
 
 
 class Spread:
-    """A sequence whose tokens are spread over the ranks of a group.
+    """A sequence whose tokens are spread over the ranks of a group; its methods are collective.
 
     Args:
         positions: of the tokens of each rank, in the order of its rows.
@@ -85,19 +87,30 @@ class Spread:
         self.all = torch.cat(list(positions))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows [batch, rows, ...] of all ranks one behind the other: a collective."""
-        x = x.detach().contiguous()
+        """Return the rows [batch, rows, ...] of all ranks one behind the other."""
         if self.group is None:
             return x
-        # Gloo reaches only the host's memory.
-        wire = x.cpu() if dist.get_backend(self.group) == dist.Backend.GLOO else x
+        wire = self._wire(x)
         shards = [torch.empty_like(wire) for _ in range(self.group.size())]
         dist.all_gather(shards, wire, group=self.group)
         return torch.cat(shards, dim=1).to(x.device)
 
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' values: a collective."""
-        return self.gather(x[None, None]).sum((0, 1))
+    def reduce(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Return the sum of the ranks' values, or what else `operation` makes of them."""
+        if self.group is None:
+            return x
+        wire = self._wire(x.clone())
+        dist.all_reduce(wire, operation, group=self.group)
+        return wire.to(x.device)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' values [batch, all rows, ...], of it this rank's rows."""
+        return self.reduce(x).split(len(self.own), dim=1)[self.rank]
+
+    def _wire(self, x: Tensor) -> Tensor:
+        x = x.detach().contiguous()
+        # Gloo reaches only the host's memory.
+        return x.cpu() if dist.get_backend(self.group) == dist.Backend.GLOO else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +123,8 @@ class Expected:
     allowed: Tensor  # [batch, rows]: of the norm of a row's error
 
 
-class Dense:
-    """One attention call of a group of ranks; its methods are collective calls of all of them.
+class Reference:
+    """One attention call of a group of ranks; making and asking it are collective.
 
     Args:
         spread: who holds what.
@@ -141,18 +154,17 @@ class Dense:
         self._margin, self._dtype = margin, q.dtype
         self._queries_of_a_key = q.shape[2] // k.shape[2]
         self._own, self._all = (x.to(q.device) for x in (spread.own, spread.all))
+        self._noises = torch.Generator(q.device).manual_seed(0)
 
     def forward(self) -> Iterator[Expected]:
         """Give `out` and `lse`, the latter [batch, rows, 1], of each query head."""
         for head in range(self._q.shape[2]):
-            q, (k, v) = self._q[:, :, head].double(), self._keys_of(head)
-            slices = zip(*_slices(k, q, self._own), strict=True)
-            parts = [self._attend(head, q_, positions, k, v)[:3] for q_, positions in slices]
-            lse, out, rough = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
-            grain = self._grain(q, k)
-            yield Expected("out", head, out, self._noise(rough, out) + grain * _norm(out))
-            size = lse.masked_fill(lse.isneginf(), 0.0).abs()
-            yield Expected("lse", head, lse[..., None], grain * (1 + size))
+            k, v = self._keys_of(head // self._queries_of_a_key)
+            exact, rough = (self._run(head, k, v, is_rough) for is_rough in (False, True))
+            yield self._expected("out", head, exact, rough)
+            lse = exact["lse"][..., None]
+            size = 1 + lse.masked_fill(lse.isneginf(), 0.0).abs()
+            yield Expected("lse", head, lse, self._grain(head, k) * size[..., 0])
 
     def backward(self, dout: Tensor) -> Iterator[Expected]:
         """Give `dq` of each query head, `dk` and `dv` of each kv head, and `dsink` of the group.
@@ -160,137 +172,110 @@ class Dense:
         Args:
             dout: [batch, rows, heads, value head size].
         """
-        sinks = []
+        dsinks = []
         for kv_head in range(self._k.shape[2]):
-            sums = _KeySums(self._k[:, :, kv_head].double(), self._v[:, :, kv_head].double())
+            k, v = self._keys_of(kv_head)
+            sums: tuple[dict[str, Tensor], ...] = {}, {}
             first = kv_head * self._queries_of_a_key
             for head in range(first, first + self._queries_of_a_key):
-                q, d = self._q[:, :, head].double(), dout[:, :, head].detach().double()
-                dq, numbers = self._differentiate(head, q, d)
-                yield dq
-                sinks.append(self._dsink(head, numbers, self._grain(q, sums.k)))
-                self._add_to_keys(sums, *(self.spread.gather(x) for x in (q, d, numbers)))
-            sizes = {"dk": _norm(sums.dk) + sums.size, "dv": _norm(sums.dv)}
-            results = {"dk": (sums.rough_dk, sums.dk), "dv": (sums.rough_dv, sums.dv)}
-            for name, (rough, exact) in results.items():
-                allowed = self._noise(rough, exact) + sums.grain * sizes[name]
-                yield Expected(name, kv_head, exact, allowed)
+                exact, rough = (self._run(head, k, v, is_rough, dout) for is_rough in (False, True))
+                yield self._expected("dq", head, exact, rough)
+                dsinks.append((exact["dsink"], (rough["dsink"] - exact["dsink"]).square()))
+                for total, found in zip(sums, (exact, rough), strict=True):
+                    _add(total, {name: found[name] for name in ("dk", "dv")})
+            for name in ("dk", "dv"):
+                pair = ({name: self.spread.rows(total[name])} for total in sums)
+                yield self._expected(name, kv_head, *pair)
         if self._sink is not None:
-            exact, squares, grain = self.spread.total(torch.stack(sinks)).unbind(-1)
-            allowed = self._margin * squares.sqrt() + grain
-            yield Expected("dsink", 0, exact[None, :, None], allowed[None])
+            parts = torch.stack([torch.stack([x.sum() for x in pair]) for pair in dsinks])
+            value, squares = self.spread.reduce(parts).unbind(-1)
+            allowed = self._margin * squares.sqrt()
+            yield Expected("dsink", 0, value[None, :, None], allowed[None])
 
-    def _keys_of(self, head: int) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values that a query head reads: [batch, all rows, size]."""
-        kv_head = head // self._queries_of_a_key
-        k, v = (self.spread.gather(x[:, :, kv_head]) for x in (self._k, self._v))
-        return k.double(), v.double()
+    def _expected(
+        self, name: str, head: int, exact: dict[str, Tensor], rough: dict[str, Tensor]
+    ) -> Expected:
+        error = rough[name].to(self._dtype).double() - exact[name]
+        return Expected(name, head, exact[name], self._margin * _norm(error))
+
+    def _keys_of(self, kv_head: int) -> tuple[Tensor, Tensor]:
+        """Gather the keys and values of a kv head: [batch, all rows, size]."""
+        k, v = (self.spread.gather(x[:, :, kv_head]).double() for x in (self._k, self._v))
+        return k, v
+
+    def _run(
+        self, head: int, k: Tensor, v: Tensor, is_rough: bool, dout: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Attend with this rank's queries; return what is theirs, and what they leave at the keys.
+
+        Args:
+            head: of the queries.
+            k: of all ranks.
+            v: of all ranks.
+            is_rough: whether it is done as kernels do it.
+            dout: of all heads; None for the forward alone.
+        """
+        rows: dict[str, list[Tensor]] = {}
+        keys: dict[str, Tensor] = {}
+        step = max(1, _PAIRS_AT_ONCE // (k.shape[0] * k.shape[1]))
+        for start in range(0, len(self._own), step):
+            part = slice(start, start + step)
+            q = self._q[:, part, head].double()
+            d = None if dout is None else dout[:, part, head].detach().double()
+            seen = self._visibility.pairs(self._own[part], self._all)
+            of_rows, of_keys = self._attend(head, q, k, v, seen, is_rough, d)
+            for name, x in of_rows.items():
+                rows.setdefault(name, []).append(x)
+            _add(keys, of_keys)
+        return keys | {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
 
     def _attend(
-        self, head: int, q: Tensor, positions: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return lse [batch, rows], out, out with roundings, and the weights of some queries."""
-        scores = self._scores(q, positions, k, self._all)
+        self,
+        head: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Tensor,
+        is_rough: bool,
+        dout: Tensor | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Attend with some queries; return what is theirs, and what they leave at the keys."""
+        grain = self._grain(head, k) if is_rough else 0.0
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(self._dtype).double() if is_rough else x
+
+        scores = self._noisy(self._scale * (q @ k.mT), grain).masked_fill(~seen, -math.inf)
         lse = scores.logsumexp(-1)
         if self._sink is not None:
             lse = torch.logaddexp(lse, self._sink[head])
-        weights = _weights(scores, lse)
-        rough = _rounded(_rounded(weights, self._dtype) @ v, self._dtype)
-        return lse, weights @ v, rough, weights
+        # A query that sees nothing: exp(score - inf) is 0.
+        weights = (scores - lse.masked_fill(lse.isneginf(), math.inf)[..., None]).exp()
+        out = rounded(rounded(weights) @ v)
+        if dout is None:
+            return {"out": out, "lse": lse}, {}
+        delta = self._noisy((dout * out).sum(-1), grain * _norm(dout) * _norm(out))
+        dscores = self._scale * rounded(weights * (dout @ v.mT - delta[..., None]))
+        weight = torch.zeros_like(lse) if self._sink is None else (self._sink[head] - lse).exp()
+        of_rows = {"dq": dscores @ k, "dsink": -weight * delta}
+        return of_rows, {"dk": dscores.mT @ q, "dv": rounded(weights).mT @ dout}
 
-    def _differentiate(self, head: int, q: Tensor, dout: Tensor) -> tuple[Expected, Tensor]:
-        """Return the gradient of a head's queries, and four numbers a row for the keys' gradients.
+    def _noisy(self, x: Tensor, size: Tensor | float) -> Tensor:
+        noise = torch.randn(x.shape, generator=self._noises, device=x.device, dtype=x.dtype)
+        return x + size * noise
 
-        These are lse, delta, delta with roundings, and the size of what delta is a sum of.
-        """
-        k, v = self._keys_of(head)
-        parts = []
-        for q_, positions, dout_ in zip(*_slices(k, q, self._own, dout), strict=True):
-            lse, out, rough_out, weights = self._attend(head, q_, positions, k, v)
-            delta, rough_delta = ((dout_ * x).sum(-1) for x in (out, rough_out))
-            numbers = torch.stack([lse, delta, rough_delta, _norm(dout_) * _norm(out)], dim=-1)
-            exact, rough = self._dscores(weights, dout_ @ v.mT, numbers)
-            parts.append((exact @ k, _rounded(rough @ k, self._dtype), numbers))
-        dq, rough, numbers = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
-        size = self._scale * _norm(k).max() * numbers[..., 3]
-        noise = self._noise(rough, dq) + self._grain(q, k) * (_norm(dq) + size)
-        return Expected("dq", head, dq, noise), numbers
-
-    def _dscores(self, weights: Tensor, dweights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of q kᵀ, and the same with roundings."""
-        _, delta, rough_delta, _ = (x[..., None] for x in numbers.unbind(-1))
-        exact, rough = (weights * (dweights - x) for x in (delta, rough_delta))
-        return self._scale * exact, self._scale * _rounded(rough, self._dtype)
-
-    def _add_to_keys(self, sums: "_KeySums", q: Tensor, dout: Tensor, numbers: Tensor) -> None:
-        """Add what the queries of the whole sequence leave at this rank's keys."""
-        sums.grain = max(sums.grain, self._grain(q, sums.k))
-        slices = _slices(sums.k, q, self._all, dout, numbers)
-        for q_, positions, dout_, numbers_ in zip(*slices, strict=True):
-            scores = self._scores(q_, positions, sums.k, self._own)
-            weights = _weights(scores, numbers_[..., 0])
-            exact, rough = self._dscores(weights, dout_ @ sums.v.mT, numbers_)
-            sums.dk += exact.mT @ q_
-            sums.rough_dk += rough.mT @ q_
-            sums.dv += weights.mT @ dout_
-            sums.rough_dv += _rounded(weights, self._dtype).mT @ dout_
-            size = self._scale * numbers_[..., 3] * _norm(q_)
-            sums.size += (weights.mT @ size[..., None])[..., 0]
-
-    def _dsink(self, head: int, numbers: Tensor, grain: float) -> Tensor:
-        """Return this rank's part of a sink's gradient, its rows' errors squared, and its grain."""
-        lse, delta, rough_delta, size = numbers.unbind(-1)
-        if self._sink is None:
-            return lse.new_zeros(3)
-        weights = (self._sink[head] - lse).exp()
-        errors = (weights * (rough_delta - delta)).square()
-        parts = (-weights * delta, errors, weights * size * grain)
-        return torch.stack([part.sum() for part in parts])
-
-    def _scores(self, q: Tensor, positions: Tensor, k: Tensor, keys: Tensor) -> Tensor:
-        seen = self._visibility.pairs(positions, keys)
-        return (self._scale * (q @ k.mT)).masked_fill(~seen, -math.inf)
-
-    def _noise(self, rough: Tensor, exact: Tensor) -> Tensor:
-        """What roundings to the dtype of the inputs may add up to, row by row."""
-        return self._margin * _norm(_rounded(rough, self._dtype) - exact)
-
-    def _grain(self, q: Tensor, k: Tensor) -> float:
-        """How far arithmetic in float32 may shift a score, or a sum that its exponential weighs."""
+    def _grain(self, head: int, k: Tensor) -> float:
+        """How far arithmetic in float32 may shift a score of this rank's queries."""
         wide = accumulation_dtype(self._dtype)
-        largest = self._scale * _norm(q).max().item() * _norm(k).max().item()
+        largest = self._scale * (_norm(self._q[:, :, head].double()).max() * _norm(k).max()).item()
         grain = _ROUNDINGS * torch.finfo(wide).eps * (1 + largest)
         return grain if wide is self._dtype else grain + _COARSE_EXP
 
 
-class _KeySums:
-    """The gradients of one kv head's keys and values on this rank, exact and with roundings."""
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-        self.dk, self.rough_dk = torch.zeros_like(k), torch.zeros_like(k)
-        self.dv, self.rough_dv = torch.zeros_like(v), torch.zeros_like(v)
-        self.size = torch.zeros_like(k[..., 0])  # of what dk is the difference of
-        self.grain = 0.0
-
-
-def _slices(keys: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut tensors of queries into parts whose scores against `keys` fit into memory.
-
-    One-dimensional ones are positions, the others are [batch, rows, ...].
-    """
-    rows = max(1, _PAIRS_AT_ONCE // (keys.shape[0] * keys.shape[1]))
-    return [x.split(rows, dim=0 if x.ndim == 1 else 1) for x in tensors]
-
-
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return softmax's weights; zeros for a query that sees nothing."""
-    return (scores - lse.masked_fill(lse.isneginf(), math.inf)[..., None]).exp()
+def _add(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, x in more.items():
+        sums[name] = sums[name] + x if name in sums else x
 
 
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).to(x.dtype)

@@ -8,6 +8,7 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
 from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.profiling import span
 
 
 def forward(
@@ -21,14 +22,13 @@ def forward(
     }
     results = PartialResults(q, v.shape[-1])
     blocks |= parts_to_send(plan, blocks)
-    recorder = call.communicator.recorder
     transfers = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks)
         for tile in step.tiles:
-            with recorder.tile(number, tile):
+            with span("forward", number, "tile", *tile.owners):
                 partial = _attend(tile, blocks, call)
-            with recorder.sum(number):
+            with span("forward", number, "merge"):
                 results.add(tile.query_rows, *partial)
             del partial  # else it would live beside the next tile's
         blocks.update(transfers.land(number))

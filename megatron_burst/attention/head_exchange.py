@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, assemble
 from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.profiling import span
 
 # Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
 _PEERS_AT_A_TIME = 42
@@ -72,7 +73,7 @@ class HeadExchange:
         transfers = self._communicator.begin(
             "head exchange", self._plan, lambda _: parts[self.rank]
         )
-        with self._communicator.record("head exchange", self._plan):
+        with span("head exchange"):
             for number, step in enumerate(self._plan.steps):
                 transfers.post(number, step, outgoing)
                 for item, block in transfers.land(number):

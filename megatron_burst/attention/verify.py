@@ -1,35 +1,29 @@
-"""Compares what a rank has found with dense attention, and says where it is wrong."""
+"""Calls attention beside its unsharded reference, and says where what comes of it is wrong."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.dense import MARGIN, Expected, Spread, megatrons_positions
+from megatron_burst.attention.dense import (
+    MARGIN,
+    Expected,
+    Reference,
+    Spread,
+    Visibility,
+    megatrons_positions,
+)
 from megatron_burst.config import GradDtype, LayoutName
+from megatron_burst.transport.comm import gather_objects
 
 STRETCH = 32
 """Tokens whose errors are summed up to one number: few enough for a border that is one off."""
-
-
-def spread_of(context: BurstContext, tokens: int) -> Spread:
-    """Return which rank holds what: in Megatron's own zigzag, or where tokens move, in our layout.
-
-    The first does not come from our layout, so that a wrong one is found. In the second case any
-    order is right if tokens follow it, which position ids show.
-    """
-    if context.config.layout is LayoutName.ZIGZAG or context.ranks == 1:
-        return Spread(megatrons_positions(tokens, context.ranks), context.group)
-    layout = context.layout(tokens)
-    return Spread([layout.positions(rank) for rank in range(context.ranks)], context.group)
-
-
-def margin(context: BurstContext) -> float:
-    """Return `Dense`'s margin: travelling in 16 bits a gradient is rounded at every hop."""
-    return MARGIN + (context.ranks**0.5 if context.config.grad_dtype is GradDtype.MODEL else 0)
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 class VerificationError(RuntimeError):
@@ -65,25 +59,103 @@ class Finding:
         )
 
 
+def attend_beside_reference(
+    attend: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    visibility: Visibility,
+    scale: float,
+    take: Callable[[bool, list[Finding]], None],
+    *,
+    sink: Tensor | None = None,
+    **more: Any,
+) -> Tensor:
+    """Call `attend`, a `ring_attention`, and compare its results and later its gradients.
+
+    A collective call of the context's ranks, forward and backward.
+
+    Args:
+        attend: is called with q, k, v, context, sink and `more`.
+        q: [batch, rows, heads, head size]; the others as `ring_attention` has them.
+        k: [batch, rows, kv heads, head size].
+        v: [batch, rows, kv heads, value head size].
+        context: of the ranks.
+        visibility: which keys a query sees, in Megatron's words.
+        scale: of the scores.
+        take: is given what was found, after the forward and, with True, after the backward.
+        sink: [heads] or None.
+        **more: for `attend`.
+    """
+    spread = spread_of(context, q.shape[1] * context.ranks)
+    margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
+    if context.config.grad_dtype is GradDtype.MODEL:
+        margin += context.ranks**0.5
+    reference = Reference(spread, visibility, scale, q, k, v, sink, margin)
+    # Views: gradients that come from elsewhere are not attention's.
+    q, k, v, *sinks = (x.view_as(x) for x in (q, k, v, sink) if x is not None)
+    named = zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False)
+    inputs = {name: x for name, x in named if x.requires_grad and torch.is_grad_enabled()}
+    sink = sinks[0] if sinks else None
+    out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **more)
+    found = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
+    take(False, compare(reference.forward(), found, spread.own))
+    douts: list[Tensor] = []
+
+    def check_gradients(gradients: Sequence[Tensor | None]) -> None:
+        found = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
+        if (dsink := found.get("dsink")) is not None:
+            found["dsink"] = spread.reduce(dsink.double())[None, :, None, None]
+        take(True, compare(reference.backward(douts.pop()), found, spread.own))
+
+    if inputs:
+        out.register_hook(douts.append)
+        torch.autograd.graph.register_multi_grad_hook(list(inputs.values()), check_gradients)
+    return out
+
+
+def spread_of(context: BurstContext, tokens: int) -> Spread:
+    """Return which rank holds what: in Megatron's own zigzag, or where tokens move, in our layout.
+
+    The first does not come from our layout, so that a wrong one is found. In the second case any
+    order is right if tokens follow it, which position ids show.
+    """
+    if context.config.layout is LayoutName.ZIGZAG or context.ranks == 1:
+        return Spread(megatrons_positions(tokens, context.ranks), context.group)
+    layout = context.layout(tokens)
+    return Spread([layout.positions(rank) for rank in range(context.ranks)], context.group)
+
+
+def of_all_ranks[T](context: BurstContext, mine: T) -> list[T]:
+    """Return what every rank of the context has found, a collective call."""
+    if context.group is None:
+        return [mine]
+    limit = context.config.timeout_seconds
+    return gather_objects(context.group, "collect what was found", mine, limit)
+
+
 def compare(
-    expected: Iterable[Expected], found: Mapping[str, Tensor], positions: Tensor, rank: int
+    expected: Iterable[Expected], found: Mapping[str, Tensor], positions: Tensor
 ) -> list[Finding]:
     """Compare tensors head by head; a NaN is an error without bound.
 
     Args:
-        expected: any heads of any tensors, `dsink` apart from the others.
+        expected: any heads of any tensors.
         found: [batch, rows, heads, size] by name.
         positions: of the rows, to be named.
-        rank: to be named.
     """
-    records: dict[str, _Record] = {}
+    heads: dict[str, list[tuple[int, Tensor]]] = {}
     stretches = cut(positions)
-    for head in expected:
-        own = found[head.tensor][:, :, head.head]
-        rows = [(0, own.shape[1])] if head.tensor == "dsink" else stretches
-        record = records.setdefault(head.tensor, _Record(head.tensor, rows))
-        record.add(head, own)
-    return [record.finding(positions, rank) for record in records.values()]
+    for each in expected:
+        if each.tensor in found:
+            own = found[each.tensor][:, :, each.head]
+            rows = stretches if each.tensor != "dsink" else [(0, own.shape[1])]
+            heads.setdefault(each.tensor, []).append((each.head, _norms(each, own, rows)))
+    return [
+        _finding(tensor, [head for head, _ in norms], torch.stack([n for _, n in norms]), positions)
+        for tensor, norms in heads.items()
+    ]
 
 
 def cut(positions: Tensor) -> list[tuple[int, int]]:
@@ -98,66 +170,42 @@ def cut(positions: Tensor) -> list[tuple[int, int]]:
     return stretches
 
 
-class _Record:
-    """The errors of one tensor: [heads, stretches]."""
-
-    def __init__(self, tensor: str, stretches: Sequence[tuple[int, int]]) -> None:
-        self._tensor, self._stretches = tensor, stretches
-        self._heads: list[int] = []
-        self._norms: list[Tensor] = []  # of each head [3, stretches]: error, allowed, expected
-
-    def add(self, expected: Expected, found: Tensor) -> None:
-        """Take one head: [batch, rows, size]."""
-        found, value = found.double(), expected.value
-        same = found == value  # so are equal infinities, whose difference is NaN
-        error = (found - value).masked_fill(same, 0.0)
-        known = value.masked_fill(value.isinf(), 0.0)
-        squares = (error.square().sum(-1), expected.allowed.square(), known.square().sum(-1))
-        rows = torch.stack([x.sum(0) for x in squares])
-        norms = [rows[:, start:stop].sum(1) for start, stop in self._stretches]
-        self._heads.append(expected.head)
-        self._norms.append(torch.stack(norms, dim=1).sqrt().cpu())
-
-    def finding(self, positions: Tensor, rank: int) -> Finding:
-        """Return the worst of it, and where errors are larger than allowed."""
-        error, allowed, known = torch.stack(self._norms).unbind(1)
-        error = error.nan_to_num(nan=torch.inf)
-        wrong = error > allowed
-        share = (error / allowed).nan_to_num(nan=0.0)  # 0 of 0
-        head, stretch = divmod(int(share.argmax()), len(self._stretches))
-        size = max(known[head, stretch].item(), known.square().mean().sqrt().item()) or 1.0
-        return Finding(
-            self._tensor,
-            error[head, stretch].item() / size,
-            allowed[head, stretch].item() / size,
-            rank,
-            self._where(wrong, positions) if wrong.any() else "",
-        )
-
-    def _where(self, wrong: Tensor, positions: Tensor) -> str:
-        heads = [head for head, row in zip(self._heads, wrong, strict=True) if row.any()]
-        listed = [int(stretch) for stretch in wrong.any(0).nonzero()]
-        which = "all heads" if len(heads) == len(self._heads) else f"heads {_short(heads)}"
-        if self._tensor == "dsink":
-            return "of any head"
-        places = sorted(
-            (int(positions[start]), int(positions[stop - 1]))
-            for start, stop in (self._stretches[stretch] for stretch in listed)
-        )
-        first, last = places[0]
-        for start, stop in places[1:]:
-            if start != last + 1:
-                break
-            last = stop
-        return (
-            f"{which}, {len(listed)} of {len(self._stretches)} stretches of tokens, "
-            f"first tokens {first} to {last}"
-        )
+def _norms(expected: Expected, found: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a head's [3, stretches]: the norms of error, of what is allowed, of the expected."""
+    found, value = found.double(), expected.value
+    same = found == value  # so are equal infinities, whose difference is NaN
+    error = (found - value).masked_fill(same, 0.0)
+    known = value.masked_fill(value.isinf(), 0.0)
+    squares = (error.square().sum(-1), expected.allowed.square(), known.square().sum(-1))
+    rows = torch.stack([x.sum(0) for x in squares])
+    norms = [rows[:, start:stop].sum(1) for start, stop in stretches]
+    return torch.stack(norms, dim=1).sqrt().cpu()
 
 
-def _short(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+def _finding(tensor: str, heads: Sequence[int], norms: Tensor, positions: Tensor) -> Finding:
+    """Return the worst of a tensor's norms [heads, 3, stretches], and what is too large."""
+    error, allowed, known = norms.unbind(1)
+    error = error.nan_to_num(nan=torch.inf)
+    share = (error / allowed).nan_to_num(nan=0.0)  # 0 of 0
+    worst = divmod(int(share.argmax()), share.shape[1])
+    size = max(known[worst].item(), known.square().mean().sqrt().item()) or 1.0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = _where(tensor, heads, error > allowed, positions)
+    return Finding(tensor, error[worst].item() / size, allowed[worst].item() / size, rank, where)
+
+
+def _where(tensor: str, heads: Sequence[int], wrong: Tensor, positions: Tensor) -> str:
+    """Name the heads and tokens of what is wrong [heads, stretches]; nothing where all is right."""
+    if not wrong.any() or tensor == "dsink":
+        return "of any head" if wrong.any() else ""
+    named = [str(head) for head, row in zip(heads, wrong, strict=True) if row.any()]
+    which = "all heads" if len(named) == len(heads) else f"heads {', '.join(named)}"
+    stretches = [bounds for bounds, x in zip(cut(positions), wrong.any(0), strict=True) if x]
+    first, last = min((int(positions[a]), int(positions[b - 1])) for a, b in stretches)
+    return (
+        f"{which}, {len(stretches)} of {wrong.shape[1]} stretches of tokens, "
+        f"first tokens {first} to {last}"
+    )
 
 
 def worst(findings: Iterable[Finding]) -> dict[str, Finding]:

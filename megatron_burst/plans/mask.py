@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -167,7 +167,8 @@ class Mask:
         Raises:
             ValueError: a negative window, boundaries that do not grow from 0, a table not square.
         """
-        return cls._checked(True, window, documents, block_table)
+        mask = cls.full(window=window, documents=documents, block_table=block_table)
+        return replace(mask, is_causal=True)
 
     @classmethod
     def full(
@@ -178,16 +179,6 @@ class Mask:
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let every position see every position, as far as the rest allows; see `causal`."""
-        return cls._checked(False, window, documents, block_table)
-
-    @classmethod
-    def _checked(
-        cls,
-        is_causal: bool,
-        window: int | None,
-        documents: Sequence[int] | None,
-        block_table: Tensor | None,
-    ) -> "Mask":
         if window is not None and window < 0:
             raise ValueError(f"a window of {window} positions is negative; None is no window")
         bounds = None if documents is None else tuple(map(int, documents))
@@ -197,9 +188,8 @@ class Mask:
                 raise ValueError(
                     f"document boundaries grow from 0 to the end of the sequence, got {bounds[:8]}"
                 )
-        return cls(
-            is_causal, window, bounds, None if block_table is None else BlockTable.of(block_table)
-        )
+        table = None if block_table is None else BlockTable.of(block_table)
+        return cls(False, window, bounds, table)
 
     def __str__(self) -> str:
         parts = ["causal" if self.is_causal else "full"]

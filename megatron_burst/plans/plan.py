@@ -49,7 +49,7 @@ class Item(NamedTuple):
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows, or of its heads; None: all
+    part: Interval | None = None  # which of the owner's rows, or shares of its heads; None: all
 
     def __str__(self) -> str:
         what = "heads" if self.kind is Kind.HEADS else "rows"
@@ -108,6 +108,11 @@ class Tile:
         """Check that every query sees a key."""
         queries, keys = self.query_rows.length, self.key_rows.length
         assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
+
+    @property
+    def owners(self) -> tuple[int, int]:
+        """Whose queries meet whose keys."""
+        return self.query_owner, self.key_owner
 
     @property
     def pairs(self) -> int:

@@ -30,7 +30,7 @@ from megatron_burst.plugin.limits import lm_head_refusals, refusals
 
 logger = logging.getLogger(__name__)
 
-_METAVARS = {"kernel": "NAME", "block_mask": "FILE", "trace": "DIR"}
+_METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
@@ -72,6 +72,7 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             metavar="{" + ",".join(values) + "}" if values else _METAVARS.get(flag.field, "N"),
             help=help_text.replace("%", "%%"),
         )
+    group.add_argument("--burst-trace", metavar="DIR", help=argparse.SUPPRESS)  # until 0.2
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -177,6 +178,7 @@ def configure(args: argparse.Namespace) -> None:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
     set_dropouts(args)
+    _profile_instead_of_trace(args)
     lm_head_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:
@@ -199,6 +201,20 @@ def configure(args: argparse.Namespace) -> None:
         )
     refuse_limits(args, config)
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+
+
+def _profile_instead_of_trace(args: argparse.Namespace) -> None:
+    """--burst-trace DIR is the old name of Megatron's flags for torch.profiler."""
+    if args.burst_trace is None:
+        return
+    args.profile, args.use_pytorch_profiler = True, True
+    args.profile_step_start, args.profile_step_end = 2, 4
+    args.tensorboard_dir = args.tensorboard_dir or f"{args.burst_trace}/tensorboard"
+    logger.warning(
+        "--burst-trace goes with the next version: give --profile --use-pytorch-profiler "
+        "--profile-step-start 2 --profile-step-end 4; the trace is in %s/../torch_profile",
+        args.tensorboard_dir,
+    )
 
 
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:

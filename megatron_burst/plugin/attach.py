@@ -5,7 +5,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import megatron.training.argument_utils as argument_utils
@@ -24,7 +23,7 @@ from megatron_burst.plugin.arguments import (
     refuse_limits,
     say_dropouts,
 )
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
@@ -32,7 +31,6 @@ from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
-from megatron_burst.plugin.hooks.trace import TraceSteps
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 
@@ -100,20 +98,17 @@ def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., 
             if args.rank == 0:
                 logger.info("%s", config)
                 _say_uneven_recompute(config, args.context_parallel_size)
-        pool = None if config is None else ContextPool(config)
-        model_config.transformer_layer_spec = LayerSpecProvider(spec, pool)
-        if pool is not None and (
-            pool.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
+        shared = None if config is None else SharedState(config)
+        model_config.transformer_layer_spec = LayerSpecProvider(spec, shared)
+        if shared is not None and (
+            shared.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
         ):
-            model_config.pre_wrap_hooks.append(SequenceHooks(pool))
-        if pool is not None and pool.checkpoints is not None:
-            model_config.pre_wrap_hooks.append(RecomputeHooks(pool.checkpoints))
-        if pool is not None and pool.verification is not None:
-            hooks = PositionHooks(pool, ids_begin_anew=args.reset_position_ids)
+            model_config.pre_wrap_hooks.append(SequenceHooks(shared))
+        if shared is not None and shared.checkpoints is not None:
+            model_config.pre_wrap_hooks.append(RecomputeHooks(shared.checkpoints))
+        if shared is not None and shared.verification is not None:
+            hooks = PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
             model_config.pre_wrap_hooks.append(hooks)
-        if pool is not None and pool.config.trace is not None:
-            hook = TraceSteps(pool.recorder, Path(pool.config.trace))
-            model_config.pre_wrap_hooks.append(hook)
         head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
         if head is not None:
             model_config.pre_wrap_hooks.append(ChunkedHead(head))

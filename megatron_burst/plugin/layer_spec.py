@@ -11,14 +11,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:
     from megatron.training.models.gpt import GPTModelConfig
 
 
-def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
+def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
     """Copy a layer or block spec, our core attention in the place of Megatron's own.
 
     What stood there serves the layers whose `cp_comm_type` is one of Megatron's own, and has to be
@@ -29,19 +29,21 @@ def burst_layer_spec(spec: Any, config: BurstConfig | ContextPool) -> Any:
     Args:
         spec: a ModuleSpec of a layer, or TransformerBlockSubmodules; dense or MoE layers, local or
             TransformerEngine.
-        config: the settings, or the pool of contexts of a model that is built in several parts.
+        config: the settings, or the shared state of a model that is built in several parts.
 
     Raises:
         ValueError: the spec has no core attention.
     """
-    pool = config if isinstance(config, ContextPool) else ContextPool(config)
+    shared = config if isinstance(config, SharedState) else SharedState(config)
     replaced = []
 
     def rewrite(name: str, value: Any) -> Any:
         if name != "core_attention" or value in (None, IdentityOp):
             return value
         replaced.append(value)
-        return ModuleSpec(module=CoreAttentionByCommType, params={"pool": pool, "fallback": value})
+        return ModuleSpec(
+            module=CoreAttentionByCommType, params={"shared": shared, "fallback": value}
+        )
 
     result = rewrite_spec(spec, rewrite)
     # A pipeline stage of a block may have no layers, or none with attention.
@@ -55,21 +57,21 @@ class LayerSpecProvider:
 
     Args:
         spec: the spec that `--spec` named, or a function that makes it; None for Megatron's own.
-        pool: the contexts of our attention; None leaves core attention as it is.
+        shared: the contexts of our attention; None leaves core attention as it is.
     """
 
-    def __init__(self, spec: Any, pool: ContextPool | None) -> None:
+    def __init__(self, spec: Any, shared: SharedState | None) -> None:
         self._spec = spec
-        self.pool = pool
+        self.shared = shared
 
     def __call__(self, model_config: "GPTModelConfig", vp_stage: int | None = None) -> Any:
         """Return the stage's layer spec or block spec."""
         spec = self._original(model_config, vp_stage)
-        if self.pool is not None:
+        if self.shared is not None:
             # Here, not in the first layer: all ranks come by, even those of a stage without layers.
             if parallel_state.model_parallel_is_initialized():
-                self.pool.get_megatrons(model_config.transformer)
-            spec = burst_layer_spec(spec, self.pool)
+                self.shared.get_megatrons(model_config.transformer)
+            spec = burst_layer_spec(spec, self.shared)
         if not transformer_block.HAVE_TE:
             return compat.block_spec(spec, model_config.transformer, vp_stage)
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.

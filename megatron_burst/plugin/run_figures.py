@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer
 
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 
 
-def write_run_figures(args: Any, pool: ContextPool | None) -> None:
+def write_run_figures(args: Any, shared: SharedState | None) -> None:
     """Write the figures of a run that has ended: a call of all ranks; the last one writes.
 
     Args:
         args: Megatron's.
-        pool: what sent the bytes; None where attention was Megatron's.
+        shared: what sent the bytes; None where attention was Megatron's.
     """
     memory = _largest_of_all_ranks(_peak_memory())
     writer = get_tensorboard_writer()
@@ -24,8 +24,8 @@ def write_run_figures(args: Any, pool: ContextPool | None) -> None:
     if writer is None or steps < 1:
         return
     writer.add_scalar("burst/peak-memory-bytes", memory, args.curr_iteration)
-    if pool is not None:
-        sent = pool.bytes_sent - pool.bytes_sent_in_evaluation
+    if shared is not None:
+        sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
         writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
     writer.flush()
 

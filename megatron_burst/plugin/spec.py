@@ -15,7 +15,7 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
 from megatron_burst.plugin.limits import refusals
@@ -31,7 +31,7 @@ def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
             what our attention cannot do, or cannot do without a launcher.
     """
     compat.check_megatron_version()
-    provider = LayerSpecProvider(None, ContextPool(config_from_args(get_args())))
+    provider = LayerSpecProvider(None, SharedState(config_from_args(get_args())))
     # Megatron asks once for each virtual stage: all of them share the process groups.
     model_config.transformer_layer_spec = provider
     return provider(model_config, vp_stage)

@@ -115,7 +115,7 @@ def gpu_links(matrix: str) -> dict[str, str]:
     """Return by what every two GPUs are joined: "0-1": "NV18".
 
     Args:
-        matrix: what `nvidia-smi topo -m` prints, a row and a column for each GPU and network card.
+        matrix: what `nvidia-smi topo -m` prints, a row and a column for each GPU and NIC.
     """
     rows = [line.split("\t") for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
     of_gpus = [[cell.strip() for cell in row[1:]] for row in rows if re.match(r"GPU\d", row[0])]

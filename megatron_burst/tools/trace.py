@@ -1,178 +1,283 @@
-"""Joins the traces of all ranks: one file for a viewer, a picture of a step, and the exposed share.
+"""How much of attention's communication its computation hides, from torch.profiler's files.
 
-    torchrun ... -m megatron_burst.pretrain_gpt --burst-trace DIR ...
-    python -m megatron_burst.tools.trace DIR
+    torchrun ... -m megatron_burst.pretrain_gpt ... --tensorboard-dir RUN/tensorboard \\
+        --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4
+    megatron-burst trace RUN/torch_profile
 
-writes DIR/trace.json for chrome://tracing or ui.perfetto.dev, the pictures DIR/timeline.svg and
-DIR/timeline.png, and DIR/exposed.json with the table that is printed: how much of attention's time
-was waiting, and how much its plans have (see `exposure`). The clocks of several nodes are taken as
-they are.
+prints a table by rank and pass, and writes DIR/trace.json for ui.perfetto.dev: attention and NCCL
+of all ranks. The files of single ranks, which show everything else, open there, too.
 
-Ends with status 1 when a trace does not show the tiles and messages of its plan.
+On GPUs communication is NCCL's kernels that attention has started; it is exposed while no other
+kernel runs beside them. On the CPU it lasts from posting until the wait for it has ended, and the
+wait is exposed.
 """
 
-import argparse
+import gzip
 import json
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.plans.plan import Channel
-from megatron_burst.tools.exposure import (
-    CallTrace,
-    Exposure,
-    calls_of,
-    exposures,
-    load,
-    quickest,
+from megatron_burst.tools import terminal
+from megatron_burst.tools.options import Parser, add_json
+from megatron_burst.transport.profiling import PREFIX
+
+ATTENTION = "attention"
+"""The pass of the rows that sum up all others."""
+_MOST_RANKS = 16  # in the printed table
+_RANGE = re.compile(
+    PREFIX
+    + r"(forward|backward|head exchange)(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
-from megatron_burst.tools.extras import extra
-from megatron_burst.transport.chrome_trace import TraceError, file_of
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-with extra("plot", __name__):
-    from megatron_burst.tools.timeline_figure import MOST_RANKS, draw_timeline
+type Span = tuple[float, float]
+"""When something started and stopped, in microseconds."""
 
 
-def join(directory: Path, ranks: int) -> Path:
-    """Write the events of all ranks, by one clock, into one file; return it."""
-    contents = [json.loads(file_of(directory, rank).read_text()) for rank in range(ranks)]
-    starts = [content["otherData"]["started_at_ns"] for content in contents]
+class TraceError(ValueError):
+    """There is no trace of attention; the message says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a rank did in the calls of one pass, in seconds, summed over all calls."""
+
+    rank: int
+    name: str
+    calls: int
+    seconds: float
+    communication: float
+    exposed: float
+    bytes_sent: int
+
+    @property
+    def share(self) -> float:
+        """Exposed communication over the time of attention."""
+        return self.exposed / self.seconds if self.seconds else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """How much of the communication something is computed beside."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    """Return what the traces in `directory` amount to, as `--json` prints it.
+
+    Raises:
+        TraceError: there is no trace, or no attention in it.
+    """
+    found = _load(directory)
+    rows = [row for rank, content in found.items() for row in _rows(rank, content["traceEvents"])]
+    if not rows:
+        raise TraceError(
+            f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
+        )
+    steps = {
+        event["name"]
+        for content in found.values()
+        for event in content["traceEvents"]
+        if str(event.get("name", "")).startswith("ProfilerStep#")
+    }
+    return {
+        "ranks": sorted(found),
+        "steps": len(steps) or 1,
+        "rows": [asdict(row) | {"share": row.share, "hidden": row.hidden} for row in rows],
+    }
+
+
+def join(directory: Path) -> Path:
+    """Write attention's ranges and NCCL's kernels of all ranks into one file; return it."""
     events: list[dict[str, Any]] = []
-    for content, start in zip(contents, starts, strict=True):
-        later = (start - min(starts)) / 1e3
+    for rank, content in _load(directory).items():
+        later = content.get("baseTimeNanoseconds", 0) / 1e3
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
         for event in content["traceEvents"]:
-            moved = {"ts": round(event["ts"] + later, 3)} if "ts" in event else {}
-            events.append({**event, **moved})
-    path = directory / "trace.json"
-    joined = {"traceEvents": events, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(joined, separators=(",", ":")))
+            if _RANGE.match(str(event.get("name"))) or _is_nccl(event):
+                events.append(event | {"pid": rank, "ts": event["ts"] + later})
+    path = _folder(directory) / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
     return path
 
 
-def summary(
-    directory: Path, seconds_a_byte: dict[str, float] | None = None
-) -> tuple[dict[str, Any], list[CallTrace]]:
-    """Return what the traces in `directory` amount to, as it is written to JSON, and their calls.
-
-    Raises:
-        TraceError: they are not all there.
-    """
-    traces = load(directory)
-    calls = calls_of(traces)
-    if not calls:
-        raise TraceError(f"{directory}: nothing was recorded; did the run reach its second step?")
-    rows = exposures(calls, seconds_a_byte)
-    content = {
-        "ranks": len(traces),
-        "clock": traces[0].clock,
-        "training_steps": sorted({c.call.arguments["training_step"] for c in calls}),
-        "rows": [
-            asdict(row) | {"share": row.share, "predicted_share": row.predicted_share}
-            for row in rows
-        ],
-        "share_by_rank": _by_rank(calls),
-        "seconds_a_byte": seconds_a_byte or quickest(calls),
-        "miscounts": [text for call in calls for text in call.miscounts],
-    }
-    return content, calls
+def _folder(directory: Path) -> Path:
+    below = directory / "torch_profile"  # where Megatron puts it, beside --tensorboard-dir
+    return below if below.is_dir() else directory
 
 
-def _by_rank(calls: Sequence[CallTrace]) -> dict[int, float]:
+def _load(directory: Path) -> dict[int, dict[str, Any]]:
     found = {}
-    for rank in sorted({call.rank for call in calls}):
-        ours = [call for call in calls if call.rank == rank]
-        found[rank] = sum(c.waiting for c in ours) / sum(c.call.seconds for c in ours)
+    for path in sorted(_folder(directory).glob("rank-*.json*")):
+        try:
+            data = path.read_bytes()
+            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+            found[int(path.name.split(".")[0].removeprefix("rank-"))] = content
+            content["traceEvents"]  # noqa: B018
+        except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+            raise TraceError(f"{path} is no trace of torch.profiler: {error!r}") from error
+    if not found:
+        raise TraceError(
+            f"{directory} has no rank-N.json.gz: train with --profile --use-pytorch-profiler "
+            "--profile-step-start 2 --profile-step-end 4 --tensorboard-dir RUN/tensorboard"
+        )
+    return dict(sorted(found.items()))
+
+
+def _rows(rank: int, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    """A row for each pass, and one for all of them."""
+    calls = list(_calls(events))
+    for name in (*dict.fromkeys(call.name for call in calls), *([ATTENTION] if calls else ())):
+        ours = [call for call in calls if name in (call.name, ATTENTION)]
+        yield Row(
+            rank,
+            name,
+            len(ours),
+            sum(stop - start for start, stop in (call.window for call in ours)) / 1e6,
+            sum(_length(call.communication) for call in ours) / 1e6,
+            sum(call.exposed for call in ours) / 1e6,
+            sum(call.bytes_sent for call in ours),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One rank's part in a forward, backward or head exchange; times in microseconds."""
+
+    name: str
+    window: Span
+    communication: Sequence[Span]
+    exposed: float
+    bytes_sent: int
+
+
+def _calls(events: Sequence[dict[str, Any]]) -> Iterator[_Call]:
+    """Read one rank's calls, from the device's kernels where there are any."""
+    ranges = [
+        (event, found)
+        for event in events
+        if event.get("cat") == "user_annotation" and (found := _RANGE.match(event["name"]))
+    ]
+    device = _Device(events)
+    for call, name in ((event, found[1]) for event, found in ranges if found[2] is None):
+        window = _span(call)
+        parts = [
+            (_span(event), found)
+            for event, found in ranges
+            if found[2] and event["tid"] == call["tid"] and window[0] <= event["ts"] <= window[1]
+        ]
+        posts = [(span[0], found) for span, found in parts if found[3] == "post"]
+        waits = {found[2]: span for span, found in parts if found[3] == "wait"}
+        spans = [(start, waits[found[4]][1]) for start, found in posts if found[4] in waits]
+        exposed = _length(waits.values())
+        if kernels := device.started_in(call):
+            window = min(k["ts"] for k in kernels), max(_span(k)[1] for k in kernels)
+            spans = [_span(kernel) for kernel in kernels if _is_nccl(kernel)]
+            exposed = device.exposed(spans)
+        yield _Call(name, window, spans, exposed, sum(int(found[5]) for _, found in posts))
+
+
+class _Device:
+    """The kernels of a rank, by when and in which thread the host has launched them."""
+
+    def __init__(self, events: Sequence[dict[str, Any]]) -> None:
+        launched = [event for event in events if "correlation" in event.get("args", {})]
+        kernels = {e["args"]["correlation"]: e for e in launched if e["cat"] in _DEVICE}
+        self._launches = sorted(
+            (
+                (e["ts"], e["tid"], kernels[e["args"]["correlation"]])
+                for e in launched
+                if e["cat"] not in _DEVICE and e["args"]["correlation"] in kernels
+            ),
+            key=itemgetter(0),
+        )
+        self._busy = _union(_span(kernel) for kernel in kernels.values() if not _is_nccl(kernel))
+
+    def started_in(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the kernels that were launched during a range of the host."""
+        start, stop = _span(call)
+        first = bisect_left(self._launches, start, key=itemgetter(0))
+        last = bisect_right(self._launches, stop, key=itemgetter(0))
+        return [k for _, thread, k in self._launches[first:last] if thread == call["tid"]]
+
+    def exposed(self, nccl: Sequence[Span]) -> float:
+        """Return for how long these kernels run and none but NCCL's beside them."""
+        alone = 0.0
+        for start, stop in _union(nccl):
+            first = bisect_right(self._busy, start, key=itemgetter(1))
+            last = bisect_left(self._busy, stop, key=itemgetter(0))
+            beside = [(max(a, start), min(b, stop)) for a, b in self._busy[first:last]]
+            alone += stop - start - _length(beside)
+        return alone
+
+
+def _is_nccl(event: dict[str, Any]) -> bool:
+    return event.get("cat") == "kernel" and event["name"].lower().startswith("nccl")
+
+
+def _span(event: dict[str, Any]) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
     return found
 
 
+def _length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in _union(spans))
+
+
 def _table(content: dict[str, Any]) -> Table:
-    steps, ranks = len(content["training_steps"]), content["ranks"]
-    table = Table(title=f"a training step and rank, mean of {steps} steps and {ranks} ranks")
-    table.add_column("")
-    for name in ("calls", "tiles", "sent", "MiB", "ms", "waiting", "peer late", "exposed", "plan"):
-        table.add_column(name, justify="right")
-    share = 1 / (steps * ranks)
-    for written in content["rows"]:
-        row = Exposure(**{name: written[name] for name in Exposure.__slots__})
-        table.add_row(
-            row.name,
-            *(f"{count * share:g}" for count in (row.calls, row.tiles, row.messages)),
-            f"{row.bytes * share / 2**20:.2f}",
-            *(f"{seconds * share * 1e3:.2f}" for seconds in (row.seconds, row.waiting, row.late)),
-            f"{row.share:.1%}",
-            f"{row.predicted_share:.1%}",
-        )
+    steps = content["steps"]
+    numbers = ("calls", "ms", "sent MiB", "communication ms", "exposed ms", "exposed", "hidden")
+    title = f"attention in a training step, mean of {steps} steps"
+    table = terminal.table(("rank", "pass"), numbers, title)
+    for row in content["rows"]:
+        if row["rank"] in content["ranks"][:_MOST_RANKS]:
+            times = [row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed")]
+            sent, shares = row["bytes_sent"] / steps / 2**20, (row["share"], row["hidden"])
+            first, *others = (f"{time:.2f}" for time in times)
+            counts = f"{row['calls'] / steps:g}", first, f"{sent:.2f}"
+            percents = (f"{share:.1%}" for share in shares)
+            table.add_row(str(row["rank"]), row["name"], *counts, *others, *percents)
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.trace", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="that of --burst-trace")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the training step to draw (default: the last)"
-    )
-    parser.add_argument(
-        "--link-gbit",
-        type=float,
-        nargs=2,
-        metavar=("WITHIN", "BETWEEN"),
-        help="predict with these links, in Gbit/s a rank within and between nodes (default: the "
-        "quickest message of each channel in the trace)",
-    )
-    return parser
-
-
-def _links(gbit: Sequence[float] | None) -> dict[str, float] | None:
-    if gbit is None:
-        return None
-    within, between = (8 / (rate * 1e9) for rate in gbit)
-    outer = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
-    return {str(channel): between if channel in outer else within for channel in Channel}
-
-
-def _run(args: argparse.Namespace, console: Console) -> list[str]:
-    content, calls = summary(args.directory, _links(args.link_gbit))
-    step = args.step or content["training_steps"][-1]
-    if step not in content["training_steps"]:
-        raise TraceError(f"--step {step} was not traced; there are: {content['training_steps']}")
-    if content["miscounts"]:
-        return content["miscounts"]
-    joined = join(args.directory, content["ranks"])
-    (args.directory / "exposed.json").write_text(json.dumps(content, indent=2) + "\n")
-    for suffix in (".svg", ".png"):
-        draw_timeline(calls, step, args.directory / f"timeline{suffix}")
-    console.print(_table(content))
-    worst = max(content["share_by_rank"], key=content["share_by_rank"].__getitem__)
-    console.print(
-        f"rank {worst} waits most: {content['share_by_rank'][worst]:.1%} of its attention time"
-    )
-    if content["ranks"] > MOST_RANKS:
-        console.print(f"the picture shows {MOST_RANKS} ranks of the first rank's ring at most")
-    console.print(f"for chrome://tracing or ui.perfetto.dev: {joined}")
-    console.print(f"pictures of step {step}: {args.directory / 'timeline.svg'} and .png")
-    return []
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    args = _parser().parse_args(argv)
-    try:
-        # Wide enough for the table, which a narrow terminal may wrap: no number may be cut.
-        problems = _run(args, Console(highlight=False, markup=False, width=120))
-    except (TraceError, OSError) as error:
-        problems = [str(error)]
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    for problem in problems:
-        errors.print(f"trace: {problem}", style="red")
-    return 1 if problems else 0
+    """Run the command; return its exit status.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        TraceError: there is no trace, or no attention in it.
+    """
+    parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
+    parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
+    add_json(parser)
+    args = parser.parse(sys.argv[1:] if argv is None else argv)
+    content, joined = summary(args.directory), join(args.directory)
+    if args.json:
+        print(json.dumps(content, indent=2))
+        return 0
+    console = terminal.console()
+    console.print(_table(content))
+    whole = [row for row in content["rows"] if row["name"] == ATTENTION]
+    worst = max(whole, key=itemgetter("share"))
+    console.print(f"rank {worst['rank']} waits most: {worst['share']:.1%} of its attention time")
+    if len(whole) > _MOST_RANKS:
+        console.print(f"shown: {_MOST_RANKS} of {len(whole)} ranks; --json has all")
+    console.print(f"for ui.perfetto.dev: {joined}")
+    return 0

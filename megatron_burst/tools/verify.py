@@ -1,8 +1,4 @@
-"""Checks attention over the ranks of this job against attention in one piece, on this machine.
-
-    torchrun --nproc-per-node 8 -m megatron_burst.tools.verify
-    torchrun --nproc-per-node 4 -m megatron_burst.tools.verify --dtype bfloat16 --mask window \\
-        --heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048
+"""Check attention over the ranks of this job against the unsharded reference, on this machine.
 
 It needs neither Megatron nor data. Every rank draws its own tokens. The exit status is 1 if
 anything differs or cannot run, and on one rank, where nothing is spread.
@@ -10,29 +6,39 @@ anything differs or cannot run, and on one rank, where nothing is spread.
 
 import argparse
 import itertools
+import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention.dense import Dense, Visibility
-from megatron_burst.attention.verify import Finding, cell, compare, margin, spread_of, worst
+from megatron_burst.attention.dense import Visibility
+from megatron_burst.attention.verify import (
+    TENSORS,
+    Finding,
+    attend_beside_reference,
+    cell,
+    of_all_ranks,
+    worst,
+)
 from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
 from megatron_burst.kernels import KERNELS
-from megatron_burst.transport.comm import gather_objects
+from megatron_burst.tools import options, terminal
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EXAMPLES = (
+    "torchrun --nproc-per-node 8 -m megatron_burst verify",
+    "torchrun --nproc-per-node 4 -m megatron_burst verify --dtype bfloat16 --mask window "
+    "--heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048",
+)
 MASKS = ("causal", "full", "window", "documents", "blocks")
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +66,15 @@ class Case:
         return f"{self.algorithm}, {self.mask}, {str(self.dtype)[6:]}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, the same on every rank."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser().parse(words)
+    joined = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend)
     contexts: dict[BurstConfig, BurstContext] = {}
-    table, problems = _table(), []
+    table = terminal.table(("algorithm", "grid", "mask", "dtype", "kernel"), TENSORS)
+    results, problems = [], []
     for case in _cases(args):
         try:
             if case.config not in contexts:
@@ -74,46 +83,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:  # on all ranks
             problems.append(f"{case} cannot run: {error}")
             continue
-        grid = str(contexts[case.config].grid)
-        cells = [cell(found.get(name)) for name in TENSORS]
-        table.add_row(case.algorithm, grid, case.mask, str(case.dtype)[6:], kernel, *cells)
+        names = case.algorithm, str(contexts[case.config].grid), case.mask, str(case.dtype)[6:]
+        table.add_row(*names, kernel, *(cell(found.get(name)) for name in TENSORS))
+        results.append({"case": str(case), **{name: asdict(f) for name, f in found.items()}})
         problems += [f"{case}, {finding}" for finding in found.values() if finding.where]
-    if _rank() == 0:
-        console = Console(highlight=False, markup=False, width=200)
-        console.print(_headline(args, device), table, *problems, sep="\n", soft_wrap=True)
-        console.print(f"verify: {_verdict(problems, argv)}", soft_wrap=True)
-    return 1 if problems or _ranks() == 1 else 0
+    ranks = _ranks()
+    if _rank() == 0 and args.json:
+        print(json.dumps({"ranks": ranks, "results": results, "problems": problems}, indent=2))
+    elif _rank() == 0:
+        terminal.console().print(_headline(args, device), table, *problems, sep="\n")
+        terminal.console().print(f"verify: {_verdict(problems, words)}")
+    if joined:
+        dist.destroy_process_group()
+    return 1 if problems or ranks == 1 else 0
 
 
 def check(
     case: Case, context: BurstContext, device: torch.device
 ) -> tuple[str, dict[str, Finding]]:
-    """Compare one call with attention in one piece.
+    """Compare one call with the unsharded reference.
 
     Returns:
         the kernel's name and, for each tensor, the worst finding of all ranks.
     """
     q, k, v, dout, sink = (None if x is None else x.to(device) for x in draw(case, context.rank))
-    assert q is not None and k is not None and v is not None and dout is not None
-    leaves = [x.requires_grad_() for x in (q, k, v, sink) if x is not None]
-    tokens = case.tokens_per_rank * context.ranks
-    mask, visibility = masks(case.mask, tokens)
-    out, lse = ring_attention(q, k, v, context, mask=mask, sink=sink, return_lse=True)
-    gradients = torch.autograd.grad(out, leaves, dout)
+    assert q is not None and k is not None and v is not None
+    for x in (q, k, v, *(() if sink is None else (sink,))):
+        x.requires_grad_()
+    mask, visibility = masks(case.mask, case.tokens_per_rank * context.ranks)
     scale = case.head_dim**-0.5
+    mine: list[Finding] = []
+    out = attend_beside_reference(
+        *(ring_attention, q, k, v, context, visibility, scale),
+        take=lambda _, findings: mine.extend(findings),
+        sink=sink,
+        mask=mask,
+    )
+    out.backward(dout)
+    everyone = of_all_ranks(context, mine)
     kernel = context.prepare(q, k, v, mask, scale).kernel.name
-    spread = spread_of(context, tokens)
-    dense = Dense(spread, visibility, scale, q, k, v, sink, margin(context))
-    found = {"out": out, "lse": lse.transpose(1, 2)[..., None]}
-    findings = compare(dense.forward(), found, spread.own, _rank())
-    found = dict(zip(("dq", "dk", "dv"), gradients[:3], strict=True))
-    if sink is not None:
-        found["dsink"] = spread.total(gradients[3].double())[None, :, None, None]
-    findings += compare(dense.backward(dout), found, spread.own, _rank())
-    everyone = [findings]
-    if context.group is not None:
-        limit = case.config.timeout_seconds
-        everyone = gather_objects(context.group, "collect what was found", findings, limit)
     return kernel, worst(finding for each in everyone for finding in each)
 
 
@@ -133,7 +141,7 @@ def draw(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor 
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
-    """Return a mask of a sequence for our attention, and the same for attention in one piece."""
+    """Return a mask of a sequence for our attention, and the same for the reference."""
     if name == "full":
         return Mask.full(), Visibility(causal=False)
     if name == "window":
@@ -162,7 +170,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
                 algorithm=algorithm,
                 backward=backward,
                 topology=args.topology,
-                ranks_per_node=args.ranks_per_node,
+                ranks_per_node=args.gpus_per_node,
                 head_parallel_size=args.head_parallel_size,
                 layout=args.layout,
                 kernel=args.kernel,
@@ -205,16 +213,15 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _verdict(problems: Sequence[str], argv: Sequence[str] | None) -> str:
+def _verdict(problems: Sequence[str], words: Sequence[str]) -> str:
     if problems:
         return "something is wrong"
     if _ranks() > 1:
         return "all is right"
-    words = list(sys.argv[1:] if argv is None else argv)
     gpus = torch.cuda.device_count()
     if gpus == 1 and "gloo" not in words:
-        words += ["--backend", "gloo"]  # NCCL gives a GPU to one rank alone
-    command = f"torchrun --nproc-per-node {gpus if gpus > 1 else 4} -m megatron_burst.tools.verify"
+        words = [*words, "--backend", "gloo"]  # NCCL gives a GPU to one rank alone
+    command = f"torchrun --nproc-per-node {gpus if gpus > 1 else 4} -m megatron_burst verify"
     return (
         "the kernel is right, but on one rank nothing was spread and no ring was checked; start "
         f"several: {shlex.join([*command.split(), *words])}"
@@ -232,61 +239,35 @@ def _headline(args: argparse.Namespace, device: torch.device) -> str:
     )
 
 
-def _table() -> Table:
-    table = Table(box=SIMPLE if sys.stdout.isatty() else None)
-    for name in ("algorithm", "grid", "mask", "dtype", "kernel", *TENSORS):
-        table.add_column(name, no_wrap=True, justify="right" if name in TENSORS else "left")
-    return table
+def _parser() -> options.Parser:
+    parser = options.Parser("verify", __doc__, *_EXAMPLES)
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def several(name: str, values: Sequence[str], default: Sequence[str], text: str) -> None:
-        shown = f"{text} (default: {' '.join(default)})"
-        parser.add_argument(name, nargs="+", choices=values, default=default, help=shown)
+    def several(name: str, values: Sequence[str], *default: str) -> None:
+        text = f"which are tried (default: {' '.join(default)})"
+        parser.add(name, nargs="+", choices=[*map(str, values)], default=default, help=text)
 
     def one(name: str, values: Sequence[str], text: str) -> None:
-        shown = f"{text} (default: {values[0]})"
-        parser.add_argument(name, choices=values, default=values[0], help=shown)
+        first = str(values[0])
+        text = f"{text} (default: {first})"
+        parser.add(name, choices=[*map(str, values)], default=first, help=text)
 
-    def number(name: str, default: int | None, text: str) -> None:
-        parser.add_argument(name, type=_positive, default=default, metavar="N", help=text)
-
-    several("--algorithm", list(Algorithm), [Algorithm.BURST], "which are tried")
-    several("--backward", list(Backward), ["kv", "query"], "backward rings of burst")
-    several("--mask", MASKS, ("causal", "window", "documents"), "which are tried")
-    several("--dtype", list(DTYPES), ("float32", "bfloat16"), "which are tried")
+    several("--algorithm", list(Algorithm), "burst")
+    several("--backward", list(Backward), "kv", "query")
+    several("--mask", MASKS, "causal", "window", "documents")
+    several("--dtype", list(DTYPES), "float32", "bfloat16")
     one("--topology", list(Topology), "the shape of the rings")
     layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
     one("--layout", layouts, "which tokens a rank holds")
-    one("--grad-dtype", list(GradDtype), "of gradients while they travel")
+    one("--grad-dtype", list(GradDtype), "of gradients while they are sent")
     one("--kernel", ("auto", *KERNELS), "of a tile")
-    one("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo computes on the CPU")
-    number("--ranks-per-node", None, "as if so many shared a node (default: where they are)")
-    number("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)")
-    number("--batch", 1, "sequences (default: 1)")
-    number("--tokens-per-rank", 256, "of a sequence (default: 256)")
-    number("--heads", 8, "query heads, of a tensor-parallel rank (default: 8)")
-    number("--kv-heads", None, "default: as many as --heads")
-    number("--head-dim", 64, "of Q and K (default: 64)")
-    number("--value-head-dim", None, "of V (default: that of --head-dim)")
-    parser.add_argument("--sink", action="store_true", help="with a sink in every head")
+    one("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo is on the CPU")
+    number: dict[str, Any] = {"type": options.positive, "metavar": "N"}
+    text = "ranks over which the heads are spread (default: 1)"
+    parser.add("--head-parallel-size", default=1, help=text, **number)
+    text = "as if so many shared a node (default: where they are)"
+    parser.add("--gpus-per-node", was=["--ranks-per-node"], help=text, **number)
+    parser.add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
+    options.add_shape(parser, heads=8, head_dim=64)
+    parser.add("--sink", action="store_true", help="with a sink in every head")
+    options.add_json(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
-if __name__ == "__main__":
-    status = main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(status)

@@ -12,7 +12,7 @@ import datetime
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.trace import HostClock, Recorder
+from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
 type _Work = tuple[str, dist.Work]  # with what it does
@@ -39,7 +39,6 @@ class Communicator:
         ranks: the job's number of each rank of the group.
         channels: the process group of each channel; empty for a process that has no peer.
         timeout_seconds: how long a message may take.
-        recorder: of what is carried out by it; None: of nothing.
     """
 
     def __init__(
@@ -47,9 +46,7 @@ class Communicator:
         ranks: Sequence[int],
         channels: Mapping[Channel, dist.ProcessGroup],
         timeout_seconds: float,
-        recorder: Recorder | None = None,
     ) -> None:
-        self.recorder = recorder or Recorder(HostClock())
         self._ranks, self._channels = ranks, channels
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
@@ -72,10 +69,6 @@ class Communicator:
         part._ranks = [self._ranks[member] for member in members]
         part._numbers = [self._numbers[member] for member in members]
         return part
-
-    def record(self, name: str, plan: Plan) -> AbstractContextManager[None]:
-        """Record what happens inside as the carrying out of `plan`, if a trace is asked for."""
-        return self.recorder.call(name, plan, self._ranks)
 
     def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> "Transfers":
         """Start the transfers of a forward or backward.
@@ -179,7 +172,7 @@ class Transfers:
         self._communicator, self._name, self._template = communicator, name, template
         self._largest = plan.largest_arrivals
         self._buffers: dict[tuple[Kind, int], Block] = {}
-        self._posted: dict[int, list[_Posted]] = defaultdict(list)  # by the step that waits for it
+        self._pending: dict[int, list[_Pending]] = defaultdict(list)  # by the step that waits
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         """Start the transfers of step `number` and return at once.
@@ -191,19 +184,19 @@ class Transfers:
                 before they have landed.
         """
         batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
-        for transfer in (*step.receives, *step.sends):
+        transfers: list[Send | Receive] = [*step.receives, *step.sends]
+        for transfer in transfers:
             if isinstance(transfer, Receive):
                 block = self._buffer(transfer)
             else:
                 block = outgoing[transfer.item]
             batch = batches[transfer.channel, transfer.lands]
             batch += self._communicator.messages(transfer, block)
-        posted = ((m.transfer, m.wire.nbytes) for batch in batches.values() for m in batch)
-        with self._communicator.recorder.post(number, posted):
-            for (_, lands), batch in sorted(batches.items(), key=_channel_order):
-                where = f"{self._name} step {number}"
+        for (_, lands), batch in sorted(batches.items(), key=_channel_order):
+            where = f"{self._name} step {number}"
+            with span(self._name, number, "post", _Posted(lands, batch)):
                 works = self._communicator.start(batch, where)
-                self._posted[lands].append(_Posted(batch, works, where))
+            self._pending[lands].append(_Pending(batch, works, where))
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -213,11 +206,11 @@ class Transfers:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        if number not in self._posted:
+        if number not in self._pending:
             return []
         receives: dict[Receive, None] = {}
-        with self._communicator.recorder.wait(number):
-            for messages, works, where in self._posted.pop(number):
+        with span(self._name, number, "wait"):
+            for messages, works, where in self._pending.pop(number):
                 self._communicator.wait(works, where)
                 for message in messages:
                     message.unload()
@@ -235,10 +228,28 @@ class Transfers:
         return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
 
 
-class _Posted(NamedTuple):
+class _Pending(NamedTuple):
+    """Messages that were posted together, and what is to be waited for."""
+
     messages: Sequence[Message]
     works: Sequence[_Work]
     where: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """What a profiler shows of messages: the step that waits for them, bytes sent, which they are.
+
+    `tools.trace` reads it.
+    """
+
+    lands: int
+    messages: Sequence[Message]
+
+    def __str__(self) -> str:
+        sent = sum(m.wire.nbytes for m in self.messages if isinstance(m.transfer, Send))
+        which = "; ".join(dict.fromkeys(map(str, self.messages)))
+        return f"for step {self.lands}, {sent} bytes: {which}"
 
 
 def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:
@@ -313,7 +324,7 @@ def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     for channel in Channel:  # one order for all ranks, whose groups overlap
         if channel in channels:
             group = channels[channel]
-            with _named_errors("at the start", f"meet all ranks of the channel of {channel}"):
+            with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
                 dist.barrier(group)
 
 

@@ -23,7 +23,7 @@ END
 steps() {
     cat <<'END'
 plans | 1 | docs/plan.svg docs/plan-double.svg | scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg ; scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 --output docs/plan-double.svg
-tables | 1 | README.md docs/support.md | scripts/docs/flags_table.py --write README.md ; scripts/docs/support_table.py --write docs/support.md
+tables | 1 | README.md docs/support.md | scripts/docs/flags_table.py --write docs/flags.md ; scripts/docs/support_table.py --write docs/support.md
 accuracy | 1 | {results}/cpu_accuracy.md | scripts/bench/accuracy.py
 gradient_return | 4 | {results}/cpu_gradient_return.md | scripts/bench/accuracy.py --heads 8:8 8:2 --ring kv query --return chain home --grad-dtype float32 model --nodes 1 2 4
 loss | 3 | {results}/cpu_loss.md docs/loss-memory.svg | scripts/bench/loss.py ; scripts/bench/plot.py {results}/cpu_loss.csv --output docs/loss-memory.svg
@@ -33,8 +33,7 @@ attention | 6 | {results}/cpu_attention.md docs/attention.svg | scripts/bench/at
 two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
 planner | 1 | docs/planner.md docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
 end_to_end | 18 | {results}/cpu_end_to_end.md docs/end-to-end.svg | scripts/bench/end_to_end.py ; scripts/bench/plot.py {results}/cpu_end_to_end.csv --output docs/end-to-end.svg
-compare | 5 | docs/compare-loss.svg | -m megatron_burst.tools.compare --toy --output {runs}/compare ; cp {runs}/compare/loss.svg docs/compare-loss.svg ; rm -r {runs}/compare
-timeline | 2 | docs/timeline.png | -m megatron_burst.tools.compare --toy --ranks 2 --variants burst --output {runs}/timeline -- --seq-length 8192 --max-position-embeddings 8192 --train-iters 3 ; -m megatron_burst.tools.trace {runs}/timeline/runs/burst/trace ; cp {runs}/timeline/runs/burst/timeline.png docs/timeline.png ; rm -r {runs}/timeline
+compare | 5 | docs/compare-loss.svg | -m megatron_burst compare --toy --output {runs}/compare ; cp {runs}/compare/compare.svg docs/compare-loss.svg ; rm -r {runs}/compare
 END
 }
 

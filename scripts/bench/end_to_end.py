@@ -4,7 +4,7 @@
     python scripts/bench/end_to_end.py [--rounds 3]
     python scripts/bench/end_to_end.py --ranks 8 -- MEGATRON-FLAGS
 
-Trains by `python -m megatron_burst.tools.compare`, with its toy on the CPU, or on --ranks GPUs with
+Trains by `megatron-burst compare`, with its toy on the CPU, or on --ranks GPUs with
 the flags that are given. A round trains each case once, in a new order. Interrupted, the same
 command goes on: finished trainings stay in --work until the page is written.
 """
@@ -91,7 +91,7 @@ def compare(args: argparse.Namespace, case: Case, folder: Path) -> list[str]:
     """Return the command that trains one case."""
     where = ["--ranks", str(args.ranks)] if args.ranks else ["--toy"]
     options = ["--no-trace", "--variants", case.variant, "--output", str(folder)]
-    module = [sys.executable, "-m", "megatron_burst.tools.compare"]
+    module = [sys.executable, "-m", "megatron_burst", "compare"]
     more = shlex.split(args.compare)
     return [*module, *where, *options, *more, "--", *args.flags, *case.flags]
 
@@ -143,11 +143,11 @@ def body(found: Sequence[Row]) -> str:
 
 
 ABOUT = """
-{what}. A case is a training of `python -m megatron_burst.tools.compare`; the time of a step is the
-median of its steps, and here the median of {rounds} rounds, each with every case in a new order;
-a ratio is that of two of these medians, and no more exact than their spread beside it. Peak
-memory is that of tensors on a GPU, without one that of a whole process with its libraries; sent is
-what attention sends, of a rank in a step.
+{what}. A case is a training of `megatron-burst compare`; the time of a step is the median of its
+steps, and here the median of {rounds} rounds, each with every case in a new order; a ratio is that
+of two of these medians, and no more exact than their spread beside it. Peak memory is that of
+tensors on a GPU, without one that of a whole process with its libraries; sent is what attention
+sends, of a rank in a step.
 """
 
 

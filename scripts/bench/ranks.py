@@ -35,7 +35,7 @@ def launch[Result](
         RuntimeError: a rank ended without a result.
     """
     context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["megatron_burst"])
+    context.set_forkserver_preload(["megatron_burst.attention.autograd"])
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as directory:
         try:

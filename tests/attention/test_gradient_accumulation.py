@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
+from tests.tier import examples
 
 RANK = 1
 TOKENS = 6
@@ -187,7 +188,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(events=st.lists(EVENTS, max_size=12))
 def test_in_any_order_nothing_is_lost_or_counted_twice(events: list[Event]) -> None:
     sums = make_sums(torch.float64)

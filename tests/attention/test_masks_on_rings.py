@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig
@@ -21,6 +21,7 @@ from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.tier import examples
 from tests.workers import WorkerPool
 
 LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
@@ -61,7 +62,7 @@ def test_every_ring_under_masks_that_leave_little(
     check(cases, 4, workers)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     ranks=st.integers(1, 8),
     chunk=st.integers(1, 5),
@@ -86,7 +87,7 @@ def test_any_mask(
     check([Case(config=config, chunk=2 * chunk, masking=masking)], ranks, workers)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     grid=st.sampled_from(GRIDS),
     chunk=st.integers(1, 3),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from megatron_burst.plans.recompute import boundary, first_saved_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking
+from tests.tier import examples
 from tests.workers import Team, WorkerPool
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.6, 1.0)
@@ -185,7 +186,7 @@ def test_segmented_zigzag_repeats_as_much_on_every_rank(ranks: int, fraction: fl
     assert uneven(zigzag(tokens, ranks), boundary(zigzag(tokens, ranks), fraction)) > 1.2
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     layout=st.sampled_from([*LAYOUTS]),
     ranks=st.integers(1, 8),

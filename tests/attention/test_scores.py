@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from tests.attention.cases import (
 )
 from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
 from tests.plans.masks import Masking, hard_maskings, maskings
+from tests.tier import examples
 from tests.workers import Team, WorkerPool
 
 VARIANTS = [
@@ -78,7 +79,7 @@ def test_the_hard_masks(workers: WorkerPool, ranks: int) -> None:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     ranks=st.integers(1, 8),
     chunk=st.integers(1, 3),

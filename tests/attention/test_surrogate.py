@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from megatron_burst.attention.surrogate import (
     surrogate_factor,
     surrogate_output,
 )
+from tests.tier import examples
 
 # Half the distance between neighbours above 1.
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
@@ -97,7 +98,7 @@ def test_a_row_whose_entries_differ_in_size_by_all_of_float32() -> None:
     check(dout, out)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     dtype=st.sampled_from([*ROUNDING]),
     dim=st.integers(1, 130),

@@ -1,4 +1,4 @@
-"""Attention in one piece, and the comparison with it: right calls pass, faults are found. (fast)
+"""The unsharded reference, and the comparison with it: right calls pass, faults are found. (fast)
 
 The faults are put in from here: a swapped chunk, a stale buffer, a wrong window and scale, a
 gradient that is lost.
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.dense import Dense, Expected, Spread, Visibility, megatrons_positions
+from megatron_burst.attention.dense import (
+    Expected,
+    Reference,
+    Spread,
+    Visibility,
+    megatrons_positions,
+)
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.verify import Finding, compare, cut, table, worst
 from megatron_burst.config import Algorithm
@@ -31,7 +37,7 @@ from tests.workers import Team, WorkerPool
 CPU = torch.device("cpu")
 
 
-# Attention in one piece.
+# The reference.
 
 
 def visibility(masking: Masking, tokens: int) -> Visibility:
@@ -75,7 +81,9 @@ def test_megatrons_positions() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "a window in documents", "blocks that see nothing"])
 @pytest.mark.parametrize("at_once", [5, 10**6])
-def test_one_piece_is_the_oracle(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_the_oracle(
+    name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In slices of any size."""
     monkeypatch.setattr("megatron_burst.attention.dense._PAIRS_AT_ONCE", at_once)
     masking = {**MASKINGS, "causal": Masking()}[name]
@@ -83,8 +91,8 @@ def test_one_piece_is_the_oracle(name: str, at_once: int, monkeypatch: pytest.Mo
     q, k, v, dout = shape.inputs(1)
     expected = oracle.attention(q, k, v, dout, masking.visible(12), sink=shape.sink())
     spread = Spread([torch.arange(12)], None)
-    dense = Dense(spread, visibility(masking, 12), 6**-0.5, q, k, v, shape.sink())
-    for each in [*dense.forward(), *dense.backward(dout)]:
+    reference = Reference(spread, visibility(masking, 12), 6**-0.5, q, k, v, shape.sink())
+    for each in [*reference.forward(), *reference.backward(dout)]:
         whole = getattr(expected, each.tensor)
         if each.tensor == "lse":
             whole = whole.transpose(1, 2)[..., None]
@@ -104,7 +112,7 @@ def test_rows_are_cut_where_positions_jump_and_evenly() -> None:
 def one_head(found: Tensor, *, value: float = 1.0, allowed: float = 0.1) -> Finding:
     expected = torch.full_like(found, value).double()
     each = Expected("dk", 0, expected, torch.full(found.shape[:2], allowed).double())
-    (finding,) = compare([each], {"dk": found[:, :, None]}, torch.arange(64, 128), 3)
+    (finding,) = compare([each], {"dk": found[:, :, None]}, torch.arange(64, 128))
     return finding
 
 
@@ -115,9 +123,9 @@ def test_an_error_is_named_by_its_tokens() -> None:
     finding = one_head(found)
     assert finding.where == "all heads, 1 of 2 stretches of tokens, first tokens 96 to 127"
     assert finding.error == pytest.approx((4 / 128) ** 0.5)
-    assert "dk on rank 3: error 1.8e-01 where 5.0e-02 is allowed, all heads" in str(finding)
+    assert "dk on rank 0: error 1.8e-01 where 5.0e-02 is allowed, all heads" in str(finding)
     found[0, 3] -= 1.0
-    assert "first tokens 64 to 127" in one_head(found).where, "neighbours are one place"
+    assert "2 of 2 stretches of tokens, first tokens 64 to 95" in one_head(found).where
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -323,7 +331,7 @@ def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spr
     assert "1 rank(s) on cpu (no process group), zigzag; a rank has 1 x 32 tokens" in printed
     assert printed.count("burst, kv") == 1 and "all is right" not in printed
     assert "verify: the kernel is right, but on one rank nothing was spread" in printed
-    assert "start several: torchrun --nproc-per-node 4 -m megatron_burst.tools.verify" in printed
+    assert "start several: torchrun --nproc-per-node 4 -m megatron_burst verify" in printed
     with replaced(tool, "ring_attention", other_scale):
         assert tool.main([*SMALL, "--backend", "gloo"]) == 1
     printed = capsys.readouterr().out

@@ -46,7 +46,6 @@ def cases_of(kernel: str, heads: tuple[int, int], ranks: int, per_node: int) -> 
         )
         for setting in variants((topology,))
         if setting["algorithm"] in ("burst", "allgather") or heads[1] % ranks == 0
-        if setting.get("grad_dtype") != "model"
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext, ring_attention
@@ -30,6 +30,7 @@ from tests.attention.cases import (
 )
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.tier import examples
 from tests.transport.test_groups import new_groups
 from tests.workers import Team, WorkerPool
 
@@ -227,7 +228,7 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
     check(cases, 8, workers)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     place=st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8)]),
     chunk=st.integers(1, 3),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.plans.layout import (
@@ -15,6 +15,7 @@ from megatron_burst.plans.layout import (
     striped,
     zigzag,
 )
+from tests.tier import examples
 
 MAKERS = {
     "zigzag": zigzag,
@@ -68,7 +69,7 @@ def test_local_rows_follow_each_other_in_the_order_of_the_intervals() -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ranks=st.integers(1, 12), chunk=st.integers(1, 7), dim=st.integers(0, 2), data=st.data())
 def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
     make: Callable[[int, int], Layout], ranks: int, chunk: int, dim: int, data: st.DataObject

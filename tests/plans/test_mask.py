@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.tier import examples
 
 LIMITS = st.none() | st.integers(0, 12)
 
@@ -52,7 +53,7 @@ def check(layout: Layout, masking: Masking) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(ranks=st.integers(1, 5), chunk=st.integers(1, 4), data=st.data())
 def test_tiles_cover_what_is_seen_once(
     layout: str, ranks: int, chunk: int, data: st.DataObject
@@ -88,7 +89,7 @@ def pairs(length: int) -> Iterator[tuple[int, int]]:
     return itertools.combinations(range(length + 1), 2)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(left=LIMITS, right=LIMITS, queries=st.integers(1, 9), keys=st.integers(1, 9), data=st.data())
 def test_a_band_cut_is_the_submatrix(
     left: int | None, right: int | None, queries: int, keys: int, data: st.DataObject
@@ -112,7 +113,7 @@ def test_a_band_cut_is_the_submatrix(
     assert torch.equal(found, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tokens=st.integers(1, 24), data=st.data())
 def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)

@@ -160,10 +160,13 @@ from datetime import timedelta
 import torch.distributed as dist
 limit = timedelta(seconds=77)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+devices = set()
 for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
     options = group._get_backend(torch.device("cpu")).options
     assert (options._threads, options._timeout) == (1, limit), options._threads
+    devices |= set(options._devices)
     dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2), group=group)
+assert len(devices) == 1, "the groups share it"
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 tracker = CudaRNGStatesTracker()

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -116,11 +116,11 @@ def test_the_layers_of_a_block_share_their_contexts() -> None:
     first, second = (
         each.submodules.self_attention.submodules.core_attention for each in block.layer_specs
     )
-    assert isinstance(first.params["pool"], ContextPool)
-    assert first.params["pool"] is second.params["pool"]
-    pool = ContextPool(BurstConfig())
-    spec = burst_layer_spec(layer(), pool)
-    assert spec.submodules.self_attention.submodules.core_attention.params["pool"] is pool
+    assert isinstance(first.params["shared"], SharedState)
+    assert first.params["shared"] is second.params["shared"]
+    shared = SharedState(BurstConfig())
+    spec = burst_layer_spec(layer(), shared)
+    assert spec.submodules.self_attention.submodules.core_attention.params["shared"] is shared
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_provider_takes_specs_and_functions_with_or_without_a_stage() -> Non
 
     model_config = SimpleNamespace(transformer=None)
     for spec in (block, lambda model_config: block, with_stage):
-        ours = LayerSpecProvider(spec, ContextPool(BurstConfig()))(model_config, vp_stage=1)
+        ours = LayerSpecProvider(spec, SharedState(BurstConfig()))(model_config, vp_stage=1)
         core = ours.layer_specs[0].submodules.self_attention.submodules.core_attention
         assert core.module is CoreAttentionByCommType
         kept = LayerSpecProvider(spec, None)(model_config, vp_stage=1)
@@ -174,7 +174,7 @@ class SoftCapped(torch.nn.Module):
 
 def build(algorithm: str = "burst", **changes: Any) -> Any:
     settings = {"attention_dropout": 0.0, **changes.pop("config", {})}
-    pool = changes.pop("pool", None) or ContextPool(BurstConfig(algorithm=algorithm))
+    shared = changes.pop("shared", None) or SharedState(BurstConfig(algorithm=algorithm))
     fallback = changes.pop("fallback", DotProductAttention)
     options = {
         "config": TransformerConfig(
@@ -191,7 +191,7 @@ def build(algorithm: str = "burst", **changes: Any) -> Any:
         "pg_collection": SimpleNamespace(cp=None),  # this process alone
         **changes,
     }
-    params = {"pool": pool, "fallback": fallback}
+    params = {"shared": shared, "fallback": fallback}
     return build_module(ModuleSpec(module=CoreAttentionByCommType, params=params), **options)
 
 
@@ -273,9 +273,9 @@ def test_what_a_spec_adds_to_megatrons_own_is_not_lost() -> None:
 
 def test_a_class_that_knows_no_block_mask_is_not_built_beside_one(tmp_path: Path) -> None:
     numpy.save(tmp_path / "blocks.npy", numpy.eye(2, dtype=bool))
-    pool = ContextPool(BurstConfig(block_mask=str(tmp_path / "blocks.npy")))
+    shared = SharedState(BurstConfig(block_mask=str(tmp_path / "blocks.npy")))
     with pytest.raises(ValueError, match="layer 2 has SoftCapped, which knows no --burst-block"):
-        build(pool=pool, cp_comm_type="p2p", fallback=SoftCapped)
+        build(shared=shared, cp_comm_type="p2p", fallback=SoftCapped)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
@@ -298,24 +298,25 @@ def test_the_name_of_another_algorithm_of_ours_builds_that_one(algorithm: Algori
 
 
 def test_layers_of_one_algorithm_share_what_they_plan_and_others_do_not() -> None:
-    pool = ContextPool(BurstConfig(backward="query", kernel="cpu"))
+    shared = SharedState(BurstConfig(backward="query", kernel="cpu"))
     contexts = [
-        build(pool=pool, cp_comm_type=name).context for name in ("burst", "ulysses", "burst", None)
+        build(shared=shared, cp_comm_type=name).context
+        for name in ("burst", "ulysses", "burst", None)
     ]
     assert contexts[0] is contexts[2] is contexts[3] is not contexts[1]
     assert contexts[1].config == BurstConfig(algorithm="ulysses", kernel="cpu")
 
 
 def test_the_first_context_brings_those_of_all_layers() -> None:
-    pool, group = ContextPool(BurstConfig()), SimpleNamespace(cp=None)
+    shared, group = SharedState(BurstConfig()), SimpleNamespace(cp=None)
     layers = SimpleNamespace(
         hierarchical_context_parallel_sizes=None, cp_comm_type=["burst", "p2p", "ring", "ulysses"]
     )
-    assert pool.get_megatrons(layers, group).config.algorithm == "burst"
-    made = pool.get_megatrons(layers, group, Algorithm.ULYSSES)
+    assert shared.get_megatrons(layers, group).config.algorithm == "burst"
+    made = shared.get_megatrons(layers, group, Algorithm.ULYSSES)
     layers.cp_comm_type = "burst"  # a stage that asks again makes none
-    assert pool.get_megatrons(layers, group, Algorithm.ULYSSES) is made
-    assert [algorithm for _, algorithm in pool._contexts] == ["burst", "ring", "ulysses"]
+    assert shared.get_megatrons(layers, group, Algorithm.ULYSSES) is made
+    assert [algorithm for _, algorithm in shared._contexts] == ["burst", "ring", "ulysses"]
 
 
 @pytest.mark.parametrize(

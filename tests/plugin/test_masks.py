@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents, read_documents  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
@@ -102,25 +102,25 @@ def test_documents(bounds: tuple[int, ...], window: int | None) -> None:
     check(module, visible, packed_seq_params=documents(*bounds))
 
 
-def masked_pool(tmp_path: Path, table: Tensor = TABLE) -> ContextPool:
+def masked_pool(tmp_path: Path, table: Tensor = TABLE) -> SharedState:
     file = tmp_path / "blocks.npy"
     numpy.save(file, table.numpy())
-    return ContextPool(BurstConfig(block_mask=str(file)))
+    return SharedState(BurstConfig(block_mask=str(file)))
 
 
 def test_a_block_mask_with_a_window_and_documents(tmp_path: Path) -> None:
     module = build()
-    module._pool = masked_pool(tmp_path)
+    module._shared = masked_pool(tmp_path)
     check(module, oracle.visible_pairs(TOKENS, True, table=TABLE))
     module = build(config={"window_size": (9, 0)})
-    module._pool = masked_pool(tmp_path)
+    module._shared = masked_pool(tmp_path)
     visible = oracle.visible_pairs(TOKENS, True, window=9, documents=(0, 13, 24), table=TABLE)
     check(module, visible, packed_seq_params=documents(0, 13, 24))
 
 
 def test_every_sample_of_a_flattened_micro_batch_has_the_block_mask(tmp_path: Path) -> None:
     module = build()
-    module._pool = masked_pool(tmp_path)
+    module._shared = masked_pool(tmp_path)
     one = oracle.visible_pairs(12, True, table=TABLE)
     both = torch.block_diag(one, one).bool()
     check(module, both, packed_seq_params=documents(0, 12, 24, samples=2))
@@ -150,9 +150,9 @@ def test_a_file_that_holds_no_block_mask(tmp_path: Path, content: Any, message: 
 
 
 def _compare(team: Team, directory: str, files: int) -> str:
-    pool = ContextPool(BurstConfig(block_mask=f"{directory}/{team.rank % files}.npy"))
+    shared = SharedState(BurstConfig(block_mask=f"{directory}/{team.rank % files}.npy"))
     try:
-        pool._compare_block_masks()
+        shared._compare_block_masks()
     except ValueError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
@@ -116,7 +116,7 @@ def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
         num_layers=8, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
     )
     module = BurstCoreAttention(
-        pool=ContextPool(BurstConfig(check_nan=wanted)),
+        shared=SharedState(BurstConfig(check_nan=wanted)),
         config=config,
         layer_number=7,
         attn_mask_type=AttnMaskType.causal,

@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.recompute import Checkpoints, RecomputeHooks  # noqa: E402
 
 TOKENS, SIZE, LAYERS = 12, 16, 4
@@ -63,12 +63,12 @@ class Counting(Checkpoints):
 class Layer(torch.nn.Module):
     """Called as Megatron calls one, by keyword; returns a pair as Megatron's does."""
 
-    def __init__(self, pool: ContextPool, number: int) -> None:
+    def __init__(self, shared: SharedState, number: int) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(SIZE, 3 * SIZE)
         self.selective = False
         self.attention = BurstCoreAttention(
-            pool=pool,
+            shared=shared,
             config=TransformerConfig(
                 num_layers=LAYERS, hidden_size=SIZE, num_attention_heads=2, attention_dropout=0.0
             ),
@@ -96,14 +96,14 @@ class Model(GPTModel):
         torch.nn.Module.__init__(self)
         torch.manual_seed(0)
         self.config = SimpleNamespace(cuda_graph_impl="none")  # Megatron's main asks in every call
-        pool = ContextPool(BurstConfig(recompute_fraction=fraction))
+        shared = SharedState(BurstConfig(recompute_fraction=fraction))
         self.decoder = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList(Layer(pool, n + 1) for n in range(LAYERS))
+        self.decoder.layers = torch.nn.ModuleList(Layer(shared, n + 1) for n in range(LAYERS))
         self.embedding = torch.nn.Linear(SIZE, SIZE)
         self.checkpoints: Any = None
         if fraction is not None:
-            pool.checkpoints = self.checkpoints = Counting(fraction, offload)
-            assert RecomputeHooks(pool.checkpoints)([self]) == [self]
+            shared.checkpoints = self.checkpoints = Counting(fraction, offload)
+            assert RecomputeHooks(shared.checkpoints)([self]) == [self]
 
     def forward(self, x: Tensor, run: Run) -> Tensor:
         return run(self, self.embedding(x)).square().sum()
@@ -338,8 +338,8 @@ def test_without_checkpoints_nothing_is_kept() -> None:
 
 
 def test_a_fraction_of_1_needs_no_checkpoints() -> None:
-    assert ContextPool(BurstConfig(recompute_fraction=1.0)).checkpoints is None
-    assert ContextPool(BurstConfig()).checkpoints is None
+    assert SharedState(BurstConfig(recompute_fraction=1.0)).checkpoints is None
+    assert SharedState(BurstConfig()).checkpoints is None
 
 
 class Stream:
@@ -365,12 +365,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is fetched from the host and what is put into results, in order, by number of layer."""
     log: list[str] = []
     numbers: dict[int, int] = {}  # of layers, by memory
-    kept = itertools.count()
-    keep, fetch, recall = (getattr(AttentionMemory, n) for n in ("keep", "fetch", "recall"))
+    count = itertools.count()
+    save, fetch, recall = (getattr(AttentionMemory, n) for n in ("save", "fetch", "recall"))
 
-    def keeping(memory: AttentionMemory, *arguments: Any) -> None:
-        numbers[id(memory)] = next(kept) % LAYERS
-        keep(memory, *arguments)
+    def saving(memory: AttentionMemory, *arguments: Any) -> None:
+        numbers[id(memory)] = next(count) % LAYERS
+        save(memory, *arguments)
 
     def fetching(memory: AttentionMemory) -> None:
         before = memory.saved
@@ -389,7 +389,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.__new__(Stream))
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(AttentionMemory, "keep", keeping)
+    monkeypatch.setattr(AttentionMemory, "save", saving)
     monkeypatch.setattr(AttentionMemory, "fetch", fetching)
     monkeypatch.setattr(AttentionMemory, "recall", recalling)
     monkeypatch.setattr(Stream, "made", 0)

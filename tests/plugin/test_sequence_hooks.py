@@ -27,7 +27,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  
 )
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
@@ -355,10 +355,10 @@ def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() ->
 def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
     """A layer spec without the hooks would attend to the wrong tokens."""
     x = torch.zeros(4, 1, 8)
-    attention = SimpleNamespace(_pool=ContextPool(SEGMENTED), _context=Context(SEGMENTED, 2, 0))
+    attention = SimpleNamespace(_shared=SharedState(SEGMENTED), _context=Context(SEGMENTED, 2, 0))
     with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
         BurstCoreAttention.forward(attention, x, x, x, None)
-    assert ContextPool(BurstConfig()).tokens_follow_layout
+    assert SharedState(BurstConfig()).tokens_follow_layout
 
 
 def test_other_models_are_refused() -> None:

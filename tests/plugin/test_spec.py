@@ -91,7 +91,7 @@ def test_the_example_of_a_spec_has_our_attention(monkeypatch: pytest.MonkeyPatch
     exec(EXAMPLES[0], names)
     attention = names["gpt"](SimpleNamespace()).submodules.self_attention.submodules.core_attention
     assert attention.module is CoreAttentionByCommType
-    assert attention.params["pool"].config.backward == "kv"
+    assert attention.params["shared"].config.backward == "kv"
 
 
 def test_the_example_of_hooks_makes_them_for_one_pool() -> None:
@@ -100,5 +100,5 @@ def test_the_example_of_hooks_makes_them_for_one_pool() -> None:
     model_config = SimpleNamespace(pre_wrap_hooks=[], transformer_layer_spec=None)
     names["add_burst"](model_config)
     assert len(model_config.pre_wrap_hooks) == 3
-    pool = model_config.transformer_layer_spec.pool
-    assert pool.config.layout == "segmented-zigzag" and pool.checkpoints is not None
+    shared = model_config.transformer_layer_spec.shared
+    assert shared.config.layout == "segmented-zigzag" and shared.checkpoints is not None

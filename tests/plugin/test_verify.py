@@ -32,7 +32,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.attention.verify import VerificationError  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
@@ -46,19 +46,19 @@ class Layers:
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
         self.settings = BurstConfig(verify=True, **config)
-        self.pool = ContextPool(self.settings)
+        self.shared = SharedState(self.settings)
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
-            self.pool.get_megatrons = lambda *_: context  # type: ignore[method-assign]
-        self.pool.tokens_follow_layout = True
+            self.shared.get_megatrons = lambda *_: context  # type: ignore[method-assign]
+        self.shared.tokens_follow_layout = True
         self.dtype, self.rank = dtype, 0 if team is None else team.rank
         self.layers = [self._layer(number, group) for number in (1, 2)]
         self.frozen: list[Any] = []
 
     def _layer(self, number: int, group: Any) -> Any:
         return BurstCoreAttention(
-            pool=self.pool,
+            shared=self.shared,
             config=TransformerConfig(
                 num_layers=2,
                 hidden_size=32,
@@ -143,7 +143,7 @@ def first_step(
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), (
             "it changes nothing"
         )
-        assert layers.pool.verification is not None and layers.pool.verification.is_over
+        assert layers.shared.verification is not None and layers.shared.verification.is_over
     return "", lines
 
 
@@ -187,7 +187,10 @@ def test_the_table_of_one_rank(tmp_path: Path, recompute: bool) -> None:
     error, (text,) = first_step(None, {"block_mask": str(file)}, recompute=recompute)
     assert not error
     title, names, *rows = text.splitlines()
-    assert "over 1 context-parallel rank(s) the first micro-batch equals attention" in title
+    assert (
+        "over 1 context-parallel rank(s) the first micro-batch equals the unsharded reference"
+        in title
+    )
     assert names.split() == ["layer", "out", "lse", "dq", "dk", "dv", "dsink"]
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all(row.count("<") == 6 for row in rows)
@@ -208,8 +211,8 @@ def test_layers_without_a_gradient_hide_no_other_layer(frozen: int) -> None:
 
 
 def test_off_it_is_not_there() -> None:
-    pool = ContextPool(BurstConfig())
-    assert pool.verification is None
+    shared = SharedState(BurstConfig())
+    assert shared.verification is None
 
 
 # Faults.
@@ -314,11 +317,11 @@ class GroupOf:
 
 
 class Pool:
-    """As much of a pool as the hooks need, for a rank of several."""
+    """As much of the shared state as the hooks need, for a rank of several."""
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
         config = BurstConfig(verify=True, layout=layout)
-        self.verification = ContextPool(config).verification
+        self.verification = SharedState(config).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
         context.layout = lambda tokens: faults.zigzag(tokens, ranks)
@@ -330,14 +333,14 @@ class Pool:
         return self.verification._positions
 
 
-def look_at_ids(pool: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
+def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
     packed = None
     if bounds is not None:
         packed = Documents(qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds)
     model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
-    PositionHooks(pool)._look_at_ids(pool.context, model, (), given, None)
-    return pool.wrong["position ids"]
+    PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)
+    return shared.wrong["position ids"]
 
 
 def test_position_ids_are_those_of_megatrons_zigzag() -> None:
@@ -374,23 +377,25 @@ def test_angles_of_megatrons_rotary_embedding() -> None:
     """As it is for a wrong rank, or another order, on one rank of several."""
     for rank in (0, 1):
         for given in (0, 1):
-            pool: Any = Pool(rank, 2)
+            shared: Any = Pool(rank, 2)
             module = rotary(given)
-            hooks = PositionHooks(pool)
-            hooks._look_at_angles(pool.context, module, (8,), {}, module(8))
-            assert (pool.wrong["rotary angles"] == "") == (given == rank)
+            hooks = PositionHooks(shared)
+            hooks._look_at_angles(shared.context, module, (8,), {}, module(8))
+            assert (shared.wrong["rotary angles"] == "") == (given == rank)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_angles_of_ours() -> None:
     sequence = WholeSequence(8, (0, 3, 8))
     for rank in (0, 1):
-        pool: Any = Pool(rank, 2)
-        pool.context.positions = lambda tokens, rank=rank: faults.zigzag(tokens, 2).positions(rank)
-        module = RotaryAtPositions(rotary(rank), Positions(pool.context))
+        shared: Any = Pool(rank, 2)
+        shared.context.positions = lambda tokens, rank=rank: faults.zigzag(tokens, 2).positions(
+            rank
+        )
+        module = RotaryAtPositions(rotary(rank), Positions(shared.context))
         angles = module(sequence)
-        hooks = PositionHooks(pool)
-        hooks._look_at_angles(pool.context, module, (sequence,), {}, angles)
-        assert pool.wrong["rotary angles"] == ""
-        hooks._look_at_angles(pool.context, module, (WholeSequence(8, None),), {}, angles)
-        assert "are wrong" in pool.wrong["rotary angles"]
+        hooks = PositionHooks(shared)
+        hooks._look_at_angles(shared.context, module, (sequence,), {}, angles)
+        assert shared.wrong["rotary angles"] == ""
+        hooks._look_at_angles(shared.context, module, (WholeSequence(8, None),), {}, angles)
+        assert "are wrong" in shared.wrong["rotary angles"]

@@ -43,7 +43,7 @@ case $* in
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
     *'burst plan --run toy'*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *'burst plan '*) echo "plan: no such run" >&2; exit 1 ;;
-    *collect.py*) exec "$REAL_PYTHON" "$@" ;;
+    *compare*--collect*) exec "$REAL_PYTHON" "$@" ;;
     *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac
 host=$(uname -n)

@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.compare import collect
 from megatron_burst.tools.launch import links
-from tests.scripts.stand_ins import SCRIPTS, Machine, place
+from tests.scripts.stand_ins import Machine, place
 from tests.workers import Team, WorkerPool
-
-sys.path.append(str(SCRIPTS))
-
-import collect  # noqa: E402
 
 
 @pytest.fixture
@@ -291,7 +288,7 @@ def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
     log += LOG + "".join(STEP.format(n, ms, 50, 5.0) for n, ms in [(4, 8e3), (5, 7e3), (6, 1200.0)])
     write_run(tmp_path / "a/burst", log)
     (tmp_path / "a/links.json").write_text('{"between_nodes_gbit_per_s": 12.5}')
-    assert collect.main([str(tmp_path / "a"), "--output", str(tmp_path / "out/results")]) == 0
+    assert collect.write([tmp_path / "a"], tmp_path / "out/results") == 0
     (row,) = json.loads((tmp_path / "out/results.json").read_text())
     expected = {
         "name": "burst", "status": "0", "steps": 6, "planned_steps": 9,
@@ -310,15 +307,14 @@ def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
 def test_a_run_without_a_step_is_a_row_too(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "Traceback\n")
     (tmp_path / "a/status").unlink()
-    assert collect.main([str(tmp_path), "-o", str(tmp_path / "results")]) == 0
+    assert collect.write([tmp_path], None) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())
     assert (row["status"], row["steps"]) == ("unfinished", 0)
 
 
 def test_a_directory_without_runs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        collect.main([str(tmp_path)])
-    assert ended.value.code == 1
+    with pytest.raises(ValueError, match="no run"):
+        collect.write([tmp_path], None)
 
 
 def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

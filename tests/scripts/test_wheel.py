@@ -98,7 +98,7 @@ def test_every_tool_runs_without_the_repository(run: Callable[..., str]) -> None
     for example, printed in EXAMPLES.items():
         name, *words = example.split()
         assert printed in run("-m", f"megatron_burst.tools.{name}", *words), example
-    found = run(*TORCHRUN.split(), "megatron_burst.tools.verify", "--tokens-per-rank", "32")
+    found = run(*TORCHRUN.split(), "megatron_burst", "verify", "--tokens-per-rank", "32")
     assert "all is right" in found
 
 

@@ -1,11 +1,11 @@
-"""tools.compare: what is compared, why something is not, resuming, MFU, the page. (fast tier)
+"""The verb compare: what is compared, why something is not, resuming, MFU, the page. (fast tier)
 
 One toy of real trainings in the slow tier.
 """
 
 import json
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_burst.tools.compare import __main__ as compare
+from megatron_burst.tools import command as tool
+from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import running
-from megatron_burst.tools.compare.results import apart, measure
+from megatron_burst.tools.compare.results import (
+    Result,
+    differences,
+    learned_too_little,
+    measure,
+)
 from megatron_burst.tools.compare.variants import Job, choose, variants
+from megatron_burst.tools.runlog import RunLogError, read_scalars
 
 FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
 COMPARABLE = compare._COMPARABLE
@@ -100,7 +107,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
 def test_wrong_input_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    assert compare.main(["--output", str(tmp_path), *arguments]) == 1
+    assert tool.main(["compare", "--output", str(tmp_path), *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -161,7 +168,7 @@ def test_a_comparison_goes_on_where_it_stopped(
 ) -> None:
     trainings.stop_at = "ring-flat"
     assert run(tmp_path) == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "the same command goes on from here" in capsys.readouterr().err
     assert trainings.started == ["cp-1-megatron", "cp-1-burst", "burst"]
     trainings.stop_at = None
     assert run(tmp_path) == 0
@@ -195,17 +202,15 @@ def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
         os.kill(int(log.read_text()), 0)
 
 
-def test_the_report_has_every_variant_and_needs_no_network(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> None:
     trainings.off_by = {"burst": 1 + 2e-5}
     assert run(tmp_path, "--peak-tflops", "0.001") == 0
     content = json.loads((tmp_path / "compare.json").read_text())
     rows = {row["name"]: row for row in content["results"]}
     assert len(rows) == len(variants(Job(ranks=4, context=4)))
     assert content["reference"] == "CP=1 megatron"
-    assert content["apart"]["burst"]["first"]["relative"] == pytest.approx(2e-5, rel=1e-2)
-    assert content["apart"]["ring flat"]["first"]["relative"] == 0
+    assert content["apart"]["burst"]["relative"] == pytest.approx(2e-5, rel=1e-2)
+    assert content["apart_in_all_steps"]["ring flat"]["relative"] == 0
     burst = rows["burst"]
     assert (burst["seconds_per_step"], burst["tokens_per_second_per_gpu"]) == (0.5, 64.0)
     assert (burst["peak_memory_bytes"], burst["bytes_sent_per_rank_per_step"]) == (
@@ -215,11 +220,12 @@ def test_the_report_has_every_variant_and_needs_no_network(
     layer = 2 * 8 * (4 * 8) + 2 * 2 * 8 * 32 + 4 * 4 * 2 * 32.5
     assert burst["mfu"] == pytest.approx(3 * 128 * (2 * layer + 2 * 8 * 64) / (0.5 * 4 * 1e9))
     assert rows["ulysses"]["status"] == "cannot run" and rows["ulysses"]["reason"]
-    page = (tmp_path / "compare.html").read_text()
-    assert all(name in page for name in rows)
-    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert len(sources) == 3 and all(source.startswith("data:image/") for source in sources)
-    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+    page = (tmp_path / "compare.md").read_text()
+    assert all(f"| {name} |" in page for name in rows)
+    assert "agree with those of CP=1 megatron within 2.0e-05" in page
+    assert "| burst | 2.0e-05 | 1.4167 | 500 | 64 |" in page
+    assert "| 3.00 | 5.0 | n/a | n/a | n/a |" in page
+    assert "](compare.svg)" in page and (tmp_path / "compare.svg").is_file()
 
 
 def test_losses_that_differ_and_runs_that_fail_are_faults(
@@ -233,9 +239,17 @@ def test_losses_that_differ_and_runs_that_fail_are_faults(
     shown = capsys.readouterr().err
     assert "burst differs from CP=1 megatron by 1.0e-03 at step" in shown
     assert "ring flat failed: cannot run this: because of that" in shown
-    assert "cannot run this: because of that" in (tmp_path / "compare.html").read_text()
+    assert "cannot run this: because of that" in (tmp_path / "compare.md").read_text()
     assert run(tmp_path, "--tolerance", "0.01") == 1, "the failed one is tried again"
     assert trainings.started.count("ring-flat") == 2
+
+
+def test_json_is_all_that_is_printed(
+    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "compare.json").read_text())
 
 
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
@@ -243,13 +257,70 @@ def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
     result = measure("x", ["train"], 4, tmp_path, None)
     assert result.mfu is None and "--peak-tflops" in result.no_mfu
     assert result.exposed is None
-    assert apart([result], "x", 20) == {}
+    assert differences([result], "x") == {}
+
+
+# Losses and the logs they are read from
+
+
+def ran(name: str, losses: Sequence[float], first_step: int = 1) -> Result:
+    return Result(
+        name=name, status="ran", steps=len(losses), losses=list(enumerate(losses, first_step))
+    )
+
+
+@pytest.mark.parametrize("bad", [1.01, math.nan, math.inf])
+def test_one_differing_step_is_found_and_named(bad: float) -> None:
+    losses = [5.0 - 0.1 * step for step in range(30)]
+    other = [*losses[:7], losses[7] * bad, *losses[8:]]
+    found = differences([ran("a", losses), ran("b", other)], "a", 20)["b"]
+    assert found.step == 8 and not found.relative <= 1e-4
+    assert differences([ran("a", losses), ran("b", other)], "a", 7)["b"].relative == 0
+
+
+def test_runs_of_other_steps_are_not_compared() -> None:
+    with pytest.raises(RunLogError, match="'b' logged 2 steps, 'a' logged 3"):
+        differences([ran("a", [3.0, 2.0, 1.0]), ran("b", [3.0, 2.0])], "a")
+
+
+def test_a_long_run_that_did_not_learn_is_told() -> None:
+    assert "not 2.500 or less" in learned_too_little(ran("a", [2.6] * 100), 3.0)
+    for right in (ran("a", [2.4] * 100), ran("a", [2.6] * 99)):
+        assert learned_too_little(right, 3.0) == ""
+    assert learned_too_little(ran("a", [math.nan] * 100), 3.0)
+    assert learned_too_little(ran("a", [2.6] * 100), None) == "", "only the toy's text is known"
+
+
+def write_events(path: Path, losses: Sequence[float], first_step: int = 1) -> None:
+    with SummaryWriter(str(path)) as writer:
+        for step, loss in enumerate(losses, first_step):
+            writer.add_scalar("lm loss", loss, step)
+
+
+def test_a_step_written_twice_has_the_last_value(tmp_path: Path) -> None:
+    write_events(tmp_path, [5.0, 4.0, 3.0])
+    write_events(tmp_path, [3.5, 2.5], first_step=2)
+    assert read_scalars(tmp_path)["lm loss"] == [(1, 5.0), (2, 3.5), (3, 2.5)]
+
+
+def test_more_steps_than_tensorboard_samples_are_all_read(tmp_path: Path) -> None:
+    write_events(tmp_path, [1.0] * 1200)
+    assert len(read_scalars(tmp_path)["lm loss"]) == 1200
+
+
+def test_a_directory_without_events_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(RunLogError, match="no TensorBoard events"):
+            read_scalars(path)
+
+
+# Real trainings
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_toy_trains_every_variant_that_can_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_burst.tools.compare", "--toy"]
+    command = [sys.executable, "-m", "megatron_burst", "compare", "--toy"]
     environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--output", str(tmp_path)], env=environment, capture_output=True, text=True
@@ -262,9 +333,9 @@ def test_the_toy_trains_every_variant_that_can_run(tmp_path: Path) -> None:
     for row in ran:
         assert row["peak_memory_bytes"] > 0 and row["seconds_per_step"] > 0
         if row["name"] != "CP=1 megatron":
-            exposed = row["exposed"]
-            sent = exposed["bytes"] / (exposed["training_steps"] * exposed["ranks"])
-            assert sent == pytest.approx(row["bytes_sent_per_rank_per_step"], rel=0.2)
+            sent, exposed = row["bytes_sent_per_rank_per_step"], row["exposed"]
+            assert exposed["bytes_sent"] == pytest.approx(sent, rel=0.2)
+            assert 0 <= exposed["hidden"] <= 1 and exposed["share"] < 1
 
 
 @pytest.mark.parametrize(
@@ -275,5 +346,5 @@ def test_a_tolerance_that_is_given_counts_and_0_asks_for_equal_losses(
     options: str, flags: str, expected: float, tmp_path: Path
 ) -> None:
     words = f"--ranks 2 --output {tmp_path} {options} -- --num-attention-heads 4 {flags}"
-    args = compare._parser().parse_args(words.split())
+    args = compare._parser().parse(words.split())
     assert compare._setup(args).tolerance == expected

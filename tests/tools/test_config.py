@@ -13,7 +13,7 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import loss_chunking, model_of
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from planner import rows_of  # noqa: E402
+from validation import rows_of  # noqa: E402
 
 CONFIGS = Configs.read()
 NAMES = CONFIGS.names()

@@ -5,7 +5,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -14,11 +13,16 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_burst.tools import corpus
-from megatron_burst.tools.documents import Documents
 
 
 def run(output: Path, *arguments: object) -> int:
-    return corpus.main(["--output", str(output), "--min-tokens", "1", *map(str, arguments)])
+    return corpus.main(["--output", str(output), *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small texts will do."""
+    monkeypatch.setattr(corpus, "LEAST", 1)
 
 
 def facts(output: Path) -> dict:
@@ -52,7 +56,7 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
 def test_facts_are_those_of_the_tokens(tmp_path: Path) -> None:
     run(tmp_path, "--input", text_file(tmp_path / "x.txt", "aaab"))
     found = facts(tmp_path)
-    assert (found["documents"], found["tokens"], found["longest"]) == (1, 5, 5)
+    assert (found["documents"], found["tokens"]) == (1, 5)
     expected = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
     assert found["unigram_entropy_nats"] == pytest.approx(expected, rel=1e-12)
 
@@ -72,135 +76,87 @@ def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Pat
 
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     lines = tmp_path / "x.jsonl"
-    lines.write_text('{"body": "one"}\n\n{"body": "two", "other": 3}\n')
-    assert run(tmp_path, "--input", lines, "--json-key", "body") == 0
+    lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
+    assert run(tmp_path, "--input", lines) == 0
     assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"one", 256], [*b"two", 256]]
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"body": "no text"}', "x.jsonl, line 2: no text under the key 'text'"),
-        ('{"text": 3}', "x.jsonl, line 2: no text under the key 'text'"),
-        ('["text"]', "x.jsonl, line 2: no text under the key 'text'"),
-        ('{"text": ', "x.jsonl, line 2: not JSON"),
-        ('{"text": "\\ud800"}', "x.jsonl, line 2: half a surrogate pair"),
-    ],
+    "line", ['{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}']
 )
 def test_a_bad_jsonl_line_is_named_by_its_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "fine"}\n' + line + "\n")
     assert run(tmp_path, "--input", lines) == 1
-    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert "x.jsonl, line 2: no JSON with a text" in capsys.readouterr().err
 
 
 def test_input_that_is_no_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raw").write_bytes(b"ab\xff")
-    text_file(tmp_path / "empty.txt", "")
-    text_file(tmp_path / "short.txt", "short")
-    for arguments, message in [
-        (["--input", tmp_path / "absent"], "no such file"),
-        (["--input", tmp_path / "raw"], "not UTF-8 text at byte 2"),
-        (["--input", tmp_path / "empty.txt"], "no text"),
-        (["--input", tmp_path / "short.txt", "--min-tokens", 7], "6 tokens, --min-tokens asks for"),
+    monkeypatch.setattr(corpus, "LEAST", 7)
+    for path, message in [
+        (tmp_path / "absent", "no such file"),
+        (tmp_path / "raw", "not UTF-8 text at byte 2"),
+        (text_file(tmp_path / "empty.txt", ""), "too little text: 0 tokens"),
+        (text_file(tmp_path / "short.txt", "short"), "6 tokens, at least 7 are needed"),
     ]:
-        assert run(tmp_path / "out", *arguments) == 1
-        assert message in capsys.readouterr().err.replace("\n", " ")
+        assert run(tmp_path / "out", "--input", path) == 1
+        assert message in capsys.readouterr().err
 
 
-def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "raw").write_bytes(b"\xff")
     text_file(folder / "a", "x" * 600)
     text_file(folder / "b", "y" * 600)
-    assert run(tmp_path, "--input", folder, "--max-megabytes", 0.001) == 0
-    assert facts(tmp_path)["tokens"] == 601
-    said = capsys.readouterr().out
-    assert "cut at --max-megabytes 0.001" in said
     assert run(tmp_path, "--input", folder) == 0
+    assert facts(tmp_path)["tokens"] == 1202
     said = capsys.readouterr().out
-    assert "cut" not in said
-    assert "left out, not UTF-8: 1 files" in said
+    assert "cut" not in said and "left out, not UTF-8: 1 files" in said
+    monkeypatch.setattr(corpus, "LIMIT", 1000)
+    assert run(tmp_path, "--input", folder) == 0
+    assert facts(tmp_path)["tokens"] == 601
+    assert "cut at 1000 bytes" in capsys.readouterr().out
 
 
 def test_the_same_text_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_file(tmp_path / "x.txt", "some text")
-    pair = [tmp_path / "out" / "corpus.bin", tmp_path / "out" / "corpus.idx"]
-    run(tmp_path / "out", "--input", text)
-    first = [path.read_bytes() for path in pair]
+    text, out = text_file(tmp_path / "x.txt", "some text"), tmp_path / "out"
+    pair = [out / "corpus.bin", out / "corpus.idx"]
+    run(out, "--input", text)
     times = [path.stat().st_mtime_ns for path in pair]
-    run(tmp_path / "out", "--input", text)
+    run(out, "--input", text)
     assert "corpus reused" in capsys.readouterr().out
     assert times == [path.stat().st_mtime_ns for path in pair]
-    pair[0].write_bytes(first[0][:-2])
-    run(tmp_path / "out", "--input", text)
+    run(out, "--input", text_file(text, "other text"))
     assert "corpus written" in capsys.readouterr().out
-    assert first == [path.read_bytes() for path in pair]
-    run(tmp_path / "out", "--input", text_file(text, "other text"))
-    assert "corpus written" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+    assert sorted(path.name for path in out.iterdir()) == [
         "corpus.bin",
         "corpus.idx",
         "corpus.json",
     ]
 
 
-def test_a_failing_write_leaves_the_old_pair(
+def test_a_failing_write_is_not_taken_for_a_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = tmp_path / "corpus"
-    corpus.build(["old"], prefix)
-    before = prefix.with_suffix(".bin").read_bytes()
+    run(tmp_path, "--input", text_file(tmp_path / "x.txt", "old"))
 
-    def failing() -> object:
-        yield "new"
+    def failing(*_: object) -> None:
         raise RuntimeError("stopped")
 
-    with pytest.raises(RuntimeError, match="stopped"):
-        corpus.build(failing(), prefix)  # type: ignore[arg-type]
-    assert prefix.with_suffix(".bin").read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
-def test_a_ready_pair_is_only_measured(tmp_path: Path, suffix: str) -> None:
-    ready = tmp_path / "ready"
-    corpus.build(["abc", "d"], ready)
-    assert run(tmp_path / "out", "--input", f"{ready}{suffix}") == 0
-    found = facts(tmp_path / "out")
-    assert (found["prefix"], found["documents"], found["tokens"]) == (str(ready), 2, 6)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["corpus.json"]
-
-
-def test_a_broken_pair_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ready = tmp_path / "ready"
-    corpus.build(["abc"], ready)
-    with ready.with_suffix(".bin").open("ab") as data:
-        data.write(b"\0\0")
-    assert run(tmp_path, "--input", ready) == 1
-    assert "10 bytes, its index says 4 tokens of 2 bytes" in capsys.readouterr().err
-    ready.with_suffix(".idx").write_bytes(b"nothing")
-    assert run(tmp_path, "--input", ready) == 1
-    assert "not an index that Megatron reads" in capsys.readouterr().err
-    ready.with_suffix(".bin").unlink()
-    assert run(tmp_path, "--input", ready) == 1
-    assert "missing" in capsys.readouterr().err
-
-
-def test_a_pair_without_a_common_end_token_names_none(tmp_path: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(str(tmp_path / "p.bin"), dtype=np.int32)
-    for tokens in ([1, 2, 700], [3, 4]):
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(str(tmp_path / "p.idx"))
-    found = corpus.measure(tmp_path / "p")
-    assert found.tokenizer_args == ["--tokenizer-type", "NullTokenizer", "--vocab-size", "701"]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
+        patch.setattr(corpus, "_write", failing)
+        run(tmp_path, "--input", text_file(tmp_path / "x.txt", "new"))
+    assert not (tmp_path / "corpus.json").exists()
+    run(tmp_path, "--input", tmp_path / "x.txt")
+    assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"new", 256]]
 
 
 def test_megatrons_gpt_dataset_serves_the_text(tmp_path: Path) -> None:
@@ -225,6 +181,5 @@ def test_megatrons_gpt_dataset_serves_the_text(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_the_default() -> None:
-    first = next(iter(Documents(inputs=[])))
-    assert "import" in first
-    assert "\n" in first
+    first = next(iter(corpus.documents([], [])))
+    assert b"import" in first and b"\n" in first

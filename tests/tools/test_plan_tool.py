@@ -37,8 +37,8 @@ def cluster(**changes: float) -> Cluster:
         memory=1e9,
         **rates,
         within_rate=1e9,
-        card_rate=1e8,
-        gpus_per_card=1,
+        nic_rate=1e8,
+        gpus_per_nic=1,
         contention=0.0,
         copy_rate=float("inf"),
         peak=1e12,
@@ -121,7 +121,7 @@ def test_a_double_ring_sends_one_block_over_the_card_while_the_node_works() -> N
 
 def test_gpus_that_share_a_card_halve_it() -> None:
     alone = workload(cluster(gpus_per_node=2), 4, algorithm="ring", topology="double")
-    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_card=2))
+    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_nic=2))
     block = 2 * TOKENS * HEADS * DIM * 2
     more = [timing.attention_passes(load)[0].seconds for load in (shared, alone)]
     assert more[0] - more[1] == pytest.approx(block / 1e8, rel=1e-6)
@@ -171,13 +171,13 @@ def test_memory_is_counted_part_by_part() -> None:
     parameters = 32 * (4 * HEADS * DIM) + 2 * 32 * 128 + 2 * 32 * 100
     assert found.weights == 2 * parameters and found.gradients == 4 * parameters
     assert found.optimizer == 12 * parameters // 4
-    assert found.inputs == TOKENS * 32 * 2 and found.kept == 0
+    assert found.inputs == TOKENS * 32 * 2 and found.saved == 0
     sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2), 1.0)
     assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
     whole = memory.predict(replace(load, sharded=False, element_bytes=4), 1.0)
     assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
-    assert memory.predict(kept, 1.0).kept == TOKENS * HEADS * (DIM * 2 + 4)
+    assert memory.predict(kept, 1.0).saved == TOKENS * HEADS * (DIM * 2 + 4)
     logits = memory.predict(replace(load, chunked_loss=False), 1.0)
     assert logits.loss == TOKENS * 100 * 6
     stored = memory.predict(replace(load, recompute=False), 1.0).inputs

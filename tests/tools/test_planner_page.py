@@ -11,6 +11,7 @@ from megatron_burst.tools.plan.configs import Configs
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))
 import planner  # noqa: E402
+import validation  # noqa: E402
 
 CONFIGS = Configs.read()
 PAGE = ROOT / "docs" / "planner.md"
@@ -27,13 +28,13 @@ TABLES = pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest
 
 
 @cache
-def rows(fast: bool) -> list[planner.Row]:
-    return [row for row in planner.rows_of(CONFIGS) if not fast or row.group in FAST]
+def rows(fast: bool) -> list[validation.Row]:
+    return [row for row in validation.rows_of(CONFIGS) if not fast or row.group in FAST]
 
 
 @cache
-def speeds(fast: bool) -> list[planner.Compared]:
-    return planner.compare_speed(CONFIGS, rows(fast))
+def speeds(fast: bool) -> list[validation.Compared]:
+    return validation.compare_speed(CONFIGS, rows(fast))
 
 
 def test_there_are_at_most_six_constants_each_fitted_on_one_row() -> None:
@@ -47,7 +48,7 @@ def test_there_are_at_most_six_constants_each_fitted_on_one_row() -> None:
 
 @TABLES
 def test_speeds_are_predicted_and_what_misses_is_known(fast: bool) -> None:
-    assert planner.median_error(speeds(fast)) < 0.05
+    assert validation.median_error(speeds(fast)) < 0.05
     beyond = {each.id for each in speeds(fast) if abs(each.error) > 0.15}
     assert beyond == {name for name in BEYOND if name in {row.id for row in rows(fast)}}
 
@@ -57,20 +58,20 @@ def test_speeds_are_predicted_and_what_misses_is_known(fast: bool) -> None:
 def test_the_order_is_right_but_for_a_baseline_of_half_its_expected_speed(
     fast: bool, across_codes: bool
 ) -> None:
-    count, found = planner.order(speeds(fast), across_codes=across_codes)
+    count, found = validation.order(speeds(fast), across_codes=across_codes)
     assert count >= (15 if fast else 40)
     assert len(found) == 1 and "e2e/14b/32/loongtrain_double" in found[0]
 
 
 @TABLES
 def test_memory_is_predicted_within_15_percent(fast: bool) -> None:
-    found = planner.compare_memory(CONFIGS, rows(fast))
+    found = validation.compare_memory(CONFIGS, rows(fast))
     assert len(found) == (13 if fast else 19)
     assert all(abs(each.error) < 0.15 for each in found)
 
 
 def test_exposed_shares_on_two_nodes_are_within_10_points() -> None:
-    found = planner.compare_two_nodes(CONFIGS)
+    found = validation.compare_two_nodes(CONFIGS)
     apart = sorted(abs(each.predicted - each.measured) for each in found)
     assert len(found) == 118
     assert apart[len(apart) * 9 // 10] < 0.10 and apart[-1] < 0.15, apart[-12:]
@@ -87,6 +88,6 @@ def test_the_page_says_what_is_predicted_now(fast: bool) -> None:
 
 def test_the_page_has_the_two_nodes_that_the_benchmark_left() -> None:
     lines = PAGE.read_text().splitlines()
-    for each in planner.compare_two_nodes(CONFIGS):
+    for each in validation.compare_two_nodes(CONFIGS):
         expected = f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} |"
         assert any(line.startswith(expected) for line in lines), f"{expected}: {planner.BEGIN}"

@@ -31,10 +31,10 @@ DIM, TOKENS = 4, 16  # numbers of a head, tokens of a rank
 def workload(nodes: int, length: int, heads: int, kv_heads: int, **config: object) -> Workload:
     rates = ("forward_rate", "backward_rate", "linear_rate", "memory_rate", "within_rate")
     cluster = Cluster(
-        **dict.fromkeys((*rates, "card_rate", "copy_rate", "peak", "memory"), 1.0),
+        **dict.fromkeys((*rates, "nic_rate", "copy_rate", "peak", "memory"), 1.0),
         name="by hand",
         gpus_per_node=length,
-        gpus_per_card=1,
+        gpus_per_nic=1,
         contention=0.0,
     )
     model = Model(

@@ -1,28 +1,29 @@
-"""--burst-trace in a training: which steps it holds, evaluation left out. (fast tier)"""
+"""Megatron's own profiler flags show attention's ranges; --burst-trace is their old name. (fast)"""
 
 from pathlib import Path
 
-from megatron_burst.tools.exposure import calls_of, load
+import pytest
+
+from megatron_burst.tools import trace
 from tests.training.launcher import BURST, train
 
+PROFILE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
 
-def test_two_training_steps_are_recorded_and_no_evaluation(
-    tmp_path: Path, data: tuple[str, ...]
-) -> None:
+
+@pytest.mark.parametrize("old", [False, True])
+def test_two_training_steps_are_profiled(tmp_path: Path, data: tuple[str, ...], old: bool) -> None:
+    flags = ["--burst-trace", str(tmp_path)] if old else PROFILE.split()
     log = train(
         tmp_path,
         2,
         *data,
         *BURST,
         *("--context-parallel-size", "2", "--calculate-per-token-loss", "--num-layers", "2"),
-        *("--train-iters", "4", "--split", "90,10,0", "--eval-iters", "1", "--eval-interval", "2"),
-        *("--burst-trace", str(tmp_path / "trace")),
+        *("--train-iters", "4", *flags),
     )
-    assert "burst trace: steps 2 and 3 of this run" in log.text
-    for trace in load(tmp_path / "trace"):
-        calls = calls_of([trace])
-        steps = [call.call.arguments["training_step"] for call in calls]
-        # 2 layers, 2 micro-batches of 2 samples.
-        assert sorted(steps) == 8 * [2] + 8 * [3]
-        assert [call.name for call in calls].count("forward") == 8
-        assert not [text for call in calls for text in call.miscounts]
+    assert ("--burst-trace goes with the next version" in log.text) == old
+    content = trace.summary(tmp_path)  # Megatron writes to torch_profile in it
+    assert (content["ranks"], content["steps"]) == ([0, 1], 2)
+    calls = {row["name"]: row["calls"] for row in content["rows"] if row["rank"] == 1}
+    # 2 layers, 2 micro-batches of 2 samples, 2 steps.
+    assert calls == {"forward": 8, "backward": 8, trace.ATTENTION: 16}

@@ -59,8 +59,8 @@ def test_a_right_training_passes(
 ) -> None:
     log = train(tmp_path, ranks, *MOCK, "--calculate-per-token-loss", *flags.split())
     assert list(log.losses) == [1, 2]
-    assert log.text.count("the first micro-batch equals attention in one piece") == stages
-    assert f"s, {positions} too)" in log.text
+    assert log.text.count("the first micro-batch equals the unsharded reference") == stages
+    assert f"({positions} too)" in log.text
     rows = re.findall(r"^ *(\d+)  +\d\.\de-\d\d <.*", log.text, re.MULTILINE)
     assert sorted(rows) == ["1", "2", "3", "4"], "every layer has its row"
 
@@ -89,5 +89,5 @@ def test_a_wrong_training_stops_in_the_first_step(tmp_path: Path, fault: str) ->
     assert text.count("stopped:") == 2, "both ranks"
     assert text.count("--burst-verify: attention over the context-parallel ranks is not") >= 2
     assert re.search(FAULTS[fault], text)
-    assert "DIFFERS from attention in one piece" in text
+    assert "DIFFERS from the unsharded reference" in text
     assert "iteration        1/" not in text

@@ -144,7 +144,7 @@ def job(
 ) -> Iterator[Job]:
     """Start the ranks of a job; each makes its action and carries it out."""
     server = multiprocessing.get_context("forkserver")  # torch is imported once for all
-    server.set_forkserver_preload(["megatron_burst"])
+    server.set_forkserver_preload(["megatron_burst.transport.comm"])
     members = []
     for rank in range(ranks):
         here, there = server.Pipe()

@@ -105,7 +105,7 @@ def stall(log: str, on_stall: Callable[[str], None]) -> None:
 
 def test_by_default_it_ends_a_process_that_hangs_and_says_why(tmp_path: Path) -> None:
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["megatron_burst"])
+    server.set_forkserver_preload(["megatron_burst.transport.comm"])
     log = tmp_path / "log"
     process = server.Process(target=stall, args=(str(log), end_the_process), daemon=True)
     process.start()

@@ -9,7 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import Algorithm
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
 
 # Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
@@ -32,7 +32,7 @@ class CoreAttentionByCommType:
     def __new__(
         cls,
         *,
-        pool: ContextPool,
+        shared: SharedState,
         fallback: Any,
         config: TransformerConfig,
         layer_number: int,
@@ -47,7 +47,7 @@ class CoreAttentionByCommType:
         if name is None and not is_replaceable:
             name = _name_in(config, layer_number)
         if name is not None and name not in list(Algorithm):
-            if pool.config.block_mask is not None:
+            if shared.config.block_mask is not None:
                 raise ValueError(
                     f"layer {layer_number} has {_called(stood)}, which knows no "
                     "--burst-block-mask: drop it"
@@ -61,9 +61,9 @@ class CoreAttentionByCommType:
                 "--cp-comm-type (cp_comm_type of the TransformerConfig), or drop "
                 "--context-parallel-algo"
             )
-        algorithm = Algorithm(name or pool.config.algorithm)
+        algorithm = Algorithm(name or shared.config.algorithm)
         return BurstCoreAttention(
-            pool=pool,
+            shared=shared,
             algorithm=algorithm,
             saves_extra_state=stood is TEDotProductAttention,
             **parameters,

@@ -26,13 +26,12 @@ from megatron_burst.plugin.attention.sink import add_softmax_offset, sharded_sof
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
 from megatron_burst.plugin.limits import refusals
 from megatron_burst.transport.comm import check_agreement
-from megatron_burst.transport.trace import make_recorder
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 _MASKS_KEPT = 64
 
 
-class ContextPool:
+class SharedState:
     """What the layers of one model share: masks, and contexts, one a context-parallel group.
 
     Raises:
@@ -43,7 +42,6 @@ class ContextPool:
         self.config = config
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self.recorder = make_recorder()
         self.verification = Verification(config) if config.verify else None
         self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
         fraction = config.recompute_fraction
@@ -71,9 +69,7 @@ class ContextPool:
         key = group, config.algorithm
         if key not in self._contexts:
             self._compare_block_masks()
-            self._contexts[key] = BurstContext.create(
-                config, group, hierarchy=hierarchy, recorder=self.recorder
-            )
+            self._contexts[key] = BurstContext.create(config, group, hierarchy=hierarchy)
         return self._contexts[key]
 
     def get_megatrons(
@@ -147,7 +143,7 @@ class BurstCoreAttention(MegatronModule):
     def __init__(
         self,
         *,
-        pool: ContextPool,
+        shared: SharedState,
         algorithm: Algorithm | None = None,
         saves_extra_state: bool = False,
         config: TransformerConfig,
@@ -168,8 +164,8 @@ class BurstCoreAttention(MegatronModule):
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
         if reasons:
             raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
-        self._pool = pool
-        self._context = pool.get_megatrons(config, pg_collection, algorithm)
+        self._shared = shared
+        self._context = shared.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
@@ -178,10 +174,10 @@ class BurstCoreAttention(MegatronModule):
         add_softmax_offset(self, pg_collection)
         attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
-        if pool.verification is not None:
-            self._check = pool.verification.of_layer(config, layer_number, softmax_scale)
+        if shared.verification is not None:
+            self._check = shared.verification.of_layer(config, layer_number, softmax_scale)
             attend = self._check.around(attend)
-        if pool.config.check_nan:
+        if shared.config.check_nan:
             attend = with_nan_check(attend, layer_number)
         self._attend = attend
 
@@ -205,11 +201,11 @@ class BurstCoreAttention(MegatronModule):
             ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
                 which nobody moves the tokens.
         """
-        if not self._pool.tokens_follow_layout and self._context.ranks > 1:
+        if not self._shared.tokens_follow_layout and self._context.ranks > 1:
             raise ValueError(
                 f"the tokens are in Megatron's zigzag, not in --burst-layout "
-                f"{self._pool.config.layout}: append SequenceHooks(pool) to the pre_wrap_hooks of "
-                "the model's config"
+                f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
+                "of the model's config"
             )
         documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
         mask_type = attn_mask_type or self._attn_mask_type
@@ -228,7 +224,7 @@ class BurstCoreAttention(MegatronModule):
                 ),
             }.items()
         )
-        checkpoints = self._pool.checkpoints if self.training else None
+        checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -247,7 +243,7 @@ class BurstCoreAttention(MegatronModule):
             memory=memory,
         )
         if not self.training:
-            self._pool.bytes_sent_in_evaluation += self._context.bytes_sent - sent
+            self._shared.bytes_sent_in_evaluation += self._context.bytes_sent - sent
         return out.transpose(0, 1).flatten(2)
 
     def sharded_state_dict(
@@ -283,7 +279,7 @@ class BurstCoreAttention(MegatronModule):
                 f"{', '.join(m.name for m in _IS_CAUSAL)}"
             )
         left, none_behind = self._window
-        return self._pool.mask(
+        return self._shared.mask(
             _IS_CAUSAL[mask_type] or none_behind,
             left,
             bounds,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, ContextPool
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
@@ -32,8 +32,8 @@ class SequenceHooks:
     stay Megatron's.
     """
 
-    def __init__(self, pool: ContextPool) -> None:
-        self._pool = pool
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -48,12 +48,12 @@ class SequenceHooks:
                     f"not a {type(model).__name__}"
                 )
             _check_core_attention(model)
-            context = self._pool.get_megatrons(model.config, model.pg_collection)
+            context = self._shared.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
             hooks = _StageHooks(model, context)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
-        self._pool.tokens_follow_layout = True
+        self._shared.tokens_follow_layout = True
         return models
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.verify import spread_of
-from megatron_burst.plugin.attention.core_attention import ContextPool
+from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 
@@ -31,13 +31,13 @@ class PositionHooks:
     the angles of every rotary embedding, with the positions that this rank's tokens have.
 
     Args:
-        pool: the contexts of the model, and what takes the results.
+        shared: the contexts of the model, and what takes the results.
         ids_begin_anew: whether the position ids are not those of the sequence or its documents.
     """
 
-    def __init__(self, pool: ContextPool, *, ids_begin_anew: bool = False) -> None:
-        assert pool.verification is not None
-        self._pool, self._verification = pool, pool.verification
+    def __init__(self, shared: SharedState, *, ids_begin_anew: bool = False) -> None:
+        assert shared.verification is not None
+        self._shared, self._verification = shared, shared.verification
         self._ids_begin_anew = ids_begin_anew
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -45,7 +45,7 @@ class PositionHooks:
         for model in models:
             if not isinstance(model, GPTModel):
                 continue
-            context = self._pool.get_megatrons(model.config, model.pg_collection)
+            context = self._shared.get_megatrons(model.config, model.pg_collection)
             if not self._ids_begin_anew:
                 _once(model, functools.partial(self._look_at_ids, context))
             for module in {m for m in model.modules() if _is_rotary(m)}:

@@ -16,11 +16,14 @@ from pathlib import Path
 from megatron_burst.tools.compare.results import FAILED, LEFT_OUT, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
 from megatron_burst.tools.runlog import RunLogError
-from megatron_burst.transport.chrome_trace import TraceError
+from megatron_burst.tools.trace import TraceError
 
 _LOOK_SECONDS = 0.5
 _LONGEST = 1000  # characters of a reason
 _STEP = re.compile(r"iteration +(\d+)/ *(\d+) .*?lm loss: ([0-9.E+-]+)")
+_PROFILE = tuple(
+    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
+)
 # What says why a run ended, the first that is there: our own refusal, an exception's last line.
 _REASONS = (
     r"^(?:\[.*?\]: *)?megatron_burst: (.+)$",
@@ -39,7 +42,7 @@ class Series:
         ranks: of the job.
         launcher: the command that starts that many ranks, in place of torchrun on this machine.
         peak_tflops: of a device, for the MFU.
-        traced: whether runs write a trace.
+        traced: whether our runs profile their second and third step.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Series:
         if self._launcher and variant.ranks == self._ranks:
             launcher = [*self._launcher]
         folder, ours = self.folder(variant), variant.flags[1] != "megatron"
-        trace = ["--burst-trace", str(folder / "trace")] if self._traced and ours else []
+        trace = _PROFILE if self._traced and ours else ()
         return [
             *launcher,
             *("-m", "megatron_burst.pretrain_gpt"),

@@ -14,14 +14,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plugin.arguments import burst_config_from_args
 from megatron_burst.plugin.limits import lm_head_refusals, refusals
-from megatron_burst.tools.doctor import (
-    divisibility,
-    loss_checks,
-    mask_checks,
-    megatron_ring_checks,
-    nodes,
-    start_checks,
-)
+from megatron_burst.tools.doctor import divisibility, late_checks, nodes, silent_checks
 from megatron_burst.tools.doctor.check import (
     Check,
     Finding,
@@ -34,12 +27,7 @@ from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.machine import timeout_finding
 from megatron_burst.tools.doctor.parsing import parse
 
-CHECKS: tuple[Check, ...] = (
-    *loss_checks.CHECKS,
-    *mask_checks.CHECKS,
-    *megatron_ring_checks.CHECKS,
-    *start_checks.CHECKS,
-)
+CHECKS: tuple[Check, ...] = (*silent_checks.CHECKS, *late_checks.CHECKS)
 
 
 @dataclass(frozen=True, slots=True)

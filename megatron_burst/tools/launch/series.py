@@ -113,8 +113,8 @@ def _run_all(output: Path, commands: dict[Case, list[str]]) -> int:
         if signals.ended:
             say(f"stopped in {case}; the same command goes on")
             return INTERRUPTED
-    collect = [site.ROOT / "scripts/collect.py", output, "--output", output / "results"]
-    subprocess.run([site.python_of_training(), *map(str, collect)], check=True)
+    collect = ["-m", "megatron_burst", "compare", "--collect", str(output)]
+    subprocess.run([site.python_of_training(), *collect], check=True)
     if failed:
         say(f"{failed} run(s) failed; the same command tries them again")
     return 1 if failed else 0

@@ -23,7 +23,7 @@ _USUAL = "_long"  # the base of runs whose flags a model without a run gets
 # What of a cluster can be given as measured, with what a unit of it is.
 _RATES = {
     "within-gb-s": ("within_rate", 1e9, "from a GPU into its node"),
-    "nic-gb-s": ("card_rate", 1e9, "of a NIC"),
+    "nic-gb-s": ("nic_rate", 1e9, "of a NIC"),
     "forward-tflops": ("forward_rate", 1e12, "of attention's forward"),
     "backward-tflops": ("backward_rate", 1e12, "of attention's backward"),
     "linear-tflops": ("linear_rate", 1e12, "of matrix products"),

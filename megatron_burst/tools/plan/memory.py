@@ -20,7 +20,7 @@ class Memory:
     optimizer: int
     gathered: int  # weights of other ranks and their gradients, while they are used (ZeRO-3)
     inputs: int  # what is stored of all layers until their backward
-    kept: int  # results of attention that need not run again
+    saved: int  # results of attention that are not recomputed
     layer: int  # the tensors of the layer that is at work, and its fragments
     loss: int  # logits
 
@@ -32,7 +32,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The larger of two peaks: the loss, when no layer is at work, or a layer's backward."""
-        stored = self.inputs + self.kept
+        stored = self.inputs + self.saved
         return self.states + self.gathered + stored + max(self.layer, self.loss)
 
     def fits(self, cluster: Cluster) -> bool:
@@ -54,7 +54,7 @@ def predict(load: Workload, working_set: float) -> Memory:
     stored = tokens * model.hidden * e // tensor if load.recompute else _saved(load)
     fraction = load.config.recompute_fraction
     optimizer = own * (_MOMENT_BYTES + (4 if e == 2 else 0))
-    kept = 0.0 if fraction is None or not load.recompute else 1 - fraction
+    share = 0.0 if fraction is None or not load.recompute else 1 - fraction
     result = tokens * load.heads_of_a_rank * (model.head_dim * e + 4)
     return Memory(
         weights=own * e // shards,
@@ -62,7 +62,7 @@ def predict(load: Workload, working_set: float) -> Memory:
         optimizer=0 if load.offload else optimizer // (ranks if load.sharded else 1),
         gathered=_gathered(load) if load.zero3 and ranks > 1 else 0,
         inputs=model.layers * stored,
-        kept=int(model.layers * result * kept),
+        saved=int(model.layers * result * share),
         layer=int(working_set * _working_set(load)),
         loss=load.loss_bytes
         if load.chunked_loss

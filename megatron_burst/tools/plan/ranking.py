@@ -100,7 +100,7 @@ def rank(
         given: Megatron's flags and ours; what `CHOSEN` names is replaced.
         cluster: the machines.
         gpus: of the job.
-        fractions: ρ of attention that may run again, where layers are recomputed.
+        fractions: ρ of attention that may be recomputed, where layers are recomputed.
         working_set: see `memory.predict`.
     """
     flags = {name: value for name, value in given.items() if name not in CHOSEN}
@@ -152,7 +152,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     yield {"context-parallel-algo": Algorithm.ALLGATHER.value}
     if _heads_divide(load, load.context):
         ulysses = {"context-parallel-algo": Algorithm.ULYSSES.value}
-        # No gradient travels in a ring there, and another dtype than the default is refused.
+        # No gradient is sent around a ring there, and another dtype than the default is refused.
         narrow = load.config.grad_dtype is not GradDtype.FLOAT32
         yield ulysses | ({"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {})
 

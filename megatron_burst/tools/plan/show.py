@@ -60,7 +60,7 @@ def _memory(load: Workload, working_set: float) -> str:
         "gradients": found.gradients,
         "optimizer": found.optimizer,
         "inputs of layers": found.inputs,
-        "saved attention": found.kept,
+        "saved attention": found.saved,
         "a layer at work": found.layer,
         "loss": found.loss,
     }

@@ -43,7 +43,7 @@ class Prediction:
     """Of a step."""
 
     forward: Pass  # of a layer
-    again: Pass | None  # the second forward, of a layer that runs again
+    again: Pass | None  # the second forward, of a recomputed layer
     backward: Pass
     attention: float  # seconds of all layers
     linear: float  # matrix products
@@ -105,14 +105,14 @@ def linear_flops(load: Workload) -> float:
 
 
 def attention_passes(load: Workload) -> tuple[Pass, Pass | None, Pass]:
-    """Return the forward, what of it runs again, and the backward of one layer."""
+    """Return the forward, what of it is recomputed, and the backward of one layer."""
     alone, fraction = _attention_alone(load), load.config.recompute_fraction
     forward = _one_pass(alone, load.mask, backward=False)
     again: Pass | None = None
     if load.recompute and fraction is None:
         again = forward
     elif load.recompute and fraction == 0 and load.head_parallel > 1:
-        # The results are kept, but heads and tokens change places again.
+        # The results are saved, but heads and tokens change places again.
         again = Pass(_exchange_seconds(load), 0.0, 0.0, load.exchange_bytes, _across(load))
     elif load.recompute and fraction:
         stop = boundary(load.layout, fraction)
@@ -243,25 +243,25 @@ def _sum_bytes(tile: Tile, shape: Shape, backward: bool) -> int:
 
 
 def _surrogate_bytes(tiles: Sequence[Tile], shape: Shape, rank: int) -> int:
-    """What is read and written to make the outputs that travel with no query: one a block."""
+    """What is read and written to make the outputs that are sent with no query: one a block."""
     blocks = {tile.query_owner for tile in tiles} - {rank}
     elements = shape.tokens * shape.query_heads * shape.value_head_dim
     return 2 * len(blocks) * elements * shape.element_bytes
 
 
 class _Network:
-    """The links of one ring, with those of the rings beside it on the same cards."""
+    """The links of one ring, with those of the rings beside it on the same NICs."""
 
     def __init__(self, load: Workload, plans: Sequence[Plan]) -> None:
         self._load, self._sizes = load, load.shape.item_bytes()
-        self._on_card: dict[tuple[int, int], int] = defaultdict(int)
+        self._on_nic: dict[tuple[int, int], int] = defaultdict(int)
         for plan in plans:
             if any(self._leaves(plan.rank, send.peer) for send in plan.sends):
-                self._on_card[self._card(plan.rank)] += self._beside
+                self._on_nic[self._nic(plan.rank)] += self._beside
 
     @property
     def _beside(self) -> int:
-        return min(self._load.rings_beside, self._load.cluster.gpus_per_card)
+        return min(self._load.rings_beside, self._load.cluster.gpus_per_nic)
 
     def step(self, rank: int, step: PlannedStep, seconds: float) -> Step:
         """Return a step of a plan with its times; what messages take from computing is in them."""
@@ -290,16 +290,16 @@ class _Network:
         size, machine = self._size(item), self._load.cluster
         if not self._leaves(source, target):
             return Message(source, target, "within", lands, size / machine.within_rate)
-        sharing = self._on_card[self._card(source)]
-        return Message(source, target, "between", lands, size * sharing / machine.card_rate)
+        sharing = self._on_nic[self._nic(source)]
+        return Message(source, target, "between", lands, size * sharing / machine.nic_rate)
 
     def _leaves(self, source: int, target: int) -> bool:
         return self._load.nodes[source] != self._load.nodes[target]
 
-    def _card(self, rank: int) -> tuple[int, int]:
-        """The node and the number of the card of a rank."""
+    def _nic(self, rank: int) -> tuple[int, int]:
+        """The node and the number of the NIC of a rank."""
         place = rank % self._load.ring_ranks_per_node * self._load.rings_beside
-        return self._load.nodes[rank], place // self._load.cluster.gpus_per_card
+        return self._load.nodes[rank], place // self._load.cluster.gpus_per_nic
 
 
 def _exchange_seconds(load: Workload) -> float:
@@ -312,7 +312,7 @@ def _exchange_seconds(load: Workload) -> float:
         return 0.0
     across = _across(load)
     within = load.exchange_bytes - across
-    on_links = max(within / machine.within_rate, across * machine.gpus_per_card / machine.card_rate)
+    on_links = max(within / machine.within_rate, across * machine.gpus_per_nic / machine.nic_rate)
     repacked = 4 * load.exchange_bytes / (size - 1) * size
     return on_links + load.exchange_bytes / machine.copy_rate + repacked / machine.memory_rate
 
@@ -328,7 +328,7 @@ def _across(load: Workload) -> int:
 def _tensor_parallel_seconds(load: Workload) -> float:
     """Gathers and scatters of activations in one layer, which wait for each other.
 
-    Four forward, as many when it runs again, and six backward, of n·hidden·(T-1)/T each.
+    Four forward, as many when it is recomputed, and six backward, of n·hidden·(T-1)/T each.
     """
     count = 4 + (4 if load.recompute else 0) + 6
     size = load.local_tokens * load.model.hidden * load.element_bytes
@@ -346,7 +346,7 @@ def _weights_seconds(load: Workload, hidden_behind: float) -> float:
     returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
     moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
     within = load.gpus <= machine.gpus_per_node
-    rate = machine.within_rate if within else machine.card_rate / machine.gpus_per_card
+    rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
     updated = own / ranks if load.sharded else own
     optimizer = 0.0 if load.offload else 2 * 16 * updated / machine.memory_rate
     return max(0.0, moved / rate - hidden_behind) + optimizer

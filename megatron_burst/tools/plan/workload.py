@@ -42,7 +42,7 @@ _NOT_MODELLED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal nodes; a rate is what one GPU, link or card sustains one way."""
+    """Equal nodes; a rate is what one GPU, link or NIC sustains one way."""
 
     name: str
     gpus_per_node: int
@@ -52,8 +52,8 @@ class Cluster:
     linear_rate: float  # FLOP/s of matrix products
     memory_rate: float  # bytes/s of the GPU's memory
     within_rate: float  # bytes/s from a GPU into its node
-    card_rate: float  # bytes/s of a network card
-    gpus_per_card: int
+    nic_rate: float  # bytes/s of a NIC
+    gpus_per_nic: int
     contention: float  # seconds of computing lost for each second of messages
     copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
     peak: float  # FLOP/s, for the MFU
@@ -72,7 +72,7 @@ class Workload:
     context: int
     sequences: int = 1  # of a step, over all data-parallel ranks
     window: int | None = None  # keys that a query sees, itself included
-    recompute: bool = True  # every layer runs again in the backward
+    recompute: bool = True  # every layer is recomputed in the backward
     chunked_loss: bool = True
     loss_bytes: int = 512 * 2**20  # what the chunked loss takes
     head_products: int = 4  # of a token with the LM head, under the chunked loss
@@ -166,7 +166,7 @@ class Workload:
         """Of a rank's tensors in its ring."""
         heads, kv_heads, size = self.heads_of_a_rank, self.kv_heads_of_a_rank, self.head_parallel
         copies = kv_head_copies(heads, kv_heads, size)
-        travelling = self.element_bytes if self.config.grad_dtype is GradDtype.MODEL else 4
+        width = self.element_bytes if self.config.grad_dtype is GradDtype.MODEL else 4
         return Shape(
             tokens=self.local_tokens * size,
             query_heads=heads // size,
@@ -174,7 +174,7 @@ class Workload:
             head_dim=self.model.head_dim,
             value_head_dim=self.model.head_dim,
             element_bytes=self.element_bytes,
-            gradient_bytes=travelling,
+            gradient_bytes=width,
         )
 
     @property

@@ -1,20 +1,15 @@
-#!/usr/bin/env python3
-"""Collects the runs below some directories into one CSV and one JSON.
-
-    scripts/collect.py runs/series --output results
+"""Collects runs of launchers into one CSV and one JSON: `megatron-burst compare --collect DIR`.
 
 A run is a directory that a launcher made: its command.txt, log.txt, status, the node-N.json of its
 nodes and, there or in a directory above, the links.json of --measure-links. A row has what Megatron
 logged: losses, the median time of a step without the first ones after each start, throughput and
-memory; and what it ran on: versions, devices, links and the command. Needs nothing beside Python.
+memory; and what it ran on: versions, devices, links and the command.
 """
 
-import argparse
 import csv
 import json
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,16 +31,16 @@ ARGUMENTS = """
 
 def row(directory: Path, root: Path) -> dict[str, Any]:
     """All that is known of one run, for the CSV."""
-    text = read(directory / "log.txt")
-    nodes = [json.loads(path.read_text()) for path in node_files(directory)]
+    text = _read(directory / "log.txt")
+    nodes = [json.loads(path.read_text()) for path in _node_files(directory)]
     return {
         "name": str(directory.relative_to(root)) if directory != root else directory.name,
-        "status": read(directory / "status").strip() or "unfinished",
+        "status": _read(directory / "status").strip() or "unfinished",
         **figures(text),
         **arguments(text),
         **machine(nodes),
         **links(directory, root),
-        "command": read(directory / "command.txt").strip(),
+        "command": _read(directory / "command.txt").strip(),
     }
 
 
@@ -140,64 +135,48 @@ def links(directory: Path, root: Path) -> dict[str, Any]:
 
 
 def joined(values: Iterable[str]) -> str:
+    """Return what is there, each once."""
     return ", ".join(sorted({value for value in values if value}))
 
 
-def read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def write(roots: Sequence[Path], output: Path | None, *, as_json: bool = False) -> int:
+    """Write OUTPUT.csv and OUTPUT.json, `results` in the first root where none is given.
 
+    Args:
+        roots: below which the runs are.
+        output: a path without suffix.
+        as_json: print the rows instead of a line for each.
 
-def node_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("node-*.json"), key=lambda path: int(path.stem.split("-")[1]))
-
-
-def runs(roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Every run with the directory that it was found below."""
-    for root in roots:
-        for file in sorted(root.rglob("command.txt")):
-            yield file.parent, root
-
-
-def write(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Write OUTPUT.csv and OUTPUT.json; a column for everything that any run says."""
-    columns = list(dict.fromkeys(column for each in rows for column in each))
+    Raises:
+        ValueError: there is no run.
+    """
+    found = [row(file.parent, root) for root in roots for file in sorted(root.rglob("command.txt"))]
+    if not found:
+        raise ValueError(f"no run (a command.txt) below {', '.join(map(str, roots))}")
+    output = output or roots[0] / "results"
+    columns = list(dict.fromkeys(column for each in found for column in each))
     columns.sort(key=lambda column: column == "command")  # the longest goes last
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_name(f"{output.name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
-    output.with_name(f"{output.name}.json").write_text(json.dumps(rows, indent=2) + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="scripts/collect.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", type=Path, nargs="+")
-    parser.add_argument(
-        *("--output", "-o"),
-        type=Path,
-        metavar="NAME",
-        help="NAME.csv and NAME.json are written (default: results in the first directory)",
-    )
-    args = parser.parse_args(argv)
-    rows = [row(directory, root) for directory, root in runs(args.directory)]
-    if not rows:
-        parser.exit(
-            1, f"collect: no run (a command.txt) below {', '.join(map(str, args.directory))}\n"
-        )
-    output = args.output or args.directory[0] / "results"
-    write(rows, output)
-    for each in rows:
-        time = each.get("seconds_per_step")
-        time = "-" if time is None else f"{time:.3f} s a step"
-        print(f"{each['name']}: status {each['status']}, {each['steps']} steps, {time}")
-    print(f"{len(rows)} run(s) in {output}.csv and {output}.json")
+        writer.writerows(found)
+    text = json.dumps(found, indent=2)
+    output.with_name(f"{output.name}.json").write_text(text + "\n")
+    if as_json:
+        print(text)
+        return 0
+    for each in found:
+        seconds = each.get("seconds_per_step")
+        seconds = "-" if seconds is None else f"{seconds:.3f} s a step"
+        print(f"{each['name']}: status {each['status']}, {each['steps']} steps, {seconds}")
+    print(f"{len(found)} run(s) in {output}.csv and {output}.json")
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _node_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("node-*.json"), key=lambda path: int(path.stem.split("-")[1]))

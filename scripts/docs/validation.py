@@ -1,0 +1,359 @@
+"""Predictions beside what was measured elsewhere and here, and the fit of the constants."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import isinf
+from pathlib import Path
+from statistics import median
+
+from megatron_burst.config import (
+    Algorithm,
+    BurstConfig,
+    GradDtype,
+    GradientReturn,
+    LayoutName,
+)
+from megatron_burst.tools.flops import Model
+from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.plan.configs import FOLDER, Configs, Table
+from megatron_burst.tools.plan.workload import (
+    Cluster,
+    Workload,
+    burst_config_of,
+    model_of,
+)
+
+GAP = 1.1  # a measured gap that the prediction has to order
+_UNITS = {"k": 2**10, "M": 2**20}
+_BISECTIONS, _ROUNDS = 12, 10
+_COUNTS = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A published speed, and maybe memory."""
+
+    id: str
+    group: str
+    load: Workload
+    code: str
+    """Whose, where it is not BurstEngine's."""
+    speed: float
+    unit: str
+    """tokens/s/GPU, or TFLOP/s of attention alone."""
+    gib: float | None
+    mfu_published: float | None  # per cent
+
+    @property
+    def mfu(self) -> float | None:
+        """What follows from the tokens a second, as a share; None for attention alone."""
+        if self.unit != "tokens/s/GPU":
+            return None
+        flops = timing.model_flops(self.load) / self.load.tokens
+        return self.speed * flops / self.load.cluster.peak
+
+    def predicted(self, other_code: float) -> float:
+        """Return the speed that is predicted."""
+        if self.unit == "tokens/s/GPU":
+            return timing.predict(self.load).tokens_per_gpu * (other_code if self.code else 1.0)
+        forward, _, backward = timing.attention_passes(self.load)
+        return _attention_flops(self.load) / (forward.seconds + backward.seconds) / 1e12
+
+    def predicted_gib(self, working_set: float) -> float:
+        """Return the memory that is predicted."""
+        return memory.predict(self.load, working_set).total / memory.GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row with its prediction."""
+
+    id: str
+    group: str
+    unit: str
+    measured: float
+    predicted: float
+    fitted: bool
+    """Whether a constant was fitted on it."""
+    code: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.predicted / self.measured - 1
+
+
+def rows_of(configs: Configs) -> list[Row]:
+    """Return all published rows, with the cluster as the constants of `configs` have it."""
+    return [_row(configs, name, table) for name, table in configs.published_rows().items()]
+
+
+def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
+    """Return every row's speed beside the prediction."""
+    fitted = {
+        constant["row"]
+        for name, constant in configs.published["fitted"].items()
+        if name != "working_set"
+    }
+    other = configs.constant("other_code")
+    return [
+        Compared(
+            row.id, row.group, row.unit, row.speed, row.predicted(other), row.id in fitted, row.code
+        )
+        for row in rows
+    ]
+
+
+def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
+    """Return the memory of every row that says it beside the prediction."""
+    fitted = configs.published["fitted"]["working_set"]["row"]
+    factor = configs.constant("working_set")
+    return [
+        Compared(row.id, row.group, "GiB", row.gib, row.predicted_gib(factor), row.id == fitted)
+        for row in rows
+        if row.gib is not None
+    ]
+
+
+def compare_two_nodes(configs: Configs) -> list[Compared]:
+    """Return the share of a step that is not kernels, measured on this machine and predicted.
+
+    Measured within launches, which the machine's own changes from one to the next disturb least.
+    """
+    machine = configs.published["two_nodes"]
+    found = []
+    for place, algorithms in _two_nodes_rows(FOLDER / machine["results"]).items():
+        for algorithm, phases in algorithms.items():
+            seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
+            setting = configs.published["settings"][machine["settings"][algorithm]]
+            load = _two_nodes(machine, place, seconds, burst_config_of(setting))
+            forward, _, backward = timing.attention_passes(load)
+            kernels = seconds["forward"] + seconds["backward"]
+            share = 1 - kernels / (forward.seconds + backward.seconds)
+            exposed = 1 - float(phases["step"]["kernels_share"])
+            name = f"{place}: {algorithm}"
+            found.append(Compared(name, str(place), "exposed share", exposed, share, False))
+    return found
+
+
+def median_error(found: list[Compared]) -> float:
+    """Return the median of the held-out rows' errors."""
+    return median(abs(each.error) for each in found if not each.fitted)
+
+
+def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
+    """Compare the order of every two rows of a group that were measured more than `GAP` apart.
+
+    Args:
+        found: the rows.
+        across_codes: of two code bases, or of one.
+
+    Returns:
+        How many pairs there are, and those that are predicted the other way round.
+    """
+    pairs = [
+        (a, b)
+        for a, b in combinations(found, 2)
+        if a.group == b.group
+        and (a.code != b.code) == across_codes
+        and max(a.measured, b.measured) > GAP * min(a.measured, b.measured)
+    ]
+    wrong = [
+        (a.id, b.id)
+        for a, b in pairs
+        if (a.measured - b.measured) * (a.predicted - b.predicted) <= 0
+    ]
+    return len(pairs), wrong
+
+
+def fit(configs: Configs) -> dict[str, float]:
+    """Fit every constant so that its row is met, by bisection in turns; return the constants."""
+    table = {name: dict(value) for name, value in configs.published["fitted"].items()}
+    bounds = {
+        "share_forward": (0.3, 1.0),
+        "share_backward": (0.3, 1.0),
+        "share_linear": (0.2, 1.0),
+        "contention": (0.0, 1.0),
+        "other_code": (0.3, 1.5),
+        "working_set": (0.5, 4.0),
+    }
+    for _ in range(_ROUNDS):
+        for name, (low, high) in bounds.items():
+            for _ in range(_BISECTIONS):
+                table[name]["value"] = (low + high) / 2
+                if _too_much(configs, table, name):
+                    high = table[name]["value"]
+                else:
+                    low = table[name]["value"]
+    return {name: constant["value"] for name, constant in table.items()}
+
+
+def _too_much(configs: Configs, table: Mapping[str, Table], name: str) -> bool:
+    """Whether the constant's row is met with a smaller value; speed falls with contention."""
+    changed = replace(configs, published={**configs.published, "fitted": table})
+    wanted = table[name]["row"]
+    (row,) = (row for row in rows_of(changed) if row.id == wanted)
+    if name == "working_set":
+        assert row.gib is not None
+        return row.predicted_gib(changed.constant(name)) > row.gib
+    faster = row.predicted(changed.constant("other_code")) > row.speed
+    return faster != (name == "contention")
+
+
+def _attention_flops(load: Workload) -> float:
+    """Of one layer on one GPU, forward and 2.5 times as many backward, causal pairs."""
+    pairs = load.tokens**2 / 2
+    return 3.5 * 4 * pairs * load.model.heads * load.model.head_dim / load.gpus
+
+
+def _row(configs: Configs, name: str, table: Table) -> Row:
+    """A row of BurstEngine's: context parallelism over all GPUs, ZeRO-3, bfloat16 gradients."""
+    load = Workload(
+        model=model_of(configs.model(table["model"])),
+        cluster=configs.cluster("a800"),
+        gpus=table["gpus"],
+        tensor=1,
+        context=table["gpus"],
+        tokens=int(table["tokens"][:-1]) * _UNITS[table["tokens"][-1]],
+        config=_setting(configs, table),
+        window=table.get("window"),
+        chunked_loss=table.get("loss") != "megatron",
+        zero3=True,
+        gradient_bytes=2,
+        offload=table.get("offload", False),
+    )
+    unit = "tokens/s/GPU" if "tgs" in table else "TFLOP/s"
+    return Row(
+        id=name,
+        group=name.rpartition("/")[0],
+        load=load,
+        code=table.get("code", ""),
+        speed=table["tgs"] if "tgs" in table else table["tflops"],
+        unit=unit,
+        gib=table.get("gib"),
+        mfu_published=table.get("mfu_published"),
+    )
+
+
+def _setting(configs: Configs, table: Table) -> BurstConfig:
+    """What a row ran: its gradients return by a chain; half is kept in a striped layout."""
+    given = burst_config_of(configs.published["settings"][table["setting"]])
+    if given.algorithm is Algorithm.ULYSSES:
+        return given
+    share, wide = table.get("recompute", 1), table.get("code") == "InternEvo"
+    layout = LayoutName.STRIPED if 0 < share < 1 else LayoutName.ZIGZAG
+    return replace(
+        given,
+        grad_dtype=GradDtype.FLOAT32 if wide else GradDtype.MODEL,
+        gradient_return=GradientReturn.CHAIN,
+        recompute_fraction=share if share < 1 else None,
+        layout=table.get("layout", layout),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A link rate and tensors that the two nodes were measured with."""
+
+    mbit: float  # asked for; 0 is plain loopback on one node
+    measured_mbit: float
+    ranks: int
+    ranks_per_node: int
+    tokens: int  # of a rank
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        rate = f"{self.mbit:g} Mbit/s" if self.mbit else "loopback"
+        rate = "no limit" if isinf(self.mbit) else rate
+        return f"{rate}, {self.tokens} tokens, {self.kv_heads} KV heads"
+
+
+def _two_nodes_rows(path: Path) -> dict[_Place, dict[str, dict[str, Mapping[str, str]]]]:
+    """The rows of the benchmark by place, algorithm and phase."""
+    found: dict[_Place, dict[str, dict[str, Mapping[str, str]]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            mbit, measured = float(row["mbit"]), float(row["measured_mbit"])
+            place = _Place(mbit, measured, *(int(row[name]) for name in _COUNTS))
+            found.setdefault(place, {}).setdefault(row["algorithm"], {})[row["phase"]] = row
+    return found
+
+
+def _two_nodes(
+    machine: Table, place: _Place, alone: Mapping[str, float], config: BurstConfig
+) -> Workload:
+    """An algorithm on this machine's two nodes, with the rates of its kernels there."""
+    model = Model(
+        layers=1,
+        hidden=place.heads * place.head_dim,
+        ffn=0,
+        gated=False,
+        heads=place.heads,
+        kv_heads=place.kv_heads,
+        head_dim=place.head_dim,
+        vocabulary=0,
+    )
+    cluster = Cluster(
+        name="two nodes",
+        gpus_per_node=place.ranks_per_node,
+        memory=0,
+        forward_rate=1.0,
+        backward_rate=1.0,
+        linear_rate=1.0,
+        memory_rate=1e9 * machine["memory_gb_s"],
+        within_rate=1e9 * machine["within_gb_s"],
+        nic_rate=1e6 / 8 * place.measured_mbit,
+        gpus_per_nic=1,
+        contention=0.0,
+        copy_rate=1e9 * machine["copy_gb_s"],
+        peak=1.0,
+    )
+    load = Workload(
+        model=model,
+        cluster=cluster,
+        gpus=place.ranks,
+        tensor=1,
+        context=place.ranks,
+        tokens=place.ranks * place.tokens,
+        config=config,
+        recompute=False,
+        element_bytes=4,
+    )
+    forward, _, backward = timing.attention_passes(load)
+    cluster = replace(
+        cluster,
+        forward_rate=forward.kernels / alone["forward"],
+        backward_rate=backward.kernels / alone["backward"],
+    )
+    return replace(load, cluster=cluster)
+
+
+def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
+    """Say how far the predictions hold, a line for each question."""
+    speed, gib, shares = (
+        compare_speed(configs, rows),
+        compare_memory(configs, rows),
+        compare_two_nodes(configs),
+    )
+    for what, found in (("speed", speed), ("memory", gib)):
+        held = [each for each in found if not each.fitted]
+        beyond = [each.id for each in held if abs(each.error) > 0.15]
+        yield (
+            f"{what}: median error of {len(held)} held-out rows {median_error(found):.1%}; "
+            f"beyond 15 %: {', '.join(beyond) or 'none'}"
+        )
+    for across in (False, True):
+        count, wrong = order(speed, across_codes=across)
+        of = "two code bases" if across else "one code base"
+        said = "; ".join(" and ".join(pair) for pair in wrong) or "none"
+        yield f"order of {count} pairs of {of} more than 10 % apart, wrong: {said}"
+    off = [each for each in shares if abs(each.predicted - each.measured) > 0.10]
+    worst = max(abs(each.predicted - each.measured) for each in shares)
+    yield (
+        f"two nodes on this machine: {len(shares) - len(off)} of {len(shares)} exposed shares "
+        f"within 10 points, the worst {100 * worst:.1f} off"
+    )
