@@ -87,8 +87,7 @@ install() {
     say "installing; $(wc -l <"$constraints") packages stay as they are"
     # The image's own PIP_CONSTRAINT would hold for packages that it does not have, too.
     PIP_CONSTRAINT="" "$python" -m pip install --no-cache-dir --constraint "$constraints" \
-        "${source_dir}[train]" "megatron-core==$megatron_core" nvidia-ml-py \
-        ${more[@]+"${more[@]}"}
+        "${source_dir}[train]" "megatron-core==$megatron_core" ${more[@]+"${more[@]}"}
     installed >"$constraints.after"
     local replaced
     replaced=$(comm -23 <(sort "$constraints") <(sort "$constraints.after"))

@@ -1,6 +1,7 @@
 """The one command `megatron-burst VERB`; under torchrun `-m megatron_burst VERB`."""
 
 import importlib
+import os
 import sys
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         if (package := str(error.name).partition(".")[0]) == "megatron_burst":
             raise
         terminal.complain(f"{NAME} {verb}", [_what_to_install(package)])
+    except BrokenPipeError:  # whoever read has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         terminal.complain(f"{NAME} {verb}", [str(error)])
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """Writes the table of flags from the fields of the configurations, so that none is out of date.
 
-python scripts/docs/flags_table.py [--write README.md]
+python scripts/docs/flags_table.py [--write docs/flags.md]
 """
 
 import argparse
@@ -11,7 +11,7 @@ from megatron_burst.config import Flag, all_flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
 
-BEGIN = "<!-- flags: written by python scripts/docs/flags_table.py --write README.md -->"
+BEGIN = "<!-- flags: written by python scripts/docs/flags_table.py --write docs/flags.md -->"
 END = "<!-- end of flags -->"
 
 

@@ -1,4 +1,4 @@
-"""Draws the plans of all ranks: which tiles are computed at each step, and what travels.
+"""Draws the plans of all ranks: which tiles are computed at each step, and what is sent.
 
     python scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg
     python scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 \\
@@ -25,7 +25,7 @@ from picture import save
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval, Layout, zigzag
 from megatron_burst.plans.mask import Band, Mask
-from megatron_burst.plans.plan import Channel, Kind, Plan, Send, Tile
+from megatron_burst.plans.plan import Channel, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
@@ -48,13 +48,6 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9.5,
-}
-_BLOCK = {Kind.KV: "K and V", Kind.QUERY: "Q, dO, lse and delta / ‖dO‖²"}
-_GRADIENT = {Kind.KV: "dK and dV", Kind.QUERY: "dQ"}
-_WHOSE = {Kind.KV: "keys", Kind.QUERY: "queries"}
-_RETURN = {
-    GradientReturn.CHAIN: "the sums of {} follow them",
-    GradientReturn.HOME: "each part of {} goes home",
 }
 
 
@@ -100,16 +93,8 @@ def columns(step: int, send: Send) -> tuple[int, int]:
     return (step - 1, send.lands) if send.item.kind.is_gradient else (step, send.lands + 1)
 
 
-def draw(
-    nodes: int,
-    ranks_per_node: int,
-    path: Path,
-    *,
-    mask: Mask,
-    travels: Kind = Kind.KV,
-    gradient_return: GradientReturn = GradientReturn.HOME,
-) -> None:
-    """Write the forward and the backward of a ring to `path`, in its suffix's format.
+def draw(nodes: int, ranks_per_node: int, path: Path) -> None:
+    """Write the forward and the backward of a causal kv ring to `path`, in its suffix's format.
 
     Raises:
         ValueError: the number of ranks or the suffix is not one that can be drawn.
@@ -124,17 +109,17 @@ def draw(
         raise ValueError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
     layout = zigzag(4 * ranks, ranks)  # two tokens a chunk: the fewest that have a diagonal
     grid = Grid(tuple(batched(range(ranks), ranks_per_node)))
-    ring = Ring(Tiling(layout, mask), grid, travels, gradient_return)
-    figure = _figure(ring, layout, mask)
+    ring = Ring(Tiling(layout, Mask.causal()), grid, gradient_return=GradientReturn.HOME)
+    figure = _figure(ring, layout)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(_STYLE):
         save(figure, path)
 
 
-def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:
-    """The key, the forward, in which K and V travel, and the backward."""
-    grid, kv = ring.grid, Ring(ring.tiling, ring.grid)
-    forward = [kv.forward(rank) for rank in range(grid.ranks)]
+def _figure(ring: Ring, layout: Layout) -> Figure:
+    """The key, the forward and the backward."""
+    grid = ring.grid
+    forward = [ring.forward(rank) for rank in range(grid.ranks)]
     backward = [ring.backward(rank) for rank in range(grid.ranks)]
     steps = max(len(plan.steps) for plan in backward)
     with rc_context(_STYLE):
@@ -145,25 +130,19 @@ def _figure(ring: Ring, layout: Layout, mask: Mask) -> Figure:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, width), ylim=(2 * panel + _KEY, 0), aspect="equal")
         axes.axis("off")
-        _draw_key(axes, ring, layout, mask)
-        title = f"Forward: {_BLOCK[Kind.KV]} travel"
-        _Panel(axes, layout, mask, grid, Kind.KV, top=_KEY).draw(title, forward)
-        way = _RETURN[ring.gradient_return].format(_GRADIENT[ring.sent])
-        if grid.nodes > 1 and ring.gradient_return is GradientReturn.HOME:
-            way += ", summed once a node"
-        title = f"Backward: {_BLOCK[ring.sent]} travel, {way}"
-        _Panel(axes, layout, mask, grid, ring.sent, top=_KEY + panel).draw(title, backward)
+        _draw_key(axes, ring, layout)
+        _Panel(axes, layout, grid, top=_KEY).draw("Forward: K and V circulate", forward)
+        title = "Backward: K and V circulate, dK and dV are returned to their owner"
+        title += ", summed once a node" if grid.nodes > 1 else ""
+        _Panel(axes, layout, grid, top=_KEY + panel).draw(title, backward)
     return figure
 
 
 class _Panel:
     """One grid of ranks and steps; x to the right and y down, in inches."""
 
-    def __init__(
-        self, axes: Axes, layout: Layout, mask: Mask, grid: Grid, travels: Kind, top: float
-    ) -> None:
-        self._axes, self._layout, self._mask = axes, layout, mask
-        self._grid, self._travels, self._top = grid, travels, top + 0.72
+    def __init__(self, axes: Axes, layout: Layout, grid: Grid, top: float) -> None:
+        self._axes, self._layout, self._grid, self._top = axes, layout, grid, top + 0.72
 
     def draw(self, title: str, plans: Sequence[Plan]) -> None:
         self._axes.text(0.12, self._top - 0.53, title, fontsize=13, fontweight="bold")
@@ -178,8 +157,7 @@ class _Panel:
                     self._message(plan.rank, number, send)
             if any(send.item.kind.is_gradient for send in plan.sends):
                 x, y = self._corner(plan.rank, len(plan.steps) - 1)
-                words = f"{_GRADIENT[self._travels]} whole"
-                self._label(x, y + _MATRIX + 0.04, words, plan.rank, va="top")
+                self._label(x, y + _MATRIX + 0.04, "dK and dV whole", plan.rank, va="top")
 
     def _corner(self, rank: int, step: int) -> tuple[float, float]:
         node, local = self._grid.coordinates(rank)
@@ -197,18 +175,12 @@ class _Panel:
         if not tiles:
             return
         x, y = self._corner(rank, step)
-        band = _seen_with(self._layout, self._mask, rank, self._travels)
-        colored = [(tile, _COLORS[self._owner(tile)]) for tile in tiles]
-        _matrix(self._axes, self._layout, self._mask, band, colored, (x, y), _MATRIX)
-        for owner in {self._owner(tile) for tile in tiles}:
-            own = owner == rank
-            whose = _WHOSE[self._travels]
-            self._label(
-                x, y - 0.05, f"own {whose}" if own else f"{whose} of rank {owner}", owner, "bottom"
-            )
-
-    def _owner(self, tile: Tile) -> int:
-        return tile.key_owner if self._travels is Kind.KV else tile.query_owner
+        band = _seen(self._layout, rank)
+        colored = [(tile, _COLORS[tile.key_owner]) for tile in tiles]
+        _matrix(self._axes, self._layout, band, colored, (x, y), _MATRIX)
+        for owner in {tile.key_owner for tile in tiles}:
+            words = "own keys" if owner == rank else f"keys of rank {owner}"
+            self._label(x, y - 0.05, words, owner, "bottom")
 
     def _label(self, x: float, y: float, text: str, owner: int, va: str) -> None:
         self._axes.text(
@@ -252,25 +224,19 @@ class _Panel:
         )
 
 
-def _seen_with(layout: Layout, mask: Mask, rank: int, travels: Kind) -> list[Piece]:
-    """The scores of what stays at a rank: of its queries, or where queries travel of its keys."""
-    end = layout.ranks * layout.local_tokens
+def _seen(layout: Layout, rank: int) -> list[Piece]:
+    """The scores of a rank's queries."""
     found = []
     for positions in layout.shards[rank]:
         own = Interval(positions.start, positions.stop)
-        others = Interval(0, end)
-        if mask.is_causal:
-            others = Interval(0, own.start) if travels is Kind.KV else Interval(own.stop, end)
-            found.append(Piece(own, own, Band.CAUSAL))
-        pair = (own, others) if travels is Kind.KV else (others, own)
-        found.append(Piece(*pair, Band.FULL))
+        before = Piece(own, Interval(0, own.start), Band.FULL)
+        found += [Piece(own, own, Band.CAUSAL), before]
     return found
 
 
 def _matrix(
     axes: Axes,
     layout: Layout,
-    mask: Mask,
     band: Sequence[Piece],
     tiles: Sequence[tuple[Tile, str]],
     corner: tuple[float, float],
@@ -290,8 +256,7 @@ def _matrix(
         axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
 
     everything = Interval(0, tokens)
-    shown = Band.CAUSAL if mask.is_causal else Band.FULL
-    fill(Piece(everything, everything, shown), _VISIBLE)
+    fill(Piece(everything, everything, Band.CAUSAL), _VISIBLE)
     for piece in band:
         fill(piece, _BAND)
     for tile, color in tiles:
@@ -304,10 +269,10 @@ def _matrix(
     axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=_GREY, linewidth=0.8))
 
 
-def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
+def _draw_key(axes: Axes, ring: Ring, layout: Layout) -> None:
     """How to read the figure: one large score matrix with its axes, and the signs in words."""
     size, x, y, chunks = 1.35, 0.62, 0.5, 2 * layout.ranks
-    _matrix(axes, layout, mask, _seen_with(layout, mask, 0, Kind.KV), (), (x, y), size)
+    _matrix(axes, layout, _seen(layout, 0), (), (x, y), size)
     holder = {chunk.start: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
     for index, chunk in enumerate(sorted(holder)):
         middle, rank = (index + 0.5) * size / chunks, holder[chunk]
@@ -329,22 +294,17 @@ def _draw_key(axes: Axes, ring: Ring, layout: Layout, mask: Mask) -> None:
     )
     for row, line in enumerate(lines):
         axes.text(2.7, 0.6 + 0.23 * row, line)
-    keys_stay = "; backward, what sees its keys"
     signs = (
-        (_VISIBLE, "what the causal mask lets through" if mask.is_causal else "the scores"),
-        (
-            _BAND,
-            "what a rank's own queries see (above, rank 0's)"
-            + (keys_stay if ring.sent is Kind.QUERY else ""),
-        ),
-        (_COLORS[1], "computed in this step, in the colour of the owner of what travels"),
+        (_VISIBLE, "what the causal mask lets through"),
+        (_BAND, "what a rank's own queries see (above, rank 0's)"),
+        (_COLORS[1], "computed in this step, in the colour of the owner of the keys"),
     )
     for row, (color, words) in enumerate(signs):
         top = 1.07 + 0.23 * row
         axes.add_patch(Rectangle((2.7, top - 0.11), 0.24, 0.14, facecolor=color))
         axes.text(3.05, top, words)
     arrows: list[tuple[float, str, dict[str, Any]]] = [
-        (2.7, "blocks travel", {}),
+        (2.7, "K and V", {}),
         (4.15, "gradients", {"linestyle": _DASHES}),
     ]
     if ring.grid.nodes > 1:
@@ -365,30 +325,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, default=4, metavar="L", help="default: %(default)s"
     )
-    parser.add_argument(
-        "--backward",
-        choices=[kind.value for kind in _BLOCK],
-        default=Kind.KV.value,
-        help="what travels in the backward (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--gradient-return",
-        choices=[way.value for way in _RETURN],
-        default=GradientReturn.HOME.value,
-        help="how the gradients of what travels come home (default: %(default)s)",
-    )
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--output", type=Path, required=True, help=f"ends in {', '.join(FORMATS)}")
     args = parser.parse_args(argv)
     try:
-        draw(
-            args.nodes,
-            args.ranks_per_node,
-            args.output,
-            mask=Mask.causal() if args.mask == "causal" else Mask.full(),
-            travels=Kind(args.backward),
-            gradient_return=GradientReturn(args.gradient_return),
-        )
+        draw(args.nodes, args.ranks_per_node, args.output)
     except (ValueError, OSError) as error:
         parser.exit(1, f"plan_figure: {error}\n")
 

@@ -17,7 +17,7 @@ from megatron_burst.config import (
 )
 from megatron_burst.tools.flops import Model
 from megatron_burst.tools.plan import memory, timing
-from megatron_burst.tools.plan.configs import FOLDER, Configs, Table
+from megatron_burst.tools.plan.configs import Configs, Table
 from megatron_burst.tools.plan.workload import (
     Cluster,
     Workload,
@@ -25,6 +25,7 @@ from megatron_burst.tools.plan.workload import (
     model_of,
 )
 
+ROOT = Path(__file__).parents[2]
 GAP = 1.1  # a measured gap that the prediction has to order
 _UNITS = {"k": 2**10, "M": 2**20}
 _BISECTIONS, _ROUNDS = 12, 10
@@ -124,7 +125,7 @@ def compare_two_nodes(configs: Configs) -> list[Compared]:
     """
     machine = configs.published["two_nodes"]
     found = []
-    for place, algorithms in _two_nodes_rows(FOLDER / machine["results"]).items():
+    for place, algorithms in _two_nodes_rows(ROOT / machine["results"]).items():
         for algorithm, phases in algorithms.items():
             seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
             setting = configs.published["settings"][machine["settings"][algorithm]]

@@ -114,3 +114,8 @@ class Check:
     about: str  # what goes wrong
     seen: str  # where it was reported; MC is Megatron-LM, TE is TransformerEngine
     look: Callable[[Situation], Answer]  # None where a command line is not concerned
+
+
+def check(name: str, about: str, seen: str) -> Callable[[Callable[[Situation], Answer]], Check]:
+    """Make a check of a function that looks at a command line; see `Check`."""
+    return lambda look: Check(name, about, seen, look)

@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 
 from megatron_burst.plugin.arguments import MEGATRON
-from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation, check
 
 _BURST = "--context-parallel-algo burst"
 _TE_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
+@check("te-spelling", "a --cp-comm-type that only TransformerEngine reads", "MC")
 def _te_spelling(s: Situation) -> Answer:
     unknown = sorted(s.comm_types - set(_TE_TYPES))
     if not s.on_megatrons_ring or not unknown:
@@ -23,6 +24,7 @@ def _te_spelling(s: Situation) -> Answer:
     return Level.ERROR, text, right
 
 
+@check("te-window", "windows on Megatron's ring", "MC#5593, MC#2222")
 def _te_window(s: Situation) -> Answer:
     rings = s.comm_types & {"p2p", "a2a+p2p"}
     if not s.on_megatrons_ring or s.args.window_size is None or not rings:
@@ -34,6 +36,7 @@ def _te_window(s: Situation) -> Answer:
     return Level.ERROR, text, f"{_BURST}, or --cp-comm-type a2a"
 
 
+@check("te-sinks", "sinks on Megatron's ring", "TE#2541, TE#3551")
 def _te_sinks(s: Situation) -> Answer:
     others = s.comm_types - {"a2a"}
     if not s.on_megatrons_ring or s.args.softmax_type == "vanilla" or not others:
@@ -45,6 +48,7 @@ def _te_sinks(s: Situation) -> Answer:
     return Level.ERROR, text, f"{_BURST}, or --cp-comm-type a2a"
 
 
+@check("te-documents", "documents on Megatron's all-gather", "TE#2829, TE#3290")
 def _te_documents(s: Situation) -> Answer:
     lacking = s.comm_types & {"all_gather", "a2a+p2p"}
     packed = s.args.dataloader_inter_document_masking
@@ -54,6 +58,7 @@ def _te_documents(s: Situation) -> Answer:
     return Level.ERROR, text, f"{_BURST}, or --cp-comm-type p2p"
 
 
+@check("te-heads", "heads that an all-to-all cannot share out", "transformers#33467")
 def _te_heads(s: Situation) -> Answer:
     args = s.args
     if not s.on_megatrons_ring or "a2a" not in s.comm_types or not args.num_attention_heads:
@@ -70,6 +75,7 @@ def _te_heads(s: Situation) -> Answer:
     return Level.ERROR, text, _BURST
 
 
+@check("te-hang", "Megatron's ring that hangs", "MC#1151")
 def _te_hang(s: Situation) -> Answer:
     batched = s.environment.get("NVTE_BATCH_MHA_P2P_COMM") == "1"
     if not s.on_megatrons_ring or "p2p" not in s.comm_types or batched:
@@ -78,6 +84,7 @@ def _te_hang(s: Situation) -> Answer:
     return Level.NOTE, text, "if so, NVTE_BATCH_MHA_P2P_COMM=1"
 
 
+@check("not-attached", "a script that knows nothing of the plug-in", "Automodel#2918")
 def _not_attached(s: Situation) -> Answer:
     by_flag = str(s.args.context_parallel_algo) != MEGATRON
     by_name = "burst" in s.comm_types and not s.has_our_spec
@@ -87,6 +94,7 @@ def _not_attached(s: Situation) -> Answer:
     return Level.ERROR, text, f"-m megatron_burst.run {s.line.program}"
 
 
+@check("lost-spec", "a --spec that is dropped without a word", "MC")
 def _lost_spec(s: Situation) -> Answer:
     if not s.args.spec or s.line.is_attached or s.args.spec[0] == "local":
         return None  # attached, it is an error
@@ -102,6 +110,7 @@ def _lost_spec(s: Situation) -> Answer:
     return Level.WRONG, text, "put its folder on PYTHONPATH"
 
 
+@check("no-length", "lengths without which Megatron stops late", "MC")
 def _no_length(s: Situation) -> Answer:
     args = s.args
     if args.train_iters is None and args.train_samples is None:
@@ -113,6 +122,7 @@ def _no_length(s: Situation) -> Answer:
     return None
 
 
+@check("lost-data", "data that is not there", "MC")
 def _lost_data(s: Situation) -> Answer:
     words = s.args.data_path or ()
     prefixes = [word for word in words if not _is_weight(word) and "://" not in word]
@@ -131,6 +141,7 @@ def _is_weight(word: str) -> bool:
     return True
 
 
+@check("lost-checkpoint", "a checkpoint that is not there", "MC")
 def _lost_checkpoint(s: Situation) -> Answer:
     args = s.args
     if not args.load or args.exit_on_missing_checkpoint:
@@ -143,20 +154,15 @@ def _lost_checkpoint(s: Situation) -> Answer:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("te-spelling", "a --cp-comm-type that only TransformerEngine reads", "MC", _te_spelling),
-    Check("te-window", "windows on Megatron's ring", "MC#5593, MC#2222", _te_window),
-    Check("te-sinks", "sinks on Megatron's ring", "TE#2541, TE#3551", _te_sinks),
-    Check("te-documents", "documents on Megatron's all-gather", "TE#2829, TE#3290", _te_documents),
-    Check("te-heads", "heads that an all-to-all cannot share out", "transformers#33467", _te_heads),
-    Check("te-hang", "Megatron's ring that hangs", "MC#1151", _te_hang),
-    Check(
-        "not-attached",
-        "a script that knows nothing of the plug-in",
-        "Automodel#2918",
-        _not_attached,
-    ),
-    Check("lost-spec", "a --spec that is dropped without a word", "MC", _lost_spec),
-    Check("no-length", "lengths without which Megatron stops late", "MC", _no_length),
-    Check("lost-data", "data that is not there", "MC", _lost_data),
-    Check("lost-checkpoint", "a checkpoint that is not there", "MC", _lost_checkpoint),
+    _te_spelling,
+    _te_window,
+    _te_sinks,
+    _te_documents,
+    _te_heads,
+    _te_hang,
+    _not_attached,
+    _lost_spec,
+    _no_length,
+    _lost_data,
+    _lost_checkpoint,
 )

@@ -1,6 +1,6 @@
 """Losses, gradients, positions and masks that are not what was meant, each a check."""
 
-from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation
+from megatron_burst.tools.doctor.check import Answer, Check, Level, Situation, check
 
 _BURST = "--context-parallel-algo burst"
 _DOCUMENTS = "--dataloader-inter-document-masking"
@@ -8,6 +8,7 @@ _ROTARY = ("rope", "yarn", "mrope")
 _LARGE_MASK = 2**30  # bytes
 
 
+@check("mean-of-means", "loss masks that differ between ranks", "MC#7452, MC#1764")
 def _mean_of_means(s: Situation) -> Answer:
     args = s.args
     if args.context_parallel_size == 1 or args.calculate_per_token_loss:
@@ -22,6 +23,7 @@ def _mean_of_means(s: Situation) -> Answer:
     )
 
 
+@check("repeated-dropout", "the same dropout on different tokens", "MC")
 def _repeated_dropout(s: Situation) -> Answer:
     if s.args.context_parallel_size == 1 or not s.args.hidden_dropout:
         return None
@@ -33,6 +35,7 @@ def _repeated_dropout(s: Situation) -> Answer:
     )
 
 
+@check("sink-norm", "gradients of sinks missing from the norm", "MC#7452")
 def _sink_norm(s: Situation) -> Answer:
     args = s.args
     if s.is_ours or args.softmax_type != "learnable" or args.tensor_model_parallel_size == 1:
@@ -45,6 +48,7 @@ def _sink_norm(s: Situation) -> Answer:
     )
 
 
+@check("bf16-sums", "sums of sent gradients in bfloat16", "TE#1557, TE#821")
 def _bf16_sums(s: Situation) -> Answer:
     args = s.args
     if s.on_megatrons_ring and args.bf16:
@@ -56,6 +60,7 @@ def _bf16_sums(s: Situation) -> Answer:
     return None
 
 
+@check("nan-unseen", "NaN that spreads over the ranks", "MC#1764, TE#2186")
 def _nan_unseen(s: Situation) -> Answer:
     if s.args.check_for_nan_in_loss_and_grad:
         return None
@@ -63,6 +68,7 @@ def _nan_unseen(s: Situation) -> Answer:
     return Level.WARNING, text, "drop --no-check-for-nan-in-loss-and-grad"
 
 
+@check("joined-documents", "attention over the bounds of documents", "axolotl#3608, MC#6156")
 def _joined_documents(s: Situation) -> Answer:
     args = s.args
     if args.dataloader_inter_document_masking or args.mock_data or args.sft:
@@ -74,6 +80,7 @@ def _joined_documents(s: Situation) -> Answer:
     return Level.WARNING if meant else Level.NOTE, text, _DOCUMENTS
 
 
+@check("idle-positions", "position ids that nothing reads", "MC#1612, MC#560")
 def _idle_positions(s: Situation) -> Answer:
     if not s.args.reset_position_ids or s.args.position_embedding_type not in _ROTARY:
         return None
@@ -81,6 +88,7 @@ def _idle_positions(s: Situation) -> Answer:
     return Level.WRONG, text, _DOCUMENTS
 
 
+@check("idle-mask", "a dense mask that nothing reads", "MC#1025")
 def _idle_mask(s: Situation) -> Answer:
     if s.is_ours or not s.args.reset_attention_mask or not s.has_transformer_engine:
         return None  # ours refuses it
@@ -88,6 +96,7 @@ def _idle_mask(s: Situation) -> Answer:
     return Level.WRONG, text, _DOCUMENTS
 
 
+@check("dense-mask", "a mask of seq x seq in the data loader", "MC#1025")
 def _dense_mask(s: Situation) -> Answer:
     args = s.args
     if s.is_ours or not args.create_attention_mask_in_dataloader or not args.seq_length:
@@ -99,6 +108,7 @@ def _dense_mask(s: Situation) -> Answer:
     return Level.WARNING, text, "--no-create-attention-mask-in-dataloader"
 
 
+@check("idle-window", "layers that lose their window", "accelerate#4177, prime-rl#2828")
 def _idle_window(s: Situation) -> Answer:
     if s.args.window_attn_skip_freq is None or s.args.window_size is not None:
         return None
@@ -106,6 +116,7 @@ def _idle_window(s: Situation) -> Answer:
     return Level.WRONG, text, "--window-size LEFT,0"
 
 
+@check("window-width", "windows that are wider by one", "MC#2222")
 def _window_width(s: Situation) -> Answer:
     window = s.args.window_size
     if not window or window[0] < 0:
@@ -117,6 +128,7 @@ def _window_width(s: Situation) -> Answer:
     return Level.NOTE, text, ""
 
 
+@check("multimodal-rotary", "mrope under context parallelism", "MC#1612, MC#453")
 def _multimodal_rotary(s: Situation) -> Answer:
     args = s.args
     if args.context_parallel_size == 1 or args.position_embedding_type != "mrope":
@@ -126,33 +138,16 @@ def _multimodal_rotary(s: Situation) -> Answer:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check(
-        "mean-of-means", "loss masks that differ between ranks", "MC#7452, MC#1764", _mean_of_means
-    ),
-    Check("repeated-dropout", "the same dropout on different tokens", "MC", _repeated_dropout),
-    Check("sink-norm", "gradients of sinks missing from the norm", "MC#7452", _sink_norm),
-    Check("bf16-sums", "sums of sent gradients in bfloat16", "TE#1557, TE#821", _bf16_sums),
-    Check("nan-unseen", "NaN that spreads over the ranks", "MC#1764, TE#2186", _nan_unseen),
-    Check(
-        "joined-documents",
-        "attention over the bounds of documents",
-        "axolotl#3608, MC#6156",
-        _joined_documents,
-    ),
-    Check("idle-positions", "position ids that nothing reads", "MC#1612, MC#560", _idle_positions),
-    Check("idle-mask", "a dense mask that nothing reads", "MC#1025", _idle_mask),
-    Check("dense-mask", "a mask of seq x seq in the data loader", "MC#1025", _dense_mask),
-    Check(
-        "idle-window",
-        "layers that lose their window",
-        "accelerate#4177, prime-rl#2828",
-        _idle_window,
-    ),
-    Check("window-width", "windows that are wider by one", "MC#2222", _window_width),
-    Check(
-        "multimodal-rotary",
-        "mrope under context parallelism",
-        "MC#1612, MC#453",
-        _multimodal_rotary,
-    ),
+    _mean_of_means,
+    _repeated_dropout,
+    _sink_norm,
+    _bf16_sums,
+    _nan_unseen,
+    _joined_documents,
+    _idle_positions,
+    _idle_mask,
+    _dense_mask,
+    _idle_window,
+    _window_width,
+    _multimodal_rotary,
 )

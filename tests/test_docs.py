@@ -1,0 +1,102 @@
+"""What the pages say about commands, errors, files and code is so. (fast tier)"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for folder in (".", "docs", "patches")
+    for page in ROOT.glob(f"{folder}/*.md")
+)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, "megatron_burst/run.py", "megatron_burst/pretrain_gpt.py"]
+)
+def test_a_command_with_several_ranks_passes_megatrons_check_of_the_environment(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", "")
+    several = "--(?:context-parallel|tensor-model-parallel)-size|--cp-comm-type burst"
+    commands = re.findall(rf"^([^|\n]*)torchrun .*(?:{several})", text, re.MULTILINE)
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS=1 " in before for before in commands), commands
+    assert commands or page not in ("README.md", "docs/launching.md")
+
+
+def _section(title: str) -> str:
+    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text())
+    missing = [t for t in targets if not (ROOT / page).parent.joinpath(t).is_file()]
+    assert not missing
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+
+
+def messages() -> str:
+    """All text of the package, "…" where a message has a value."""
+    found = []
+    for file in (ROOT / "megatron_burst").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", "") for part in node.values]
+                found.append("".join(p if isinstance(p, str) else "…" for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    others = {"CUDA_DEVICE_MAX_CONNECTIONS", "double free"}  # Megatron's and the C library's
+    said = messages()
+    quoted = [text for text in rows if text not in others]
+    assert len(quoted) > 15
+    missing = [text for text in quoted if not all(p.strip() in said for p in text.split("…"))]
+    assert not missing
+
+
+def test_the_api_page_is_up_to_date(tmp_path: Path) -> None:
+    new = tmp_path / "api.md"
+    command = [sys.executable, "scripts/docs/api.py", "--output", str(new)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (ROOT / "docs" / "api.md").read_text() == new.read_text(), (
+        f"run {' '.join(command[1:2])}"
+    )
+
+
+def test_the_library_example_runs(tmp_path: Path) -> None:
+    example, printed = re.findall(
+        r"```(?:python|text)\n(.*?)```", _section("As a library"), re.DOTALL
+    )
+    script = tmp_path / "ring.py"
+    script.write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    ended = subprocess.run(
+        [*command, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert printed.strip() in ended.stdout
+    assert ended.stdout.count("rank ") == 4
