@@ -76,9 +76,9 @@ def test_traffic_is_that_of_the_busiest_rank_card_and_node() -> None:
     hops = [Hop(Item(Kind.KV, 0), a, b, Channel.READ_WITHIN, 0, 0) for a, b in ends]
     found = traffic(hops, SIZES, nodes)
     # Rank 0 sends three; rank 2 sends two out of its node, where rank 3 sends one more.
-    assert found == Traffic(rank=3000, card=2000, node=3000)
+    assert found == Traffic(rank=3000, nic=2000, node=3000)
     assert found.bottleneck == 2000
-    assert traffic(hops, SIZES, ["a"] * 5) == Traffic(rank=3000, card=0, node=0)
+    assert traffic(hops, SIZES, ["a"] * 5) == Traffic(rank=3000, nic=0, node=0)
     assert traffic(hops, SIZES, ["a"] * 5).bottleneck == 3000
     assert traffic([], SIZES, nodes) == Traffic(0, 0, 0)
 
