@@ -69,8 +69,6 @@ kernels/cpu.py: kernels/test_kernels.py
     if band != Band.FULL: => if band == Band.CAUSAL:
 kernels/reference.py: kernels/test_kernels.py attention/test_scores.py
     dscores_BHQK *= 1 - => dscores_BHQK *= 1 +
-kernels/padded.py: kernels
-    replace(request, head_dim=self.size => replace(request, head_dim=8
 attention/merge.py: attention/test_ring_attention.py -k dense_oracle
     torch.logaddexp( => torch.maximum(
     total_out.mul_(_per_row((total_lse - merged).exp())) => pass
@@ -126,11 +124,8 @@ plugin/attention/recompute.py: plugin/test_recompute.py
 """
 
 
-type Mutant = tuple[str, str, str, str]  # a file, its text, what that becomes, and the tests
-
-
-def mutants() -> Iterator[Mutant]:
-    """Read the table."""
+def mutants() -> Iterator[tuple[str, str, str, str]]:
+    """Read the table: file, text, what that becomes, tests."""
     file = tests = ""
     for line in ERRORS.strip().splitlines():
         if line.startswith("    "):
@@ -151,28 +146,19 @@ def copy_to(target: Path) -> None:
 
 def ending(root: Path, tests: str) -> str:
     """Run tests in the copy and say how they end."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *shlex.split(tests)]
+    place = {"cwd": root / "tests", "env": {**os.environ, "PYTHONPATH": str(root)}}
     try:
-        done = subprocess.run(
-            [*command, *shlex.split(tests)],
-            cwd=root / "tests",
-            env=environment,
-            capture_output=True,
-            timeout=LONGEST,
-        )
+        done = subprocess.run(command, **place, capture_output=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return f"{NOTICED}, they hang"
     return {0: MISSED, 1: NOTICED}.get(done.returncode, f"PYTEST ENDED {done.returncode}")
 
 
-@cache
-def ending_without(root: Path, tests: str) -> str:
-    """The same without an error: tests that fail anyway notice nothing."""
-    return ending(root, tests)
+ending_without = cache(ending)  # an error: tests that fail anyway notice nothing
 
 
-def outcome(root: Path, mutant: Mutant, *, check: bool) -> str:
+def outcome(root: Path, mutant: tuple[str, ...], *, check: bool) -> str:
     """Try one error and leave the copy as it was."""
     file, old, new, tests = mutant
     path = root / "megatron_burst" / file
@@ -206,7 +192,7 @@ def main() -> int:
         print(f"{number} of {len(outcomes)}: {text}")
     if any(not o.startswith((NOTICED, MISSED, "applies")) for o in outcomes):
         return 2
-    return 1 if MISSED in outcomes else 0
+    return int(MISSED in outcomes)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 set -euo pipefail
 
 usage() {
-    cat <<'END'
+    cat <<'END_OF_TEXT'
 Usage: scripts/patch_megatron.sh --megatron DIR [--check | --reverse] [--help]
 
 Applies the patch of patches/ that fits the Megatron-LM checkout DIR, then proves it: the help of
@@ -18,29 +18,41 @@ GPU nor data, but a Python with megatron_burst and all that pretrain_gpt.py impo
 
 Environment variables:
   PYTHON   the Python of the proof (default: python3, then python, from PATH)
-END
+END_OF_TEXT
 }
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 flag=--context-parallel-algo # what the proof looks for
-
 say() { printf 'patch_megatron: %s\n' "$*"; }
-refuse() { printf 'patch_megatron: %s\n' "$*" >&2; exit 2; }
+refuse() { say "$@" >&2; exit 2; }
 
-# The patch for the version $1 (MAJOR.MINOR), or nothing.
-patch_for() {
+megatron="" action=apply
+while (($#)); do
     case $1 in
-        0.19) echo core_v0.19.0.patch ;;
-        0.20) echo main-2026-08.patch ;;
+        -h | --help) usage; exit 0 ;;
+        --megatron) megatron=${2:-}; [[ -n $megatron ]] || refuse "--megatron needs a directory"; shift ;;
+        --check | --reverse)
+            [[ $action == apply ]] || refuse "--check and --reverse exclude each other"
+            action=${1#--} ;;
+        *) refuse "unknown argument $1; see --help" ;;
     esac
-}
+    shift
+done
+[[ -n $megatron ]] || refuse "--megatron DIR is missing; see --help"
+command -v git >/dev/null || refuse "git is not on PATH"
 
-known="0.19 (tag core_v0.19.0) and 0.20 (main of August 2026)"
-
-# Prints MAJOR.MINOR of the checkout.
-version_of() {
-    sed -n -E 's/^(MAJOR|MINOR) *= *([0-9]+).*/\2/p' "$1" | paste -s -d .
-}
+info=megatron/core/package_info.py
+[[ -f $megatron/$info && -f $megatron/pretrain_gpt.py ]] ||
+    refuse "$megatron is no checkout of Megatron-LM: it lacks $info or pretrain_gpt.py"
+megatron=$(cd -- "$megatron" && pwd -P)
+version=$(sed -n -E 's/^(MAJOR|MINOR) *= *([0-9]+).*/\2/p' "$megatron/$info" | paste -s -d .)
+case $version in
+    0.19) patch=core_v0.19.0.patch ;;
+    0.20) patch=main-2026-08.patch ;;
+    *) refuse "$info says version ${version:-unknown}; there are patches for 0.19 (tag core_v0.19.0)" \
+        "and 0.20 (main of August 2026)" ;;
+esac
+say "$megatron: $info says $version, so patches/$patch"
+patch=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../patches" && pwd)/$patch
 
 # git apply in the checkout, which need not be a repository, but may lie inside of one.
 apply() {
@@ -55,41 +67,10 @@ prove() {
         say "proved: pretrain_gpt.py --help shows $flag and the other flags of the plug-in"
         return 0
     fi
-    printf '%s\n' "$log" | tail -n 15 >&2
+    tail -n 15 <<<"$log" >&2
     say "$python pretrain_gpt.py --help does not show $flag" >&2
     return 1
 }
-
-megatron="" action=apply
-while (($#)); do
-    case $1 in
-        -h | --help) usage; exit 0 ;;
-        --megatron)
-            [[ -n ${2:-} ]] || refuse "--megatron needs a directory"
-            megatron=$2
-            shift
-            ;;
-        --check | --reverse)
-            [[ $action == apply ]] || refuse "--check and --reverse exclude each other"
-            action=${1#--}
-            ;;
-        *) refuse "unknown argument $1; see --help" ;;
-    esac
-    shift
-done
-[[ -n $megatron ]] || refuse "--megatron DIR is missing; see --help"
-command -v git >/dev/null || refuse "git is not on PATH"
-
-info=megatron/core/package_info.py
-if [[ ! -f $megatron/$info || ! -f $megatron/pretrain_gpt.py ]]; then
-    refuse "$megatron is no checkout of Megatron-LM: it lacks $info or pretrain_gpt.py"
-fi
-megatron=$(cd -- "$megatron" && pwd -P)
-version=$(version_of "$megatron/$info")
-patch=$(patch_for "$version")
-[[ -n $patch ]] || refuse "$info says version ${version:-unknown}; there are patches for $known"
-say "$megatron: $info says $version, so patches/$patch"
-patch=$root/patches/$patch
 
 applied=no
 if apply --reverse --check 2>/dev/null; then
@@ -99,31 +80,13 @@ elif ! fault=$(apply --check 2>&1); then
 $patch into it by hand, before it imports Megatron:
 $fault"
 fi
-
 case $action-$applied in
-    apply-yes)
-        say "already applied"
-        prove || exit 2
-        ;;
+    apply-yes | check-yes) say "already applied"; prove || exit 2 ;;
     apply-no)
         apply
-        if ! prove; then
-            apply --reverse
-            refuse "the patch was taken out again"
-        fi
-        say "applied"
-        ;;
-    check-yes)
-        say "applied"
-        prove || exit 2
-        ;;
-    check-no)
-        say "not applied; it can be"
-        exit 1
-        ;;
-    reverse-yes)
-        apply --reverse
-        say "taken out"
-        ;;
+        prove || { apply --reverse; refuse "the patch was taken out again"; }
+        say "applied" ;;
+    check-no) say "not applied; it can be"; exit 1 ;;
+    reverse-yes) apply --reverse; say "taken out" ;;
     reverse-no) say "not applied, nothing to take out" ;;
 esac

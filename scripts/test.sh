@@ -7,9 +7,9 @@ usage() {
 Usage: scripts/test.sh [--all] [--help] [pytest arguments]
 
 Sets up the environment (scripts/setup.sh), then runs ruff, mypy and the tests.
-  --all   also the tests marked slow
+  --all   also the tests marked slow, with more training steps and examples
 Everything else goes to pytest, for example: scripts/test.sh -k layout -x
-Two files of tests run at a time; -n 0 runs one, as a debugger needs it.
+Two files of tests run at a time, the trainings as one; -n 0 runs one, as a debugger needs it.
 END
 }
 

@@ -4,7 +4,10 @@
 """
 
 import os
+from collections.abc import Container, Iterable
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 VARIABLE = "MEGATRON_BURST_TESTS"
@@ -17,3 +20,8 @@ def is_thorough() -> bool:
 def examples(number: int) -> settings:
     """The hypothesis settings of a property tried so often, a quarter as often in the fast tier."""
     return settings(max_examples=number if is_thorough() else number // 4, deadline=None)
+
+
+def slow_if[T](slow: Container[T], cases: Iterable[T]) -> list[Any]:
+    """The cases as values of a parameter; some are marked slow."""
+    return [pytest.param(c, marks=[pytest.mark.slow] if c in slow else []) for c in cases]

@@ -10,7 +10,6 @@ noise of float32 arithmetic, says how large an error may be.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,17 +94,17 @@ class Spread:
         dist.all_gather(shards, wire, group=self.group)
         return torch.cat(shards, dim=1).to(x.device)
 
-    def reduce(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Return the sum of the ranks' values, or what else `operation` makes of them."""
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' values."""
         if self.group is None:
             return x
         wire = self._wire(x.clone())
-        dist.all_reduce(wire, operation, group=self.group)
+        dist.all_reduce(wire, group=self.group)
         return wire.to(x.device)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' values [batch, all rows, ...], of it this rank's rows."""
-        return self.reduce(x).split(len(self.own), dim=1)[self.rank]
+        return self.total(x).split(len(self.own), dim=1)[self.rank]
 
     def _wire(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
@@ -124,7 +123,7 @@ class Expected:
 
 
 class Reference:
-    """One attention call of a group of ranks; making and asking it are collective.
+    """One attention call of a group of ranks; what it expects of it is a collective call.
 
     Args:
         spread: who holds what.
@@ -160,11 +159,12 @@ class Reference:
         """Give `out` and `lse`, the latter [batch, rows, 1], of each query head."""
         for head in range(self._q.shape[2]):
             k, v = self._keys_of(head // self._queries_of_a_key)
-            exact, rough = (self._run(head, k, v, is_rough) for is_rough in (False, True))
+            grain = self._grain(head, k)
+            exact, rough = self._run(head, k, v, 0.0), self._run(head, k, v, grain)
             yield self._expected("out", head, exact, rough)
-            lse = exact["lse"][..., None]
-            size = 1 + lse.masked_fill(lse.isneginf(), 0.0).abs()
-            yield Expected("lse", head, lse, self._grain(head, k) * size[..., 0])
+            lse = exact["lse"]
+            allowed = grain * (1 + lse.masked_fill(lse.isneginf(), 0.0).abs())
+            yield Expected("lse", head, lse[..., None], allowed)
 
     def backward(self, dout: Tensor) -> Iterator[Expected]:
         """Give `dq` of each query head, `dk` and `dv` of each kv head, and `dsink` of the group.
@@ -178,7 +178,8 @@ class Reference:
             sums: tuple[dict[str, Tensor], ...] = {}, {}
             first = kv_head * self._queries_of_a_key
             for head in range(first, first + self._queries_of_a_key):
-                exact, rough = (self._run(head, k, v, is_rough, dout) for is_rough in (False, True))
+                grains = 0.0, self._grain(head, k)
+                exact, rough = (self._run(head, k, v, grain, dout) for grain in grains)
                 yield self._expected("dq", head, exact, rough)
                 dsinks.append((exact["dsink"], (rough["dsink"] - exact["dsink"]).square()))
                 for total, found in zip(sums, (exact, rough), strict=True):
@@ -188,7 +189,7 @@ class Reference:
                 yield self._expected(name, kv_head, *pair)
         if self._sink is not None:
             parts = torch.stack([torch.stack([x.sum() for x in pair]) for pair in dsinks])
-            value, squares = self.spread.reduce(parts).unbind(-1)
+            value, squares = self.spread.total(parts).unbind(-1)
             allowed = self._margin * squares.sqrt()
             yield Expected("dsink", 0, value[None, :, None], allowed[None])
 
@@ -204,7 +205,7 @@ class Reference:
         return k, v
 
     def _run(
-        self, head: int, k: Tensor, v: Tensor, is_rough: bool, dout: Tensor | None = None
+        self, head: int, k: Tensor, v: Tensor, grain: float, dout: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Attend with this rank's queries; return what is theirs, and what they leave at the keys.
 
@@ -212,7 +213,7 @@ class Reference:
             head: of the queries.
             k: of all ranks.
             v: of all ranks.
-            is_rough: whether it is done as kernels do it.
+            grain: how rough it is, see `_grain`; with 0 nothing is rounded.
             dout: of all heads; None for the forward alone.
         """
         rows: dict[str, list[Tensor]] = {}
@@ -223,7 +224,7 @@ class Reference:
             q = self._q[:, part, head].double()
             d = None if dout is None else dout[:, part, head].detach().double()
             seen = self._visibility.pairs(self._own[part], self._all)
-            of_rows, of_keys = self._attend(head, q, k, v, seen, is_rough, d)
+            of_rows, of_keys = self._attend(head, q, k, v, seen, grain, d)
             for name, x in of_rows.items():
                 rows.setdefault(name, []).append(x)
             _add(keys, of_keys)
@@ -236,16 +237,18 @@ class Reference:
         k: Tensor,
         v: Tensor,
         seen: Tensor,
-        is_rough: bool,
+        grain: float,
         dout: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Attend with some queries; return what is theirs, and what they leave at the keys."""
-        grain = self._grain(head, k) if is_rough else 0.0
 
         def rounded(x: Tensor) -> Tensor:
-            return x.to(self._dtype).double() if is_rough else x
+            return x.to(self._dtype).double() if grain else x
 
-        scores = self._noisy(self._scale * (q @ k.mT), grain).masked_fill(~seen, -math.inf)
+        scores = self._scale * (q @ k.mT)
+        if grain:
+            scores = self._noisy(scores, grain)
+        scores = scores.masked_fill(~seen, -math.inf)
         lse = scores.logsumexp(-1)
         if self._sink is not None:
             lse = torch.logaddexp(lse, self._sink[head])
@@ -254,7 +257,9 @@ class Reference:
         out = rounded(rounded(weights) @ v)
         if dout is None:
             return {"out": out, "lse": lse}, {}
-        delta = self._noisy((dout * out).sum(-1), grain * _norm(dout) * _norm(out))
+        delta = (dout * out).sum(-1)
+        if grain:
+            delta = self._noisy(delta, grain * _norm(dout) * _norm(out))
         dscores = self._scale * rounded(weights * (dout @ v.mT - delta[..., None]))
         weight = torch.zeros_like(lse) if self._sink is None else (self._sink[head] - lse).exp()
         of_rows = {"dq": dscores @ k, "dsink": -weight * delta}

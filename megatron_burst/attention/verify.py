@@ -23,7 +23,6 @@ from megatron_burst.transport.comm import gather_objects
 
 STRETCH = 32
 """Tokens whose errors are summed up to one number: few enough for a border that is one off."""
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 class VerificationError(RuntimeError):
@@ -106,7 +105,7 @@ def attend_beside_reference(
     def check_gradients(gradients: Sequence[Tensor | None]) -> None:
         found = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
         if (dsink := found.get("dsink")) is not None:
-            found["dsink"] = spread.reduce(dsink.double())[None, :, None, None]
+            found["dsink"] = spread.total(dsink.double())[None, :, None, None]
         take(True, compare(reference.backward(douts.pop()), found, spread.own))
 
     if inputs:
@@ -221,7 +220,7 @@ def table(title: str, rows: Mapping[str, Mapping[str, Finding]]) -> str:
     """Write findings as text, a line for each row: errors, each with what is allowed."""
     tensors = list(dict.fromkeys(tensor for row in rows.values() for tensor in row))
     lines = [[title, *tensors]]
-    lines += [[name, *(cell(row.get(tensor)) for tensor in tensors)] for name, row in rows.items()]
+    lines += [[name, *(_cell(row.get(tensor)) for tensor in tensors)] for name, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
@@ -229,7 +228,7 @@ def table(title: str, rows: Mapping[str, Mapping[str, Finding]]) -> str:
     )
 
 
-def cell(finding: Finding | None) -> str:
+def _cell(finding: Finding | None) -> str:
     """Write an error beside what is allowed."""
     if finding is None:
         return "-"

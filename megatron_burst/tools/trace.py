@@ -18,7 +18,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -46,68 +46,41 @@ class TraceError(ValueError):
     """There is no trace of attention; the message says where and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What a rank did in the calls of one pass, in seconds, summed over all calls."""
-
-    rank: int
-    name: str
-    calls: int
-    seconds: float
-    communication: float
-    exposed: float
-    bytes_sent: int
-
-    @property
-    def share(self) -> float:
-        """Exposed communication over the time of attention."""
-        return self.exposed / self.seconds if self.seconds else 0.0
-
-    @property
-    def hidden(self) -> float:
-        """How much of the communication something is computed beside."""
-        return 1 - self.exposed / self.communication if self.communication else 1.0
-
-
 def summary(directory: Path) -> dict[str, Any]:
     """Return what the traces in `directory` amount to, as `--json` prints it.
+
+    Its rows are of a rank and a pass, or all of a rank's, summed over calls: `seconds`, those of
+    `communication` and its `exposed` ones, `share` of the time that is exposed, share of the
+    communication that is `hidden`, and `bytes_sent`.
 
     Raises:
         TraceError: there is no trace, or no attention in it.
     """
-    found = _load(directory)
+    return _summary(_load(directory), directory)
+
+
+def _summary(found: dict[int, dict[str, Any]], directory: Path) -> dict[str, Any]:
     rows = [row for rank, content in found.items() for row in _rows(rank, content["traceEvents"])]
     if not rows:
         raise TraceError(
             f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
         )
-    steps = {
-        event["name"]
-        for content in found.values()
-        for event in content["traceEvents"]
-        if str(event.get("name", "")).startswith("ProfilerStep#")
-    }
-    return {
-        "ranks": sorted(found),
-        "steps": len(steps) or 1,
-        "rows": [asdict(row) | {"share": row.share, "hidden": row.hidden} for row in rows],
-    }
+    names = {e.get("name") for content in found.values() for e in content["traceEvents"]}
+    steps = sum(str(name).startswith("ProfilerStep#") for name in names)
+    return {"ranks": sorted(found), "steps": steps or 1, "rows": rows}
 
 
-def join(directory: Path) -> Path:
-    """Write attention's ranges and NCCL's kernels of all ranks into one file; return it."""
+def _join(found: dict[int, dict[str, Any]], path: Path) -> None:
+    """Write attention's ranges and NCCL's kernels of all ranks into one file."""
     events: list[dict[str, Any]] = []
-    for rank, content in _load(directory).items():
+    for rank, content in found.items():
         later = content.get("baseTimeNanoseconds", 0) / 1e3
-        events.append(
-            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
+        named = {"name": "process_name", "ph": "M", "pid": rank}
+        events.append(named | {"args": {"name": f"rank {rank}"}})
         for event in content["traceEvents"]:
             if _RANGE.match(str(event.get("name"))) or _is_nccl(event):
                 events.append(event | {"pid": rank, "ts": event["ts"] + later})
-    path = _folder(directory) / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    return path
 
 
 def _folder(directory: Path) -> Path:
@@ -133,20 +106,25 @@ def _load(directory: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _rows(rank: int, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def _rows(rank: int, events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each pass, and one for all of them."""
     calls = list(_calls(events))
     for name in (*dict.fromkeys(call.name for call in calls), *([ATTENTION] if calls else ())):
         ours = [call for call in calls if name in (call.name, ATTENTION)]
-        yield Row(
-            rank,
-            name,
-            len(ours),
-            sum(stop - start for start, stop in (call.window for call in ours)) / 1e6,
-            sum(_length(call.communication) for call in ours) / 1e6,
-            sum(call.exposed for call in ours) / 1e6,
-            sum(call.bytes_sent for call in ours),
-        )
+        seconds = sum(call.window[1] - call.window[0] for call in ours) / 1e6
+        communication = sum(_length(call.communication) for call in ours) / 1e6
+        exposed = sum(call.exposed for call in ours) / 1e6
+        yield {
+            "rank": rank,
+            "name": name,
+            "calls": len(ours),
+            "seconds": seconds,
+            "communication": communication,
+            "exposed": exposed,
+            "share": exposed / seconds if seconds else 0.0,
+            "hidden": 1 - exposed / communication if communication else 1.0,
+            "bytes_sent": sum(call.bytes_sent for call in ours),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
     add_json(parser)
     args = parser.parse(sys.argv[1:] if argv is None else argv)
-    content, joined = summary(args.directory), join(args.directory)
+    found = _load(args.directory)
+    content, joined = _summary(found, args.directory), _folder(args.directory) / "trace.json"
+    _join(found, joined)
     if args.json:
         print(json.dumps(content, indent=2))
         return 0

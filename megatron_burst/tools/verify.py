@@ -10,9 +10,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,15 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.dense import Visibility
 from megatron_burst.attention.verify import (
-    TENSORS,
     Finding,
     attend_beside_reference,
-    cell,
     of_all_ranks,
+    table,
     worst,
 )
 from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
 from megatron_burst.kernels import KERNELS
-from megatron_burst.tools import options, terminal
+from megatron_burst.tools import options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EXAMPLES = (
@@ -42,12 +41,9 @@ MASKS = ("causal", "full", "window", "documents", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One attention call of all ranks."""
+class Shape:
+    """What a rank holds."""
 
-    config: BurstConfig
-    mask: str
-    dtype: torch.dtype
     batch: int
     tokens_per_rank: int
     heads: int
@@ -56,26 +52,48 @@ class Case:
     value_head_dim: int
     has_sink: bool
 
-    @property
-    def algorithm(self) -> str:
-        """Its name, and which backward ring was asked for."""
-        backward = self.config.backward
-        return self.config.algorithm + ("" if backward is Backward.AUTO else f", {backward}")
+
+class Case(NamedTuple):
+    """One attention call of all ranks."""
+
+    config: BurstConfig
+    mask: str
+    dtype: torch.dtype
+    shape: Shape
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, {self.mask}, {str(self.dtype)[6:]}"
+        backward = self.config.backward
+        ring = "" if backward is Backward.AUTO else f", {backward}"
+        return f"{self.config.algorithm}{ring}, {self.mask}, {str(self.dtype)[6:]}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, the same on every rank."""
     words = sys.argv[1:] if argv is None else argv
     args = _parser().parse(words)
-    joined = not dist.is_initialized() and "RANK" in os.environ
+    joins = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    is_first = ranks == 1 or dist.get_rank() == 0
+    rows, problems = _check_all(_cases(args), device)
+    if is_first and args.json:
+        found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
+        print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
+    elif is_first:
+        print(_headline(args, device, ranks), table("", rows), *problems, sep="\n")
+        print(f"verify: {_verdict(problems, words, ranks)}")
+    if joins:
+        dist.destroy_process_group()
+    return 1 if problems or ranks == 1 else 0
+
+
+def _check_all(
+    cases: Iterable[Case], device: torch.device
+) -> tuple[dict[str, dict[str, Finding]], list[str]]:
+    """Return the worst findings of every case, and what is wrong."""
     contexts: dict[BurstConfig, BurstContext] = {}
-    table = terminal.table(("algorithm", "grid", "mask", "dtype", "kernel"), TENSORS)
-    results, problems = [], []
-    for case in _cases(args):
+    rows, problems = {}, []
+    for case in cases:
         try:
             if case.config not in contexts:
                 contexts[case.config] = BurstContext.create(case.config)
@@ -83,19 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:  # on all ranks
             problems.append(f"{case} cannot run: {error}")
             continue
-        names = case.algorithm, str(contexts[case.config].grid), case.mask, str(case.dtype)[6:]
-        table.add_row(*names, kernel, *(cell(found.get(name)) for name in TENSORS))
-        results.append({"case": str(case), **{name: asdict(f) for name, f in found.items()}})
+        rows[f"{case}, {contexts[case.config].grid}, {kernel}"] = found
         problems += [f"{case}, {finding}" for finding in found.values() if finding.where]
-    ranks = _ranks()
-    if _rank() == 0 and args.json:
-        print(json.dumps({"ranks": ranks, "results": results, "problems": problems}, indent=2))
-    elif _rank() == 0:
-        terminal.console().print(_headline(args, device), table, *problems, sep="\n")
-        terminal.console().print(f"verify: {_verdict(problems, words)}")
-    if joined:
-        dist.destroy_process_group()
-    return 1 if problems or ranks == 1 else 0
+    return rows, problems
 
 
 def check(
@@ -110,8 +118,8 @@ def check(
     assert q is not None and k is not None and v is not None
     for x in (q, k, v, *(() if sink is None else (sink,))):
         x.requires_grad_()
-    mask, visibility = masks(case.mask, case.tokens_per_rank * context.ranks)
-    scale = case.head_dim**-0.5
+    mask, visibility = masks(case.mask, case.shape.tokens_per_rank * context.ranks)
+    scale = case.shape.head_dim**-0.5
     mine: list[Finding] = []
     out = attend_beside_reference(
         *(ring_attention, q, k, v, context, visibility, scale),
@@ -127,16 +135,13 @@ def check(
 
 def draw(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return this rank's q, k, v and the gradient of its output, and the sink, which all share."""
-    shapes = [
-        (case.heads, case.head_dim),
-        (case.kv_heads, case.head_dim),
-        (case.kv_heads, case.value_head_dim),
-        (case.heads, case.value_head_dim),
-    ]
+    shape = case.shape
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim)]
+    sizes += [(shape.kv_heads, shape.value_head_dim), (shape.heads, shape.value_head_dim)]
     generator = torch.Generator().manual_seed(1 + rank)
-    rows = case.batch, case.tokens_per_rank
-    q, k, v, dout = (torch.randn(*rows, *s, generator=generator).to(case.dtype) for s in shapes)
-    sink = torch.linspace(-2, 4, case.heads) if case.has_sink else None
+    rows = shape.batch, shape.tokens_per_rank
+    q, k, v, dout = (torch.randn(*rows, *s, generator=generator).to(case.dtype) for s in sizes)
+    sink = torch.linspace(-2, 4, shape.heads) if shape.has_sink else None
     return q, k, v, dout, sink
 
 
@@ -162,35 +167,22 @@ def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
     return Mask.causal(), Visibility(causal=True)
 
 
-def _cases(args: argparse.Namespace) -> list[Case]:
-    cases = []
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    shape = Shape(
+        batch=args.batch,
+        tokens_per_rank=args.tokens_per_rank,
+        heads=args.heads,
+        kv_heads=args.kv_heads or args.heads,
+        head_dim=args.head_dim,
+        value_head_dim=args.value_head_dim or args.head_dim,
+        has_sink=args.sink,
+    )
+    names = ("topology", "head_parallel_size", "layout", "kernel", "grad_dtype")
+    common = {name: getattr(args, name) for name in names} | {"ranks_per_node": args.gpus_per_node}
     for algorithm, mask, dtype in itertools.product(args.algorithm, args.mask, args.dtype):
         for backward in args.backward if algorithm == Algorithm.BURST else [Backward.AUTO]:
-            config = BurstConfig(
-                algorithm=algorithm,
-                backward=backward,
-                topology=args.topology,
-                ranks_per_node=args.gpus_per_node,
-                head_parallel_size=args.head_parallel_size,
-                layout=args.layout,
-                kernel=args.kernel,
-                grad_dtype=args.grad_dtype,
-            )
-            cases.append(
-                Case(
-                    config=config,
-                    mask=mask,
-                    dtype=DTYPES[dtype],
-                    batch=args.batch,
-                    tokens_per_rank=args.tokens_per_rank,
-                    heads=args.heads,
-                    kv_heads=args.kv_heads or args.heads,
-                    head_dim=args.head_dim,
-                    value_head_dim=args.value_head_dim or args.head_dim,
-                    has_sink=args.sink,
-                )
-            )
-    return cases
+            config = BurstConfig(algorithm=algorithm, backward=backward, **common)
+            yield Case(config, mask, DTYPES[dtype], shape)
 
 
 def _start(backend: str) -> torch.device:
@@ -205,18 +197,10 @@ def _start(backend: str) -> torch.device:
     return device
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _verdict(problems: Sequence[str], words: Sequence[str]) -> str:
+def _verdict(problems: Sequence[str], words: Sequence[str], ranks: int) -> str:
     if problems:
         return "something is wrong"
-    if _ranks() > 1:
+    if ranks > 1:
         return "all is right"
     gpus = torch.cuda.device_count()
     if gpus == 1 and "gloo" not in words:
@@ -228,13 +212,12 @@ def _verdict(problems: Sequence[str], words: Sequence[str]) -> str:
     )
 
 
-def _headline(args: argparse.Namespace, device: torch.device) -> str:
+def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str:
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
-    kv_heads = args.kv_heads or args.heads
     return (
-        f"{_ranks()} rank(s) on {device.type} ({backend}), {args.layout}; a rank has "
-        f"{args.batch} x {args.tokens_per_rank} tokens, {args.heads} heads and {kv_heads} kv heads "
-        f"of {args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
+        f"{ranks} rank(s) on {device.type} ({backend}), {args.layout}; a rank has {args.batch} x "
+        f"{args.tokens_per_rank} tokens, {args.heads} heads and {args.kv_heads or args.heads} kv "
+        f"heads of {args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
         "The largest error of any rank, and what is allowed there:"
     )
 

@@ -14,11 +14,12 @@ import argparse
 import queue
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from in_memory import InMemory, LocalTransfers
 from page import Page, Row, origin, output, parse, parser, table
 from torch import Tensor
 
@@ -31,12 +32,11 @@ from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
+from megatron_burst.plans.plan import Item, Kind, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, by_node
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Transfers
 
 RESULTS = ("out", "dq", "dk", "dv")
 TRAVELLING = {Kind.KV: ("dk", "dv"), Kind.QUERY: ("dq",)}
@@ -64,38 +64,23 @@ class Heads(NamedTuple):
         return f"{self.query}:{self.kv}"
 
 
-class MemoryCommunicator(Communicator):
-    """Hands tensors to the other ranks' threads instead of sending them."""
-
-    def __init__(self, rank: int, wires: Wires) -> None:
-        super().__init__((), {}, PATIENCE_SECONDS)
-        self._rank, self._wires = rank, wires
-
-    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
-        return MemoryTransfers(self._rank, self._wires)
-
-
-class MemoryTransfers(Transfers):
-    """Moves references, no bytes, and so has no buffers.
+class WireTransfers(LocalTransfers):
+    """Hands references to the other ranks' threads, and so has no buffers.
 
     Nothing needs a copy. Blocks are never written to. A gradient's receiver may write to it, but it
     is the only one that has it then: the sender hands on its sum and starts anew.
     """
 
     def __init__(self, rank: int, wires: Wires) -> None:
+        super().__init__()
         self._rank, self._wires = rank, wires
-        self._landing: dict[int, list[Receive]] = defaultdict(list)
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         for send in step.sends:
             self._wires[self._rank, send.peer, send.item].put(outgoing[send.item])
-        for receive in step.receives:
-            self._landing[receive.lands].append(receive)
+        super().post(number, step, outgoing)
 
-    def land(self, number: int) -> list[tuple[Item, Block]]:
-        return [(r.item, self._take(r)) for r in self._landing.pop(number, [])]
-
-    def _take(self, receive: Receive) -> Block:
+    def take(self, receive: Receive) -> Block:
         wire = self._wires[receive.peer, self._rank, receive.item]
         return wire.get(timeout=PATIENCE_SECONDS)
 
@@ -115,7 +100,7 @@ def ring(inputs: Tensors, grid: Grid, way: Way, kernel: Kernel) -> Tensors:
             back.backward(rank),
             kernel,
             q.shape[-1] ** -0.5,
-            MemoryCommunicator(rank, wires),
+            InMemory(lambda _: WireTransfers(rank, wires)),
             q.dtype if way.dtype is GradDtype.MODEL else None,
         )
         out, lse = forward(q, k, v, call)

@@ -23,7 +23,7 @@ END
 steps() {
     cat <<'END'
 plans | 1 | docs/plan.svg docs/plan-double.svg | scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg ; scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 --output docs/plan-double.svg
-tables | 1 | README.md docs/support.md | scripts/docs/flags_table.py --write docs/flags.md ; scripts/docs/support_table.py --write docs/support.md
+tables | 1 | docs/flags.md docs/api.md docs/support.md | scripts/docs/flags_table.py --write docs/flags.md ; scripts/docs/api.py ; scripts/docs/support_table.py --write docs/support.md
 accuracy | 1 | {results}/cpu_accuracy.md | scripts/bench/accuracy.py
 gradient_return | 4 | {results}/cpu_gradient_return.md | scripts/bench/accuracy.py --heads 8:8 8:2 --ring kv query --return chain home --grad-dtype float32 model --nodes 1 2 4
 loss | 3 | {results}/cpu_loss.md docs/loss-memory.svg | scripts/bench/loss.py ; scripts/bench/plot.py {results}/cpu_loss.csv --output docs/loss-memory.svg

@@ -13,17 +13,18 @@ turns. Writes a page and its CSV. Needs torch and this checkout alone.
 import argparse
 import os
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from in_memory import InMemory, LocalTransfers, Template
 from page import Page, Row, origin, output, parse, parser, table
+from timed_kernel import TimedKernel, mark, seconds
 from torch import Tensor
-from turns import spread
+from turns import in_turns, spread
 
 from megatron_burst import Mask
 from megatron_burst.attention.backward import backward
@@ -33,12 +34,11 @@ from megatron_burst.config import GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step, assemble
+from megatron_burst.plans.plan import Kind, Plan, Receive, assemble
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -68,88 +68,27 @@ MATMULS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a h
 type Tensors = tuple[Tensor, ...]
 
 
-class LocalCommunicator(Communicator):
-    """Has in memory, from the first use on, whatever a plan receives."""
-
-    def __init__(self) -> None:
-        super().__init__((), {}, timeout_seconds=1)
-        self._buffers: dict[tuple[Kind, int], Block] = {}
-
-    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
-        return LocalTransfers(self._buffers, template)
+type Buffers = dict[tuple[Kind, int], Block]
 
 
-class LocalTransfers(Transfers):
-    """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there."""
+class OwnCopies(LocalTransfers):
+    """Sends nothing. Blocks arrive as copies of the rank's own, gradients as what lies there.
 
-    def __init__(
-        self, buffers: dict[tuple[Kind, int], Block], template: Callable[[Item], Block]
-    ) -> None:
-        self._arrived, self._template = buffers, template
-        self._landing: dict[int, list[Receive]] = defaultdict(list)
+    The buffers are kept from the first use on.
+    """
 
-    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
-        for receive in step.receives:
-            self._landing[receive.lands].append(receive)
+    def __init__(self, buffers: Buffers, template: Template) -> None:
+        super().__init__()
+        self._buffers, self._template = buffers, template
 
-    def land(self, number: int) -> list[tuple[Item, Block]]:
-        return [(r.item, self._buffer(r)) for r in self._landing.pop(number, [])]
-
-    def _buffer(self, receive: Receive) -> Block:
+    def take(self, receive: Receive) -> Block:
         kind = receive.item.kind
-        if (kind, receive.buffer) not in self._arrived:
-            self._arrived[kind, receive.buffer] = tuple(
+        if (kind, receive.buffer) not in self._buffers:
+            self._buffers[kind, receive.buffer] = tuple(
                 t.new_zeros(t.shape) if kind.is_gradient else t.clone()
                 for t in self._template(receive.item)
             )
-        return self._arrived[kind, receive.buffer]
-
-
-def mark(device: str) -> Any:
-    """Return this moment: CPU seconds of the process, or an event of the current stream."""
-    if device == "cpu":
-        return time.process_time()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Any, end: Any) -> float:
-    if isinstance(end, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-class TimedKernel:
-    """A kernel that notes when each call began and ended, and counts its pairs of tokens."""
-
-    def __init__(self, kernel: Kernel, device: str) -> None:
-        self.name = kernel.name
-        self._kernel, self._device = kernel, device
-        self.calls: list[tuple[Any, Any]] = []
-        self.pairs = 0
-
-    def reasons_against(self, request: Request) -> list[str]:
-        return self._kernel.reasons_against(request)
-
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        start = mark(self._device)
-        result = self._kernel.forward(tile)
-        self._note(start, tile)
-        return result
-
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        start = mark(self._device)
-        result = self._kernel.backward(tile, dout, out, lse)
-        self._note(start, tile)
-        return result
-
-    def _note(self, start: Any, tile: TileCall) -> None:
-        self.calls.append((start, mark(self._device)))
-        self.pairs += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
+        return self._buffers[kind, receive.buffer]
 
 
 @dataclass(frozen=True)
@@ -196,13 +135,16 @@ class Case:
         return {**given, "back": str(self.back)}
 
 
-class Times(NamedTuple):
-    """What one thing took, by repetition."""
+class Sample(NamedTuple):
+    """What one repetition of one thing took."""
 
-    seconds: list[float]
-    in_kernels: list[float]
+    seconds: float
+    in_kernels: float
     calls: int
     pairs: int
+
+
+type Times = Mapping[tuple[str, str], Sequence[Sample]]  # by phase and what
 
 
 class Comparison(NamedTuple):
@@ -219,9 +161,6 @@ COMPARISONS = (
     Comparison("backward", "tiles, query ring", "one call"),
     Comparison("backward", "own tile in parts", "own tile in one"),
 )
-# What is compared runs one after the other, in case the machine changes its pace.
-IN_TURN = tuple(dict.fromkeys((c.phase, what) for c in COMPARISONS for what in (c.what, c.against)))
-
 type Jobs = dict[tuple[str, str], Callable[[], object]]  # by phase and what
 
 
@@ -230,7 +169,8 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
     tiling = Tiling(zigzag(case.ranks * case.tokens, case.ranks), Mask.causal())
     grid = flat_grid(case.ranks)
     rings = {kind: Ring(tiling, grid, kind, case.back) for kind in (Kind.KV, Kind.QUERY)}
-    communicator = LocalCommunicator()
+    buffers: Buffers = {}
+    communicator = InMemory(lambda template: OwnCopies(buffers, template))
 
     def call(rank: int, kind: Kind) -> AttentionCall:
         plans = rings[Kind.KV].forward(rank), rings[kind].backward(rank)
@@ -256,7 +196,7 @@ def make_jobs(case: Case, kernel: Kernel) -> Jobs:
         ("backward", "tiles, query ring"): lambda: tiles_backward(Kind.QUERY),
     }
     jobs |= one_call(case, kernel) | own_tile(case, kernel, shards[0], communicator)
-    return {name: jobs[name] for name in IN_TURN}
+    return jobs
 
 
 def one_call(case: Case, kernel: Kernel) -> Jobs:
@@ -270,7 +210,7 @@ def one_call(case: Case, kernel: Kernel) -> Jobs:
     }
 
 
-def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communicator) -> Jobs:
+def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: InMemory) -> Jobs:
     """Return the backward of a rank's own causal tile, in one and in a half and two quarters."""
     q, k, v, dout = shard
     out, lse = kernel.forward(TileCall(q, k, v, Band.CAUSAL, case.scale))
@@ -287,7 +227,7 @@ def own_tile(case: Case, kernel: Kernel, shard: Tensors, communicator: Communica
     return {("backward", name): lambda plan=plan: run(plan) for name, plan in plans.items()}  # type: ignore[misc]
 
 
-def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
+def measure(case: Case, repetitions: int) -> Times:
     """Run all jobs in turns; the first round warms up and does not count.
 
     Raises:
@@ -295,29 +235,27 @@ def measure(case: Case, repetitions: int) -> dict[tuple[str, str], Times]:
     """
     request = Request.of(*(x[:, :1] for x in case.draw(1)[:3]))
     kernel = TimedKernel(select_kernel(case.kernel, request), case.device)
-    jobs = make_jobs(case, kernel)
-    times: dict[tuple[str, str], Times] = {}
-    for repetition in range(1 + repetitions):
-        for name, job in list(jobs.items())[:: 1 if repetition % 2 else -1]:
-            kernel.calls, kernel.pairs = [], 0
-            start = mark(case.device)
-            job()
-            end = mark(case.device)
-            if repetition == 0:
-                times[name] = Times([], [], len(kernel.calls), kernel.pairs)
-            else:
-                times[name].seconds.append(seconds(start, end))
-                times[name].in_kernels.append(sum(seconds(*call) for call in kernel.calls))
-    return times
+
+    def timed(job: Callable[[], object]) -> Sample:
+        kernel.calls, kernel.pairs = [], 0
+        start = mark(case.device)
+        job()
+        took = seconds(start, mark(case.device))
+        in_kernels = sum(seconds(*call) for call in kernel.calls)
+        return Sample(took, in_kernels, len(kernel.calls), kernel.pairs)
+
+    ways = {name: partial(timed, job) for name, job in make_jobs(case, kernel).items()}
+    return in_turns(ways, repetitions)
 
 
-def rows(case: Case, times: Mapping[tuple[str, str], Times]) -> Iterator[Row]:
+def rows(case: Case, times: Times) -> Iterator[Row]:
     """Yield the comparisons of one case."""
     for phase, what, against in COMPARISONS:
-        ours, theirs = times[phase, what], times[phase, against]
+        pairs = [*zip(times[phase, what], times[phase, against], strict=True)]
+        ours, theirs = pairs[0]
         work = ours.pairs / theirs.pairs
-        ratios = [a / b / work for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
-        found, other = spread(ours.seconds), spread(theirs.seconds)
+        ratios = [a.seconds / b.seconds / work for a, b in pairs]
+        found, other = (spread([s.seconds for s in each]) for each in zip(*pairs, strict=True))
         yield {
             "benchmark": "tiles",
             **case.columns,
@@ -333,7 +271,7 @@ def rows(case: Case, times: Mapping[tuple[str, str], Times]) -> Iterator[Row]:
             "least_ratio": min(ratios),
             "largest_ratio": max(ratios),
             "ratio_of_least": found["least_s"] / other["least_s"] / work,
-            "in_kernels": median(k / s for k, s in zip(ours.in_kernels, ours.seconds, strict=True)),
+            "in_kernels": median(a.in_kernels / a.seconds for a, _ in pairs),
             "repetitions": len(ratios),
         }
 

@@ -21,7 +21,7 @@ from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
-from tests.tier import examples
+from tests.tier import examples, slow_if
 from tests.workers import WorkerPool
 
 LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
@@ -41,7 +41,7 @@ def check(cases: list[Case], ranks: int, workers: WorkerPool) -> None:
         assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_if([2], [1, 2, 3, 4]))
 def test_the_hard_masks_on_every_layout(workers: WorkerPool, ranks: int) -> None:
     turns = itertools.cycle(VARIANTS)
     cases = [

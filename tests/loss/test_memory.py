@@ -20,6 +20,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking
 from megatron_burst.loss.objective import Objective
 from tests.loss.oracle import OBJECTIVES
+from tests.tier import slow_if
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 
@@ -72,7 +73,7 @@ def unfused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 64), (torch.bfloat16, 4096)])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", slow_if(TOKENS[2:], TOKENS))
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_the_limit_holds(vocabulary: int, tokens: int, dtype: torch.dtype, hidden: int) -> None:
     size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": hidden, "dtype": dtype}

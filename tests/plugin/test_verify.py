@@ -131,6 +131,7 @@ def first_step(
     bounds: tuple[int, ...] | None = None,
 ) -> tuple[str, list[str]]:
     """Run a step and one more; return what was raised and what was logged."""
+    torch.manual_seed(0)  # the sinks of all ranks are one
     layers = Layers(team, dtype, **config)
     with log_of_verify() as lines, FAULTS[fault](layers):
         try:

@@ -24,7 +24,7 @@ import shaped_links as links  # noqa: E402
 import two_nodes  # noqa: E402
 from algorithms import Place, Sizes  # noqa: E402
 from page import read_csv, write_csv  # noqa: E402
-from two_nodes import GROUPED, SHORT, Ratio, Situation  # noqa: E402
+from situations import GROUPED, SHORT, SUITE, Ratio, Situation, slowest  # noqa: E402
 
 PAYLOAD_BYTES = 2_000_000
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -192,7 +192,7 @@ def test_without_root_the_script_says_so(
 
 def test_a_repetition_takes_as_long_as_its_slowest_rank() -> None:
     fast_then_slow, slow_then_fast = [(1.0, 5.0), (2.0, 7.0)], [(3.0, 4.0), (1.0, 8.0)]
-    assert two_nodes.slowest([fast_then_slow, slow_then_fast]) == [(3, 5, 8), (2, 8, 10)]
+    assert slowest([fast_then_slow, slow_then_fast]) == [(3, 5, 8), (2, 8, 10)]
 
 
 def launches(*steps: float) -> list[list[tuple[float, float, float]]]:
@@ -252,9 +252,9 @@ def test_only_what_can_run_is_run() -> None:
 
 def test_the_suite_measures_every_rate_and_target() -> None:
     for sizes in (SHORT, GROUPED):
-        rates = [s.mbit for s in two_nodes.SUITE if s.sizes == sizes]
+        rates = [s.mbit for s in SUITE if s.sizes == sizes]
         assert rates == [200, 400, 800, 2000, float("inf")]
-    assert sum(len(situation.targets) for situation in two_nodes.SUITE) == 7
+    assert sum(len(situation.targets) for situation in SUITE) == 7
 
 
 def test_ratios_by_link_rate(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""scripts/launch.slurm on a real Slurm, two nodes on this machine.
+"""scripts/launch.slurm on a real Slurm, two nodes on this machine. (slow tier)
 
-Fast, about 45 s: a training, a failed node. Slow: a killed node, a cancelled job, a time limit.
 Skipped, with the reason, where Slurm is not installed or cannot run.
 """
 
@@ -19,6 +18,8 @@ from tests.scripts.stand_ins import ROOT, Machine, gone, place
 from tests.slurm.cluster import NODES, SlurmCluster, SlurmError, links, slurm_cluster
 from tests.training.conftest import make_corpus
 from tests.training.launcher import BURST, MODEL, train
+
+pytestmark = pytest.mark.slow
 
 LAUNCH = str(ROOT / "scripts" / "launch.slurm")
 STEPS = 8
@@ -129,7 +130,6 @@ def test_two_nodes_have_the_losses_of_one_rank(
     compare(job, dict(read_scalars(job.output / "tensorboard")["lm loss"]), expected)
 
 
-@pytest.mark.slow
 def test_after_a_killed_node_the_losses_are_still_those_of_one_rank(
     cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -202,7 +202,6 @@ def test_a_job_that_never_made_a_step_fails_at_once(
     assert "launch: it failed before its first step" in job.log
 
 
-@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
     cluster: SlurmCluster, machine: Machine
 ) -> None:

@@ -1,4 +1,4 @@
-"""A rank that is killed ends the job, soon and entirely. (fast tier)"""
+"""A rank that is killed ends the job, soon and entirely. (slow tier)"""
 
 import os
 import signal
@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.training.launcher import BURST, command, environment
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path, data: tuple[str, ...]) -> None:
     log = tmp_path / "log.txt"
     flags = (*data, *BURST, "--context-parallel-size", "2", "--train-iters", "100000")

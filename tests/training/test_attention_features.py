@@ -1,7 +1,7 @@
-"""20 steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
+"""Steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
 
 Each feature starts from a checkpoint of one rank. Where Megatron's own attention has the feature on
-a CPU, the checkpoint is its own, so that ours loads it, and it takes the same 20 steps.
+a CPU, the checkpoint is its own, so that ours loads it, and it takes the same steps.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import BURST, Log, largest_difference, outcome, report, train
+from tests.tier import slow_if
+from tests.training.launcher import (
+    BURST,
+    STEPS,
+    Log,
+    allowed,
+    largest_difference,
+    outcome,
+    report,
+    train,
+)
 
-STEPS = range(1, 21)
-FLOAT32_TOLERANCE = 1e-4
+FLOAT32_TOLERANCE = allowed(1e-4)
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 CP4 = "--context-parallel-size 4"
@@ -55,14 +64,6 @@ def trained(
     return train_once
 
 
-SLOW = {
-    "hybrid in Megatron's groups",
-    "MLA, query backward",
-    "learnable sinks, hybrid",
-    "hybrid with copied kv heads",
-    "learnable sinks",
-    "off-by-one",
-}
 CASES = {
     "hybrid of 2 x a ring of 2": ("", 4, f"{CP4} {HYBRID}"),
     "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),
@@ -80,9 +81,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+SLOW = {case for case in CASES if case not in ("MLA", "learnable sinks, hybrid")}
+
+
+@pytest.mark.parametrize("case", slow_if(SLOW, CASES))
 def test_losses_and_gradient_norms_equal_those_of_one_rank(
     trained: Callable[..., Log], case: str
 ) -> None:
@@ -91,7 +93,10 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     report(case, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("model", [SINKS, "--softmax-type off-by-one"])
+OFF_BY_ONE = "--softmax-type off-by-one"
+
+
+@pytest.mark.parametrize("model", slow_if({OFF_BY_ONE}, [SINKS, OFF_BY_ONE]))
 def test_sinks_equal_megatrons_own(trained: Callable[..., Log], model: str) -> None:
     found, expected = trained(BURST, model, 1, ""), trained(STOCK, model, 1, "")
     report(model, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
@@ -112,6 +117,7 @@ def test_ours_beside_an_attention_of_the_users_own(tmp_path: Path, data: tuple[s
     assert status != "0" and "layer 2 has SoftCappedAttention for its core attention" in text
 
 
+@pytest.mark.slow
 def test_deterministic_mode_gives_the_same_bits(
     tmp_path: Path, trained: Callable[..., Log], data: tuple[str, ...]
 ) -> None:

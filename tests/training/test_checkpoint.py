@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from tests.training.launcher import BURST, largest_difference, report, train
+import pytest
+
+from tests.training.launcher import BURST, HALF, STEPS, allowed, largest_difference, report, train
 
 
 def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
@@ -10,26 +12,36 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
 ) -> None:
     flags = (*data, *BURST, "--calculate-per-token-loss")
     checkpoint = str(tmp_path / "checkpoint")
-    cp4 = ("--context-parallel-size", "4", "--save", checkpoint, "--save-interval", "10")
+    cp4 = ("--context-parallel-size", "4", "--save", checkpoint, "--save-interval", str(HALF))
     uninterrupted = train(tmp_path / "cp4", 4, *flags, *cp4)
     for ranks in (2, 1):
         resumed = train(
             tmp_path / f"cp{ranks}",
             ranks,
             *flags,
-            *("--context-parallel-size", str(ranks), "--load", checkpoint, "--ckpt-step", "10"),
+            *(
+                "--context-parallel-size",
+                str(ranks),
+                "--load",
+                checkpoint,
+                "--ckpt-step",
+                str(HALF),
+            ),
         )
-        assert sorted(resumed.losses) == list(range(11, 21))
-        difference = largest_difference(resumed, uninterrupted, range(11, 21))
-        report(f"burst CP 4 -> CP {ranks}", difference, 1e-4)
+        assert sorted(resumed.losses) == list(STEPS[HALF:])
+        difference = largest_difference(resumed, uninterrupted, STEPS[HALF:])
+        report(f"burst CP 4 -> CP {ranks}", difference, allowed(1e-4))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_megatrons_own_attention_resumes_under_burst(
     tmp_path: Path, data: tuple[str, ...]
 ) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     flags = (*data, "--calculate-per-token-loss")
-    stock = train(tmp_path / "stock", 1, *flags, "--save", checkpoint, "--save-interval", "10")
-    resume = ("--context-parallel-size", "2", "--load", checkpoint, "--ckpt-step", "10")
+    stock = train(tmp_path / "stock", 1, *flags, "--save", checkpoint, "--save-interval", str(HALF))
+    resume = ("--context-parallel-size", "2", "--load", checkpoint, "--ckpt-step", str(HALF))
     burst = train(tmp_path / "burst", 2, *flags, *BURST, *resume)
-    report("stock CP 1 -> burst CP 2", largest_difference(burst, stock, range(11, 21)), 1e-4)
+    report(
+        "stock CP 1 -> burst CP 2", largest_difference(burst, stock, STEPS[HALF:]), allowed(1e-4)
+    )

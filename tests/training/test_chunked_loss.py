@@ -1,13 +1,14 @@
-"""20 steps with the chunked LM head loss equal 20 steps with Megatron's own. (fast tier)"""
+"""Steps with the chunked LM head loss equal steps with Megatron's own. (fast tier)"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import BURST, Log, largest_difference, report, train
+from tests.tier import slow_if
+from tests.training.launcher import BURST, HALF, Log, allowed, largest_difference, report, train
 
-TOLERANCE = 1e-5
+TOLERANCE = allowed(1e-5)
 PER_TOKEN = "--calculate-per-token-loss"
 CHUNKED = ("--lm-head-loss", "chunked")
 IN_CHUNKS = (*CHUNKED, "--lm-head-chunk-size", "100")  # of 256 tokens
@@ -18,12 +19,16 @@ CASES = {
     "CP 2": (2, "--context-parallel-size 2"),
     "TP 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
+    "TP 2 x PP 2, sequence parallel": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
     "DP 2, distributed optimizer, overlap": (2, OVERLAP),
     "accumulation over 4 micro-batches": (1, "--global-batch-size 8"),
 }
 
 
-SLOW = ("CP 2", "accumulation over 4 micro-batches")  # longer than what they add to the others
+SLOW = {key for key in CASES if key not in ("alone", "TP 2 x PP 2, sequence parallel")}
 
 
 def losses_differ(found: Log, expected: Log) -> float:
@@ -38,9 +43,7 @@ def check(case: str, found: Log, expected: Log) -> None:
     report(f"{case}, with gradient norms", difference, 10 * TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_if(SLOW, CASES))
 def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], case: str) -> None:
     ranks, flags = CASES[case]
     expected = runs(ranks, PER_TOKEN, *flags.split())
@@ -49,7 +52,11 @@ def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], cas
     check(case, found, expected)
 
 
-@pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
+@pytest.mark.parametrize(
+    "per_token",
+    [(PER_TOKEN,), pytest.param((), marks=pytest.mark.slow)],
+    ids=["per token", "mean of means"],
+)
 def test_masked_losses(
     masked_run: Callable[..., Log],
     per_token: tuple[str, ...],
@@ -84,12 +91,12 @@ def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, 
     """
     flags = (*data, *BURST, PER_TOKEN, "--untie-embeddings-and-output-weights", *OVERLAP.split())
     flags += ("--ddp-bucket-size", "4000", "--split", "90,10,0", "--eval-iters", "1")
-    flags += ("--eval-interval", "10")
+    flags += ("--eval-interval", str(HALF))
     expected = train(tmp_path / "megatron", 2, *flags)
     found = train(tmp_path / "chunked", 2, *flags, *IN_CHUNKS)
     check("untied, overlap", found, expected)
     evaluated = [_validation_losses(log) for log in (found, expected)]
-    assert len(evaluated[0]) == 3  # at steps 10 and 20, and at the end
+    assert len(evaluated[0]) == 3  # in the middle, after the last step, and at the end
     assert evaluated[0] == pytest.approx(evaluated[1], rel=TOLERANCE)
 
 
@@ -98,6 +105,7 @@ def _validation_losses(log: Log) -> list[float]:
     return [float(line.split("lm loss value:")[1].split()[0]) for line in lines]
 
 
+@pytest.mark.slow
 def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None:
     """--lm-head-loss needs no other flag of ours."""
     expected = train(tmp_path / "megatron", 1, *start, PER_TOKEN)
@@ -105,6 +113,7 @@ def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None
     check("Megatron's attention", found, expected)
 
 
+@pytest.mark.slow
 def test_width_scaled_logits(tmp_path: Path, data: tuple[str, ...]) -> None:
     flags = (*data, *BURST, PER_TOKEN, "--use-mup", "--mup-base-hidden-size", "16")
     flags += ("--train-iters", "5")
@@ -135,7 +144,10 @@ def test_more_layouts_of_ranks(runs: Callable[..., Log], ranks: int, flags: str)
     check(flags, found, expected)
 
 
-def test_bfloat16(runs: Callable[..., Log], head: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_bfloat16(runs: Callable[..., Log]) -> None:
     """Half a unit in the last place of a bfloat16, as between numbers of ranks."""
-    difference = losses_differ(runs(1, PER_TOKEN, "--bf16", *head), runs(1, PER_TOKEN, "--bf16"))
+    difference = losses_differ(
+        runs(1, PER_TOKEN, "--bf16", *IN_CHUNKS), runs(1, PER_TOKEN, "--bf16")
+    )
     report("bfloat16", difference, 2**-8)

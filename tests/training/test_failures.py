@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tier import slow_if
 from tests.training.faults import (
     MODULE,
     TRACKER,
@@ -31,7 +32,7 @@ def check_one_report(text: str, *parts: str) -> None:
         assert re.search(part, report), report
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", slow_if({"backward"}, ["forward", "backward"]))
 def test_a_planted_nan_is_named(tmp_path: Path, data: tuple[str, ...], where: str) -> None:
     flags = (*data, *TWO, "--burst-check-nan", f"3:1:{where}")
     status, text = outcome("tests.training.planted_nan", tmp_path, 2, *flags)

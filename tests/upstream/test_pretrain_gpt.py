@@ -1,8 +1,8 @@
 """Megatron-LM's own pretrain_gpt.py trains as ours does, however it is started. (needs a checkout)
 
 MEGATRON_LM_PATH names a checkout of Megatron-LM, core_v0.19.0 or main of August 2026; it is copied,
-never changed. Every way runs 20 steps on two context-parallel ranks of the CPU, with the checkout's
-Megatron, and has the very losses and gradient norms of `python -m megatron_burst.pretrain_gpt`.
+never changed. Every way takes the same steps on two context-parallel ranks of the CPU, with the
+checkout's Megatron, and has the very losses and gradient norms of our own entry.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools.runlog import read_scalars
-from tests.training.launcher import MODEL, Log, environment
+from tests.training.launcher import MODEL, STEPS, Log, environment
 
 pytestmark = pytest.mark.timeout(1200)  # a checkout compiles its helpers first
 
@@ -50,7 +50,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Log]:
-    """Train 20 steps; equal calls share one run."""
+    """Train; equal calls share one run."""
     finished: dict[tuple[str, ...], Log] = {}
 
     def train_once(*command: str) -> Log:
@@ -99,8 +99,8 @@ def variables(checkout: Path) -> dict[str, str]:
 
 
 def check_equal(way: str, found: Log, expected: Log) -> None:
-    first, last = (expected.losses[step] for step in (1, 20))
-    print(f"{way}: 20 losses, {first:.6f} to {last:.6f}, and gradient norms equal to ours")
+    first, last = (expected.losses[step] for step in (1, STEPS[-1]))
+    print(f"{way}: losses, {first:.6f} to {last:.6f}, and gradient norms equal to ours")
     assert found.losses == expected.losses and found.grad_norms == expected.grad_norms
     assert last < first
 

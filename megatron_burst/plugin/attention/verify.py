@@ -54,27 +54,27 @@ class Verification:
         """Note that a layer has run forward and will run backward."""
         self._begun.add(layer)
 
-    def end(self, layer: int, context: BurstContext) -> None:
-        """Note that a layer has run backward; after the last one report.
+    def settle(self, context: BurstContext) -> None:
+        """Report what was found, unless a backward is to be waited for.
 
         Raises:
             VerificationError: on every rank of the context-parallel group, if anything is wrong.
         """
-        self._begun.discard(layer)
-        self.settle(context)
-
-    def settle(self, context: BurstContext) -> None:
-        """Report what was found, unless a backward is to be waited for; as `end`."""
         if not self.is_over and not self._begun and self._findings:
             self.is_over = True
             self._report(context)
 
-    def add(self, layer: int, findings: Sequence[Finding]) -> None:
-        """Take what was found in a layer on this rank."""
+    def add(
+        self, layer: int, context: BurstContext, is_backward: bool, findings: Sequence[Finding]
+    ) -> None:
+        """Take what was found in a layer on this rank; after the last backward report."""
         self._findings.setdefault(layer, []).extend(findings)
         for finding in findings:
             if finding.where:  # should something else end the job before the report
                 logger.warning("burst verify: layer %d, %s", layer, finding)
+        if is_backward:
+            self._begun.discard(layer)
+            self.settle(context)
 
     def add_positions(self, what: str, wrong: str) -> None:
         """Take whether positions were right, an empty text, or how they were wrong."""
@@ -155,7 +155,7 @@ class LayerCheck:
                 context,
                 self._visibility(q.shape[1] * context.ranks, *asked),
                 q.shape[3] ** -0.5 if self._scale is None else self._scale,
-                functools.partial(self._take, context),
+                functools.partial(self._verification.add, self._layer, context),
                 sink=sink,
                 **more,
             )
@@ -164,11 +164,6 @@ class LayerCheck:
             return out
 
         return checked
-
-    def _take(self, context: BurstContext, is_backward: bool, findings: Sequence[Finding]) -> None:
-        self._verification.add(self._layer, findings)
-        if is_backward:
-            self._verification.end(self._layer, context)
 
     def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:
         return Visibility(

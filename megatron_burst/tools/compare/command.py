@@ -99,8 +99,8 @@ def _parser() -> options.Parser:
     return parser
 
 
-def job_of(args: argparse.Namespace, flags: Sequence[str]) -> tuple[Job, list[str]]:
-    """Return the sizes that the flags give, and the flags without the context-parallel size.
+def job_of(args: argparse.Namespace, flags: Sequence[str]) -> Job:
+    """Return the sizes that the flags give.
 
     Raises:
         ValueError: a flag is set by the comparison itself, or sizes do not fit.
@@ -108,31 +108,31 @@ def job_of(args: argparse.Namespace, flags: Sequence[str]) -> tuple[Job, list[st
     names = {flag.split("=")[0] for flag in flags}
     if taken := sorted(names & set(_OURS)):
         raise ValueError(f"{', '.join(taken)}: the comparison sets it itself; drop it")
+    ranks = args.ranks or gpus()
+    if not ranks:
+        raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
+    given = _sizes().parse_known_args(flags)[0]
+    tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+    return Job(
+        ranks=ranks,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=given.context_parallel_size or max(ranks // (tensor * pipeline), 1),
+        heads=given.num_attention_heads,
+        kv_heads=given.num_query_groups if given.group_query_attention else None,
+        ranks_per_node=args.gpus_per_node,
+        without_megatrons=_why_no_megatron(),
+    )
+
+
+def _sizes() -> argparse.ArgumentParser:
     sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size"):
         sizes.add_argument(f"--{name}", type=int, default=1)
     for name in ("context-parallel-size", "num-attention-heads", "num-query-groups"):
         sizes.add_argument(f"--{name}", type=int)
     sizes.add_argument("--group-query-attention", action="store_true")
-    given, _ = sizes.parse_known_args(flags)
-    size = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    size.add_argument("--context-parallel-size")
-    _, others = size.parse_known_args(flags)
-    model = given.tensor_model_parallel_size * given.pipeline_model_parallel_size
-    ranks = args.ranks or gpus()
-    if not ranks:
-        raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
-    job = Job(
-        ranks=ranks,
-        tensor=given.tensor_model_parallel_size,
-        pipeline=given.pipeline_model_parallel_size,
-        context=given.context_parallel_size or max(ranks // model, 1),
-        heads=given.num_attention_heads,
-        kv_heads=given.num_query_groups if given.group_query_attention else None,
-        ranks_per_node=args.gpus_per_node,
-        without_megatrons=_why_no_megatron(),
-    )
-    return job, others
+    return sizes
 
 
 def _why_no_megatron() -> str:
@@ -207,7 +207,7 @@ def _setup(args: argparse.Namespace) -> _Setup:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
         toy, entropy = make_toy(output / "corpus", args.input)
         flags = [*toy, *flags]
-    job, flags = job_of(args, flags)
+    job = job_of(args, flags)
     patterns = [name.strip() for name in args.variants.split(",") if name.strip()]
     series = Series(
         output,

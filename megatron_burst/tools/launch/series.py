@@ -68,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--methods", ", ".join(METHODS))
     add("--ablations", ", ".join(ABLATIONS))
     add("--launcher", 'what starts a run (default: "launch local" of this Python)', "")
-    more = {"action": "append", "default": [], "metavar": "NAME=FLAGS"}
-    parser.add_argument("--define", help="another method or ablation; again for more", **more)
+    text = "another method or ablation; may be given again"
+    parser.add_argument("--define", action="append", default=[], metavar="NAME=FLAGS", help=text)
     text = "print the combinations and which have finished, run nothing"
     parser.add_argument("--list", action="store_true", help=text)
 
