@@ -267,7 +267,7 @@ class Reference:
 
     def _noisy(self, x: Tensor, size: Tensor | float) -> Tensor:
         noise = torch.randn(x.shape, generator=self._noises, device=x.device, dtype=x.dtype)
-        return x + size * noise
+        return x + size / MARGIN * noise  # of what it leads to the margin is taken
 
     def _grain(self, head: int, k: Tensor) -> float:
         """How far arithmetic in float32 may shift a score of this rank's queries."""
