@@ -123,7 +123,7 @@ def _free_port() -> int:
 
 def allowed(after_20_steps: float) -> float:
     """What may differ after as many steps as this run takes: roundings grow with them."""
-    return after_20_steps if is_thorough() else after_20_steps / 5
+    return after_20_steps if is_thorough() else after_20_steps / 10
 
 
 def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float:
