@@ -29,11 +29,10 @@ gradient_return | 4 | {results}/cpu_gradient_return.md | scripts/bench/accuracy.
 loss | 3 | {results}/cpu_loss.md docs/loss-memory.svg | scripts/bench/loss.py ; scripts/bench/plot.py {results}/cpu_loss.csv --output docs/loss-memory.svg
 recompute | 3 | {results}/cpu_recompute.md docs/recompute.svg | scripts/bench/recompute.py ; scripts/bench/plot.py {results}/cpu_recompute.csv --output docs/recompute.svg
 tiles | 22 | {results}/cpu_tiles.md | scripts/bench/tiles.py
-attention | 6 | {results}/cpu_attention.md docs/attention.svg | scripts/bench/attention.py ; scripts/bench/plot.py {results}/cpu_attention.csv --output docs/attention.svg
+attention | 6 | {results}/cpu_attention.md | scripts/bench/attention.py
 two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
 planner | 1 | docs/planner.md docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
-end_to_end | 18 | {results}/cpu_end_to_end.md docs/end-to-end.svg | scripts/bench/end_to_end.py ; scripts/bench/plot.py {results}/cpu_end_to_end.csv --output docs/end-to-end.svg
-compare | 5 | docs/compare-loss.svg | -m megatron_burst compare --toy --output {runs}/compare ; cp {runs}/compare/compare.svg docs/compare-loss.svg ; rm -r {runs}/compare
+end_to_end | 18 | {results}/cpu_end_to_end.md | scripts/bench/end_to_end.py
 END
 }
 

@@ -24,18 +24,11 @@ MIB = 2**20
 # Text stays text, and equal figures make equal files.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}
 COLORS = {"ring": "0.45", "burst": "#1667ad", "allgather": "#d1620a", "ulysses": "#8b3fb0"}
-LINES: Mapping[str, tuple[str, str]] = {  # color and style of an algorithm
-    "ring flat": (COLORS["ring"], "-"),
-    "ring double": (COLORS["ring"], "--"),
-    "ring hybrid": (COLORS["ring"], ":"),
-    "burst query flat": ("#26803a", "-"),
-    "burst query double": ("#26803a", "--"),
-    "burst kv flat": ("#c02c5e", "-"),
-    "burst kv double": ("#c02c5e", "--"),
-    "burst hybrid": (COLORS["burst"], ":"),
-    "burst auto": (COLORS["burst"], "-"),
-    "allgather": (COLORS["allgather"], "-"),
-    "ulysses": (COLORS["ulysses"], "-"),
+SHOWN = {  # of two nodes, beside the flat ring
+    "burst auto": COLORS["burst"],
+    "ring double": "#26803a",
+    "allgather": COLORS["allgather"],
+    "ulysses": COLORS["ulysses"],
 }
 
 type Rows = Sequence[Mapping[str, str]]
@@ -104,86 +97,25 @@ def recompute(rows: Rows, figure: Figure) -> None:
 
 
 def two_nodes(rows: Rows, figure: Figure) -> None:
-    """Step over that of the flat ring against the rate of a card; a panel for each share of KV."""
+    """Step over that of the flat ring against the rate of a NIC; of several tensors the first."""
     rows = [row for row in rows if row["phase"] == "step" and float(row["mbit"])]
-    groups = ("tokens", "heads", "kv_heads")
-    several = [
-        key
-        for key in dict.fromkeys(tuple(row[name] for name in groups) for row in rows)
-        if len(unique((r for r in rows if tuple(r[name] for name in groups) == key), "mbit")) > 1
-    ]
-    if not several:
+    key = [rows[0][name] for name in ("tokens", "heads", "kv_heads")]
+    rows = [row for row in rows if [row["tokens"], row["heads"], row["kv_heads"]] == key]
+    rates = sorted(unique(rows, "mbit"), key=float)
+    if len(rates) < 2:
         raise ValueError("no tensors were measured at several link rates; run it with --suite")
-    for axes, key in zip(panels(figure, len(several)), several, strict=True):
-        some = [row for row in rows if tuple(row[name] for name in groups) == key]
-        rates = sorted(unique(some, "mbit"), key=float)
-        for name in unique(some, "algorithm"):
-            line = {row["mbit"]: float(row["ratio"]) for row in some if row["algorithm"] == name}
-            color, style = LINES[name]
-            width = 2.6 if name == "burst auto" else 1.5
-            heights = [line[rate] for rate in rates]
-            axes.plot(heights, style, color=color, label=name, marker="o", ms=3.5, lw=width)
-        alone = {
-            r["mbit"]: float(r["kernels_share"]) for r in some if r["algorithm"] == "ring flat"
-        }
-        heights, label = [alone[rate] for rate in rates], "kernels of ring flat"
-        axes.plot(heights, "-.", color="0.75", label=label, marker="o", ms=3.5, lw=1.5)
-        names = ["no limit" if math.isinf(float(rate)) else rate for rate in rates]
-        axes.set_xticks(range(len(rates)), names)
-        axes.set_xlabel("Mbit/s of a rank's card to the other node")
-        axes.set_title("{} tokens a rank, {} heads, {} KV heads".format(*key), fontsize="medium")
-    figure.axes[0].set_ylabel("time of a step over the flat ring's")
-    shared_legend(figure)
-
-
-def attention(rows: Rows, figure: Figure) -> None:
-    """Step over that of the flat ring, by mask, algorithm and share of KV, on the most ranks."""
-    most = max(int(row["ranks"]) for row in rows)
-    longest = max(int(row["tokens"]) for row in rows)
-    rows = [
-        row
-        for row in rows
-        if (row["phase"], int(row["ranks"]), int(row["tokens"])) == ("step", most, longest)
-    ]
-    names = unique(rows, "algorithm")[::-1]
-    heads = list(dict.fromkeys((row["heads"], row["kv_heads"]) for row in rows))
-    masks = unique(rows, "mask")
-    for axes, mask in zip(panels(figure, len(masks)), masks, strict=True):
-        for index, (query, kv) in enumerate(heads):
-            points = [
-                (float(row["ratio"]), names.index(row["algorithm"]))
-                for row in rows
-                if (row["mask"], row["heads"], row["kv_heads"]) == (mask, query, kv)
-            ]
-            label = f"{query} heads, {kv} KV heads"
-            axes.plot(*zip(*points, strict=True), "osD^"[index % 4], label=label, alpha=0.8)
-        axes.axvline(1, color="0.4", linewidth=0.8)
-        axes.set_yticks(range(len(names)), names)
-        axes.set_title(mask, fontsize="medium")
-    figure.supxlabel(
-        f"time of a step over the flat ring's: {most} ranks, {longest} tokens a rank",
-        fontsize="medium",
-    )
-    shared_legend(figure)
-
-
-def end_to_end(rows: Rows, figure: Figure) -> None:
-    """Time of a step and peak memory, case by case."""
-    time, memory = panels(figure, 2)
-    cases = [row["case"] for row in rows]
-    colors = [COLORS.get(row["variant"].split()[0], "0.75") for row in rows]
-    middle, least, largest = (
-        [1e3 * float(row[name]) for row in rows] for name in ("median_s", "least_s", "largest_s")
-    )
-    spread = [
-        [m - n for m, n in zip(middle, least, strict=True)],
-        [n - m for m, n in zip(middle, largest, strict=True)],
-    ]
-    time.barh(cases, middle, xerr=spread, color=colors, capsize=3)
-    time.invert_yaxis()
-    time.set_xlabel("ms a step, least to most of the rounds")
-    memory.barh(cases, [float(row["peak_memory_bytes"]) / 2**30 for row in rows], color=colors)
-    memory.set_xlabel("peak memory, GiB")
+    axes = figure.subplots()
+    axes.axhline(1, color=COLORS["ring"], label="ring flat")
+    for name, color in SHOWN.items():
+        line = {row["mbit"]: float(row["ratio"]) for row in rows if row["algorithm"] == name}
+        if line:
+            axes.plot([line[rate] for rate in rates], "o-", color=color, label=name)
+    axes.set_xticks(range(len(rates)), ["no limit" if math.isinf(float(r)) else r for r in rates])
+    axes.set_xlabel("Mbit/s between the two nodes, a rank")
+    axes.set_ylabel("time of a step over the flat ring's")
+    axes.set_title("{} tokens a rank, {} heads, {} KV heads".format(*key), fontsize="medium")
+    axes.set_ylim(0)
+    axes.legend(fontsize="small")
 
 
 class Picture(NamedTuple):
@@ -194,9 +126,7 @@ class Picture(NamedTuple):
 PICTURES: Mapping[str, Picture] = {
     "loss": Picture(loss, (8, 4.9)),
     "recompute": Picture(recompute, (7, 4.5)),
-    "two_nodes": Picture(two_nodes, (10, 4.9)),
-    "attention": Picture(attention, (12, 4.6)),
-    "end_to_end": Picture(end_to_end, (10, 4.6)),
+    "two_nodes": Picture(two_nodes, (7, 4.5)),
 }
 
 
