@@ -10,7 +10,7 @@ Sets up the environment, makes a corpus from Python's own standard library, and 
 small GPT on the same tokens with burst attention on four context-parallel ranks and on one. The
 report compares the two losses step by step and is left in DIR with both logs. Again, it keeps what
 has finished.
-  --steps N      training steps (default 120)
+  --steps N      training steps (default 100)
   --output DIR   where everything goes (default: runs/quickstart in the repository)
   --input PATH   train on this text, directory or JSONL file instead; may be given again
 Every other flag is passed to both trainings and wins over the script's own.
@@ -22,7 +22,7 @@ still shows context parallelism, on the CPU.
 END
 }
 
-steps=120
+steps=100
 output=""
 inputs=()
 flags=()

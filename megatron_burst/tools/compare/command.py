@@ -263,8 +263,8 @@ def _compare(words: Sequence[str], setup: _Setup, console: Console) -> Compariso
     for name, cells in rows(comparison).items():
         table.add_row(name, *cells)
     console.print(table)
-    left = [result.name for result in results if result.status == LEFT_OUT]
-    console.print(f"not run, with the reasons on the page: {', '.join(left) or 'none'}")
+    if left := [result.name for result in results if result.status == LEFT_OUT]:
+        console.print(f"{len(left)} variants were not run; the page says why")
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")
