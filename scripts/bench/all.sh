@@ -31,7 +31,7 @@ recompute | 3 | {results}/cpu_recompute.md docs/recompute.svg | scripts/bench/re
 tiles | 22 | {results}/cpu_tiles.md | scripts/bench/tiles.py
 attention | 6 | {results}/cpu_attention.md | scripts/bench/attention.py
 two_nodes | 40 | {results}/cpu_two_nodes.md docs/two-nodes.svg | scripts/bench/two_nodes.py --suite ; scripts/bench/plot.py {results}/cpu_two_nodes.csv --output docs/two-nodes.svg
-planner | 1 | docs/planner.md docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
+planner | 1 | docs/planner.md docs/planner.csv docs/planner.svg | scripts/docs/planner.py --write docs/planner.md
 end_to_end | 18 | {results}/cpu_end_to_end.md | scripts/bench/end_to_end.py
 END
 }

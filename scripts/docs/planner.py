@@ -6,6 +6,7 @@ python scripts/docs/planner.py --fit                 # the constants of configs/
 """
 
 import argparse
+import csv
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from megatron_burst.tools.plan.configs import Configs
 _COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
 BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
 END = "<!-- end of predictions -->"
+COLUMNS = ("row", "code", "unit", "measured", "predicted", "fitted")
 _MARKS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
 
 
 def write_page(configs: Configs, page: Path) -> None:
-    """Replace what stands between the markers of `page`, and draw `page` with the ending .svg.
+    """Replace what stands between the markers of `page`; beside it lie its .csv and its .svg.
 
     Raises:
         ValueError: the page does not have both markers.
@@ -36,36 +38,22 @@ def write_page(configs: Configs, page: Path) -> None:
     if not (found and ended):
         raise ValueError(f"{page} has no lines {BEGIN} and {END}")
     rows = validation.rows_of(configs)
-    speed = validation.compare_speed(configs, rows)
-    memory = validation.compare_memory(configs, rows)
-    shares = validation.compare_two_nodes(configs)
-    parts = [
-        *(f"* {line}" for line in validation.messages(configs, rows)),
-        "",
-        *_section("Speed: tokens a second and GPU, of attention alone TFLOP/s", speed),
-        *_section("Memory, GiB", memory),
-        *_shares(shares),
-    ]
-    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{tail}")
-    draw([*speed, *memory], page.with_suffix(".svg"))
+    of_gpus = [*validation.compare_speed(configs, rows), *validation.compare_memory(configs, rows)]
+    lines = [f"* {line}" for line in validation.messages(configs, rows)]
+    table = page.with_suffix(".csv")
+    lines.append(f"* every row, measured and predicted: [{table.name}]({table.name})")
+    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}")
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(map(csv_row, [*of_gpus, *validation.compare_two_nodes(configs)]))
+    draw(of_gpus, page.with_suffix(".svg"))
 
 
-def _section(title: str, found: list[Compared]) -> list[str]:
-    lines = [f"### {title}", "", "| row | measured | predicted | error |", "|---|---|---|---|"]
-    for each in found:
-        error = "fitted" if each.fitted else f"{each.error:+.1%}"
-        code = f" ({each.code})" if each.code else ""
-        lines.append(f"| {each.id}{code} | {each.measured:g} | {each.predicted:.1f} | {error} |")
-    return [*lines, ""]
-
-
-def _shares(found: list[Compared]) -> list[str]:
-    title = "### Two nodes of this project's machine: the share of a step that is not kernels"
-    lines = [title, "", "| row | measured | predicted | points |", "|---|---|---|---|"]
-    for each in found:
-        points = 100 * (each.predicted - each.measured)
-        lines.append(f"| {each.id} | {each.measured:.0%} | {each.predicted:.0%} | {points:+.1f} |")
-    return [*lines, ""]
+def csv_row(each: Compared) -> list[str]:
+    """What COLUMNS names."""
+    fitted = "fitted" if each.fitted else ""
+    return [each.id, each.code, each.unit, f"{each.measured:.5g}", f"{each.predicted:.5g}", fitted]
 
 
 def draw(found: Iterable[Compared], path: Path) -> None:
@@ -99,7 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="all rows, and PAGE's picture")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="with all rows in a CSV and a picture"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the constants again; print them")
     args = parser.parse_args(argv)
     configs = Configs.read()
