@@ -288,7 +288,7 @@ def test_ratios_by_link_rate(tmp_path: Path) -> None:
     write_csv(tmp_path / "rates.csv", rows, origin)
     plot.draw(tmp_path / "rates.csv", tmp_path / "rates.svg")
     picture = (tmp_path / "rates.svg").read_text()
-    for text in ("no limit", "burst auto", "512 tokens a rank, 8 heads, 2 KV heads"):
+    for text in ("no limit", "burst auto", "512 tokens a rank, 8 heads, 8 KV heads"):
         assert text in picture
 
 
