@@ -42,13 +42,13 @@
 # which the first node is reached, found on every node by itself. Set it if that is the slow
 # management network; a name's beginning (eth) stands for all such devices.
 # : "${NCCL_SOCKET_IFNAME:=eth0}" "${GLOO_SOCKET_IFNAME:=eth0}"
-# The InfiniBand or RoCE cards for NCCL. Default: all active ports of the highest rate, so that a card
+# The InfiniBand or RoCE NICs for NCCL. Default: all active ports of the highest rate, so that a NIC
 # for storage is not used.
 # : "${NCCL_IB_HCA:==mlx5_0:1,mlx5_1:1}"
 # RoCE only: which address of the card. NCCL finds RoCE v2 by itself since 2.21; older ones need 3 on
 # most sites (show_gids lists them).
 # : "${NCCL_IB_GID_INDEX:=3}"
-# Where NCCL hangs or is slow: INFO says which network and cards it took.
+# Where NCCL hangs or is slow: INFO says which network and NICs it took.
 # : "${NCCL_DEBUG:=WARN}"
 # How many requests of a GPU may wait at once. Default: 1, which Megatron asks for on GPUs older than
 # Blackwell, so that communication starts before the computation that hides it.

@@ -33,11 +33,21 @@ def _section(title: str) -> str:
     return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text())
-    missing = [t for t in targets if not (ROOT / page).parent.joinpath(t).is_file()]
-    assert not missing
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text())
+    wrong = []
+    for target, heading in links:
+        file = (ROOT / page).parent / target if target else ROOT / page
+        if not file.is_file() or (heading and heading not in anchors(file)):
+            wrong.append(f"{target}#{heading}")
+    assert not wrong
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:

@@ -99,11 +99,6 @@ def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
     return sizes[item.kind] * item.part.length // local_tokens
 
 
-def pairs_computed(plan: Plan) -> int:
-    """Return how many visible (query, key) pairs the plan's rank computes, per head."""
-    return sum(tile.pairs for tile in plan.tiles)
-
-
 def visible_pairs(mask: Mask, tokens: int) -> int:
     """Return how many (query, key) pairs of a sequence the mask lets through."""
     return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))

@@ -14,7 +14,7 @@ from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plans.cost import Shape, bytes_sent, pairs_computed
+from megatron_burst.plans.cost import Shape, bytes_sent
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.recompute import boundary, first_saved_row
@@ -145,7 +145,7 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
     replies = workers.run(4, counted, place, masking, fraction)
     for rank, reply in enumerate(replies):
         again, backward = early.plans(rank).forward, whole.plans(rank).backward
-        assert reply["pairs"] == pairs_computed(again)
+        assert reply["pairs"] == sum(tile.pairs for tile in again.tiles)
         assert reply["sent"] == sum(bytes_sent(p, sizes, LOCAL) for p in (again, backward))
         rows = LOCAL - first_saved_row(layout, rank, stop)
         assert reply["kept"] == rows * HEADS * (DIM + 1) * 4
@@ -161,7 +161,7 @@ def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_byte
         return [choice.plans(rank).forward for rank in range(4)]
 
     early, whole = plans(Mask(True, query_stop=256)), plans(Mask.causal())
-    pairs = [sum(map(pairs_computed, p)) for p in (early, whole)]
+    pairs = [sum(tile.pairs for plan in p for tile in plan.tiles) for p in (early, whole)]
     assert pairs[0] / pairs[1] == pytest.approx(0.25, abs=0.01)
     for few, all_ in zip(early, whole, strict=True):
         assert bytes_sent(few, sizes, 128) <= bytes_sent(all_, sizes, 128) / 2
