@@ -51,7 +51,7 @@ plans/rings.py: attention/test_masks_on_rings.py -k plans_of_any_mask
 plans/direct.py: attention/test_masks_on_rings.py -k plans_of_any_mask
     distance + 1, self._end) => distance, self._end)
     interval.start <= union[-1].stop => interval.start < union[-1].stop
-plans/cost.py: plans/test_cost.py tools/test_bytes.py
+plans/cost.py: plans/test_cost.py tools/test_traffic.py
     nodes[hop.source] != nodes[hop.target] => True
     dims = self.head_dim + self.value_head_dim => dims = 2 * self.head_dim
 plans/planning.py: attention/test_masks_on_rings.py -k bytes_that_leave

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import Requirements
+from megatron_burst.kernels.protocol import TileCall
+from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
 
 
-class AtenFlashKernel:
+class AtenFlashKernel(DeclaredKernel):
     """FlashAttention-2 through ATen; needs no package beside torch.
 
     Its backward asks torch itself whether it has to be deterministic.
@@ -16,12 +16,10 @@ class AtenFlashKernel:
     name = "aten_flash"
     requirements = Requirements()
 
-    def reasons_against(self, request: Request) -> list[str]:
-        """Return why torch's FlashAttention cannot serve the request."""
-        reasons = self.requirements.reasons_against(request)
-        if not reasons and not torch.backends.cuda.is_flash_attention_available():
-            reasons.append("this torch was built without FlashAttention")
-        return reasons
+    def late_reasons(self) -> list[str]:
+        """Return why this torch has no FlashAttention."""
+        there = torch.backends.cuda.is_flash_attention_available()
+        return [] if there else ["this torch was built without FlashAttention"]
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""

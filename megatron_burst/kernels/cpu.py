@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import Requirements
+from megatron_burst.kernels.protocol import TileCall
+from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 
 
-class CpuKernel:
+class CpuKernel(DeclaredKernel):
     """Flash attention in torch's own CPU code; takes grouped kv heads without repeating them."""
 
     name = "cpu"
@@ -24,10 +24,6 @@ class CpuKernel:
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         largest_head=None,
     )
-
-    def reasons_against(self, request: Request) -> list[str]:
-        """Return why ATen's CPU kernel cannot serve the request."""
-        return self.requirements.reasons_against(request)
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""

@@ -1,30 +1,39 @@
 """cuDNN's fused attention as torch ships it, for NVIDIA GPUs."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import Requirements
+from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
 
 
-class CudnnKernel:
+class CudnnKernel(DeclaredKernel):
     """cuDNN's flash attention through ATen; needs no package beside torch."""
 
     name = "cudnn"
     requirements = Requirements(largest_head=128, one_head_size=False)
 
-    def reasons_against(self, request: Request) -> list[str]:
-        """Return why cuDNN cannot serve the request."""
-        reasons = []
+    def more_reasons(self, request: Request) -> Iterator[str]:
+        """Yield what of the request stands against cuDNN."""
         if torch.are_deterministic_algorithms_enabled():
-            reasons.append("its backward is not deterministic, and deterministic mode is on")
+            yield "its backward is not deterministic, and deterministic mode is on"
         if request.is_banded:
-            reasons.append("it is not asked for windows, and a tile's mask is a band")
+            yield "it is not asked for windows, and a tile's mask is a band"
         if request.has_documents:
-            reasons.append("it plans every new shape for long, and documents bring new ones")
-        return self.requirements.reasons_against(request, *reasons) or _version_reasons()
+            yield "it plans every new shape for long, and documents bring new ones"
+
+    def late_reasons(self) -> list[str]:
+        """Return why this torch's cuDNN does not serve."""
+        if not torch.backends.cudnn.is_available():
+            return ["this torch has no cuDNN"]
+        version = torch.backends.cudnn.version() or 0
+        if version >= _OLDEST:
+            return []
+        return [f"cuDNN {_dotted(version)} is older than {_dotted(_OLDEST)}"]
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
@@ -55,15 +64,6 @@ class CudnnKernel:
         )
         dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
         return dq, dk, dv
-
-
-def _version_reasons() -> list[str]:
-    if not torch.backends.cudnn.is_available():
-        return ["this torch has no cuDNN"]
-    version = torch.backends.cudnn.version() or 0
-    if version >= _OLDEST:
-        return []
-    return [f"cuDNN {_dotted(version)} is older than {_dotted(_OLDEST)}"]
 
 
 def _dotted(version: int) -> str:

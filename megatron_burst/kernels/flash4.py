@@ -1,25 +1,35 @@
 """FlashAttention-4 from the package flash-attn-4, for Hopper and Blackwell GPUs."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import Requirements
+from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
 _MLA = (192, 128)
 
 
-class Flash4Kernel:
+class Flash4Kernel(DeclaredKernel):
     """flash-attn 4: windows, soft caps, a deterministic backward and MLA's usual head sizes."""
 
     name = "flash4"
     requirements = Requirements(package=PACKAGE, gpus=(9, 11), one_head_size=False, soft_cap=True)
 
-    def reasons_against(self, request: Request) -> list[str]:
-        """Return why flash-attn 4 cannot serve the request."""
-        return self.requirements.reasons_against(request, *_head_size_reasons(request))
+    def more_reasons(self, request: Request) -> Iterator[str]:
+        """Yield what of the head sizes stands against flash-attn 4."""
+        k, v = sizes = request.head_dim, request.value_head_dim
+        if k != v and sizes != _MLA:
+            yield f"head sizes of K and V differ ({k} and {v}), and are not {_MLA[0]} and {_MLA[1]}"
+        if _is_hopper(request.device):
+            return
+        if max(sizes) > 128 and sizes not in (_MLA, (256, 256)):
+            yield f"head sizes {k} and {v} are not up to 128 on this GPU"
+        if sizes == (256, 256) and request.soft_cap is not None:
+            yield "it has no soft cap for head size 256 on this GPU"
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
@@ -58,18 +68,3 @@ class Flash4Kernel:
 def _is_hopper(device: torch.device) -> bool:
     on_gpu = device.type == "cuda" and torch.version.cuda is not None
     return on_gpu and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _head_size_reasons(request: Request) -> list[str]:
-    is_hopper = _is_hopper(request.device)
-    sizes = request.head_dim, request.value_head_dim
-    reasons = []
-    if sizes[0] != sizes[1] and sizes != _MLA:
-        reasons.append(
-            "head sizes of K and V differ ({} and {}), and are not {} and {}".format(*sizes, *_MLA)
-        )
-    if not is_hopper and max(sizes) > 128 and sizes not in (_MLA, (256, 256)):
-        reasons.append("head sizes {} and {} are not up to 128 on this GPU".format(*sizes))
-    if not is_hopper and sizes == (256, 256) and request.soft_cap is not None:
-        reasons.append("it has no soft cap for head size 256 on this GPU")
-    return reasons

@@ -1,7 +1,8 @@
 """What a kernel asks of a request, declared as data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,15 +29,8 @@ class Requirements:
     soft_cap: bool = False
     """Whether the kernel has soft caps."""
 
-    def reasons_against(self, request: Request, *more: str) -> list[str]:
-        """Return why the request, or `more` than that, stands against the kernel.
-
-        Only where nothing does is the package imported, which may take seconds.
-        """
-        reasons = [*self._reasons(request), *more]
-        return reasons or (self.package.import_reasons() if self.package else [])
-
-    def _reasons(self, request: Request) -> Iterator[str]:
+    def reasons_against(self, request: Request) -> Iterator[str]:
+        """Yield what stands against the kernel, before its package is imported."""
         if self.package:
             yield from self.package.reasons_against()
         yield from self._device_reasons(request)
@@ -64,3 +58,23 @@ class Requirements:
                 yield f"the GPU has compute capability {major}.{minor}, older than {oldest}.0"
             if newest is not None and major > newest:
                 yield f"the GPU has compute capability {major}.{minor}, newer than {newest}.x"
+
+
+class DeclaredKernel:
+    """What kernels share that declare their requirements."""
+
+    requirements: ClassVar[Requirements]
+
+    def reasons_against(self, request: Request) -> list[str]:
+        """Return why the kernel cannot serve the request, in the end whether it can be imported."""
+        reasons = [*self.requirements.reasons_against(request), *self.more_reasons(request)]
+        return reasons or self.late_reasons()
+
+    def more_reasons(self, request: Request) -> Iterable[str]:
+        """Yield what of the request stands against it beside the requirements."""
+        return ()
+
+    def late_reasons(self) -> list[str]:
+        """Return what may take seconds to find out, and is only asked if nothing else is wrong."""
+        package = self.requirements.package
+        return package.import_reasons() if package else []

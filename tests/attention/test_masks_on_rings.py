@@ -15,12 +15,12 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.simulator import simulate
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.plans.simulator import simulate
 from tests.tier import examples, slow_if
 from tests.workers import WorkerPool
 

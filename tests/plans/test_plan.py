@@ -16,10 +16,10 @@ from megatron_burst.plans.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.simulator import simulate
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 from tests.oracle import visible_pairs
+from tests.plans.simulator import simulate
 
 CHUNK = 4
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)

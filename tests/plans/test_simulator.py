@@ -9,9 +9,9 @@ from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.simulator import PlanError, simulate
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
+from tests.plans.simulator import PlanError, simulate
 
 FLAT = Grid(((0, 1, 2, 3),))
 DOUBLE = Grid(((0, 1), (2, 3)))

@@ -1,12 +1,14 @@
 """The page of what runs with what is that of the code. (fast tier)"""
 
 import sys
+from itertools import chain, product, starmap
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
+from tests.plans.simulator import simulate
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))
@@ -29,6 +31,15 @@ def test_every_mask_runs_on_every_ring_and_layout(page: str) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| sliding window, ")]
     assert len(rows) == 4
     assert all(line.count("| yes ") == 4 for line in rows)
+
+
+def test_the_plans_of_every_cell_are_right() -> None:
+    tables = support_table.Algorithm, support_table.LayoutName, support_table.MASKS.values()
+    for choice in chain.from_iterable(starmap(support_table.choices, product(*tables))):
+        plans = [choice.plans(rank) for rank in range(support_table.RANKS)]
+        pairs = sum(tile.pairs for tile in choice.tiling.all())
+        simulate([p.forward for p in plans], backward=False, pairs=pairs)
+        simulate([p.backward for p in plans], backward=True, pairs=pairs)
 
 
 def test_what_a_kernel_lacks_is_said_and_not_what_this_machine_lacks(page: str) -> None:

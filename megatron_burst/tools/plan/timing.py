@@ -14,7 +14,7 @@ from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.recompute import boundary
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.timeline import Message, Step, timeline
+from megatron_burst.plans.timeline import Message, Step, duration
 from megatron_burst.plans.topology import Grid
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan.workload import Workload
@@ -169,10 +169,9 @@ def _one_pass(load: Workload, mask: Mask, *, backward: bool) -> Pass:
         ]
         for plan in plans
     }
-    seconds = max(times[-1].landed for times in timeline(ranks).values())
     busiest = max(plans, key=lambda plan: kernels(plan.tiles))
     return Pass(
-        seconds=seconds + _exchange_seconds(load),
+        seconds=duration(ranks) + _exchange_seconds(load),
         kernels=kernels(busiest.tiles),
         sums=sums(busiest.tiles, busiest.rank),
         sent=max(map(network.sent, plans)) + load.exchange_bytes,
