@@ -10,6 +10,7 @@ noise of float32 arithmetic, says how large an error may be.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,174 +113,153 @@ class Spread:
         return x.cpu() if dist.get_backend(self.group) == dist.Backend.GLOO else x
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What one head of a tensor should be on this rank, and how far from it is still right."""
+class Expected(NamedTuple):
+    """What some heads of a tensor should be on this rank, and how far from it is still right."""
 
     tensor: str
-    head: int
-    value: Tensor  # [batch, rows, size]
-    allowed: Tensor  # [batch, rows]: of the norm of a row's error
+    heads: slice
+    value: Tensor  # [batch, rows, heads, size]
+    allowed: Tensor  # [batch, rows, heads]: of the norm of the error of a row's head
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """One attention call of a group of ranks; what it expects of it is a collective call.
+    """One attention call of a group of ranks; what it expects of it is a collective call."""
 
-    Args:
-        spread: who holds what.
-        visibility: which keys a query sees.
-        scale: of the scores.
-        q: [batch, rows, heads, head size], this rank's rows.
-        k: [batch, rows, kv heads, head size].
-        v: [batch, rows, kv heads, value head size].
-        sink: [heads], a score beside those of the keys; None is none.
-        margin: see `MARGIN`.
-    """
+    spread: Spread
+    visibility: Visibility
+    scale: float
+    q: Tensor  # [batch, rows, heads, head size], this rank's rows
+    k: Tensor  # [batch, rows, kv heads, head size]
+    v: Tensor  # [batch, rows, kv heads, value head size]
+    sink: Tensor | None = None  # [heads], a score beside those of the keys
+    margin: float = MARGIN
 
-    def __init__(
-        self,
-        spread: Spread,
-        visibility: Visibility,
-        scale: float,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None = None,
-        margin: float = MARGIN,
-    ) -> None:
-        self.spread, self._visibility, self._scale = spread, visibility, scale
-        self._q, self._k, self._v = (x.detach() for x in (q, k, v))
-        self._sink = None if sink is None else sink.detach().double()
-        self._margin, self._dtype = margin, q.dtype
-        self._queries_of_a_key = q.shape[2] // k.shape[2]
-        self._own, self._all = (x.to(q.device) for x in (spread.own, spread.all))
-        self._noises = torch.Generator(q.device).manual_seed(0)
-
+    @torch.no_grad()
     def forward(self) -> Iterator[Expected]:
-        """Give `out` and `lse`, the latter [batch, rows, 1], of each query head."""
-        for head in range(self._q.shape[2]):
-            k, v = self._keys_of(head // self._queries_of_a_key)
-            grain = self._grain(head, k)
-            exact, rough = self._run(head, k, v, 0.0), self._run(head, k, v, grain)
-            yield self._expected("out", head, exact, rough)
+        """Give `out` and `lse`, the latter [batch, rows, heads, 1], of a group of heads a time."""
+        for _, heads, exact, rough, grain in self._groups():
+            yield self._expected("out", heads, exact, rough)
             lse = exact["lse"]
-            allowed = grain * (1 + lse.masked_fill(lse.isneginf(), 0.0).abs())
-            yield Expected("lse", head, lse[..., None], allowed)
+            size = lse.masked_fill(lse.isneginf(), 0.0).abs().squeeze(-1)
+            yield Expected("lse", heads, lse, grain * (1 + size))
 
+    @torch.no_grad()
     def backward(self, dout: Tensor) -> Iterator[Expected]:
-        """Give `dq` of each query head, `dk` and `dv` of each kv head, and `dsink` of the group.
+        """Give `dq` of a group of heads a time, `dk` and `dv` of its kv head, and `dsink` of all.
 
         Args:
             dout: [batch, rows, heads, value head size].
         """
         dsinks = []
-        for kv_head in range(self._k.shape[2]):
-            k, v = self._keys_of(kv_head)
-            sums: tuple[dict[str, Tensor], ...] = {}, {}
-            first = kv_head * self._queries_of_a_key
-            for head in range(first, first + self._queries_of_a_key):
-                grains = 0.0, self._grain(head, k)
-                exact, rough = (self._run(head, k, v, grain, dout) for grain in grains)
-                yield self._expected("dq", head, exact, rough)
-                dsinks.append((exact["dsink"], (rough["dsink"] - exact["dsink"]).square()))
-                for total, found in zip(sums, (exact, rough), strict=True):
-                    _add(total, {name: found[name] for name in ("dk", "dv")})
+        for kv_head, heads, exact, rough, _ in self._groups(dout):
+            yield self._expected("dq", heads, exact, rough)
             for name in ("dk", "dv"):
-                pair = ({name: self.spread.rows(total[name])} for total in sums)
+                pair = [{name: self.spread.rows(x[name])[:, :, None]} for x in (exact, rough)]
                 yield self._expected(name, kv_head, *pair)
-        if self._sink is not None:
-            parts = torch.stack([torch.stack([x.sum() for x in pair]) for pair in dsinks])
-            value, squares = self.spread.total(parts).unbind(-1)
-            allowed = self._margin * squares.sqrt()
-            yield Expected("dsink", 0, value[None, :, None], allowed[None])
+            error = (rough["dsink"] - exact["dsink"]).square()
+            dsinks.append(torch.stack([x.sum((0, 1, 3)) for x in (exact["dsink"], error)]))
+        if self.sink is not None:
+            value, squares = self.spread.total(torch.cat(dsinks, dim=1))[:, None, :, None]
+            yield Expected("dsink", slice(0, 1), value[..., None], self.margin * squares.sqrt())
+
+    def _groups(
+        self, dout: Tensor | None = None
+    ) -> Iterator[tuple[slice, slice, dict[str, Tensor], dict[str, Tensor], Tensor]]:
+        """Give each kv head, its query heads, what is exact and what is rough, and the grain."""
+        size = self.q.shape[2] // self.k.shape[2]
+        noises = torch.Generator(self.q.device).manual_seed(0)
+        for number in range(self.k.shape[2]):
+            k, v = (self.spread.gather(x[:, :, number]).double() for x in (self.k, self.v))
+            heads = slice(number * size, (number + 1) * size)
+            grain = self._grain(heads, k)
+            ways = _Arithmetic(self.q.dtype), _Arithmetic(self.q.dtype, grain, noises)
+            exact, rough = (self._run(heads, k, v, dout, way) for way in ways)
+            yield slice(number, number + 1), heads, exact, rough, grain
 
     def _expected(
-        self, name: str, head: int, exact: dict[str, Tensor], rough: dict[str, Tensor]
+        self, name: str, heads: slice, exact: dict[str, Tensor], rough: dict[str, Tensor]
     ) -> Expected:
-        error = rough[name].to(self._dtype).double() - exact[name]
-        return Expected(name, head, exact[name], self._margin * _norm(error))
-
-    def _keys_of(self, kv_head: int) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values of a kv head: [batch, all rows, size]."""
-        k, v = (self.spread.gather(x[:, :, kv_head]).double() for x in (self._k, self._v))
-        return k, v
+        error = rough[name].to(self.q.dtype).double() - exact[name]
+        return Expected(name, heads, exact[name], self.margin * _norm(error))
 
     def _run(
-        self, head: int, k: Tensor, v: Tensor, grain: float, dout: Tensor | None = None
+        self, heads: slice, k: Tensor, v: Tensor, dout: Tensor | None, way: "_Arithmetic"
     ) -> dict[str, Tensor]:
-        """Attend with this rank's queries; return what is theirs, and what they leave at the keys.
+        """Attend with this rank's queries of some heads to one head of all ranks' k and v.
 
-        Args:
-            head: of the queries.
-            k: of all ranks.
-            v: of all ranks.
-            grain: how rough it is, see `_grain`; with 0 nothing is rounded.
-            dout: of all heads; None for the forward alone.
+        Returns:
+            [batch, rows, heads, size] each, and of `dk` and `dv` [batch, all rows, size].
         """
         rows: dict[str, list[Tensor]] = {}
         keys: dict[str, Tensor] = {}
-        step = max(1, _PAIRS_AT_ONCE // (k.shape[0] * k.shape[1]))
-        for start in range(0, len(self._own), step):
+        own, everybody = (x.to(k.device) for x in (self.spread.own, self.spread.all))
+        step = max(1, _PAIRS_AT_ONCE // (len(k) * k.shape[1] * (heads.stop - heads.start)))
+        for start in range(0, len(own), step):
             part = slice(start, start + step)
-            q = self._q[:, part, head].double()
-            d = None if dout is None else dout[:, part, head].detach().double()
-            seen = self._visibility.pairs(self._own[part], self._all)
-            of_rows, of_keys = self._attend(head, q, k, v, seen, grain, d)
-            for name, x in of_rows.items():
-                rows.setdefault(name, []).append(x)
-            _add(keys, of_keys)
+            q, *d = (
+                x[:, part, heads].double().transpose(1, 2) for x in (self.q, dout) if x is not None
+            )
+            seen = self.visibility.pairs(own[part], everybody)
+            found = self._attend(heads, q, k[:, None], v[:, None], seen, way, *d)
+            for name in found.keys() & {"dk", "dv"}:
+                keys[name] = keys.get(name, 0.0) + found.pop(name).sum(1)
+            for name, x in found.items():
+                rows.setdefault(name, []).append(x.transpose(1, 2))
         return keys | {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
 
     def _attend(
         self,
-        head: int,
+        heads: slice,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         seen: Tensor,
-        grain: float,
-        dout: Tensor | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Attend with some queries; return what is theirs, and what they leave at the keys."""
-
-        def rounded(x: Tensor) -> Tensor:
-            return x.to(self._dtype).double() if grain else x
-
-        scores = self._scale * (q @ k.mT)
-        if grain:
-            scores = self._noisy(scores, grain)
-        scores = scores.masked_fill(~seen, -math.inf)
-        lse = scores.logsumexp(-1)
-        if self._sink is not None:
-            lse = torch.logaddexp(lse, self._sink[head])
+        way: "_Arithmetic",
+        dout: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Attend with some queries, [batch, heads, rows, size] each."""
+        scores = way.noisy(self.scale * (q @ k.mT)).masked_fill(~seen, -math.inf)
+        lse, weight = scores.logsumexp(-1, keepdim=True), torch.zeros((), device=q.device)
+        if self.sink is not None:
+            sink = self.sink.double()[heads, None, None]
+            lse = torch.logaddexp(lse, sink)
+            weight = (sink - lse).exp()
         # A query that sees nothing: exp(score - inf) is 0.
-        weights = (scores - lse.masked_fill(lse.isneginf(), math.inf)[..., None]).exp()
-        out = rounded(rounded(weights) @ v)
+        weights = (scores - lse.masked_fill(lse.isneginf(), math.inf)).exp()
+        out = way.rounded(way.rounded(weights) @ v)
         if dout is None:
-            return {"out": out, "lse": lse}, {}
-        delta = (dout * out).sum(-1)
-        if grain:
-            delta = self._noisy(delta, grain * _norm(dout) * _norm(out))
-        dscores = self._scale * rounded(weights * (dout @ v.mT - delta[..., None]))
-        weight = torch.zeros_like(lse) if self._sink is None else (self._sink[head] - lse).exp()
-        of_rows = {"dq": dscores @ k, "dsink": -weight * delta}
-        return of_rows, {"dk": dscores.mT @ q, "dv": rounded(weights).mT @ dout}
+            return {"out": out, "lse": lse}
+        size = _norm(dout) * _norm(out)
+        delta = way.noisy((dout * out).sum(-1, keepdim=True), size[..., None])
+        dscores = self.scale * way.rounded(weights * (dout @ v.mT - delta))
+        of_keys = {"dk": dscores.mT @ q, "dv": way.rounded(weights).mT @ dout}
+        return {"dq": dscores @ k, "dsink": -weight * delta, **of_keys}
 
-    def _noisy(self, x: Tensor, size: Tensor | float) -> Tensor:
-        noise = torch.randn(x.shape, generator=self._noises, device=x.device, dtype=x.dtype)
-        return x + size / MARGIN * noise  # of what it leads to the margin is taken
-
-    def _grain(self, head: int, k: Tensor) -> float:
-        """How far arithmetic in float32 may shift a score of this rank's queries."""
-        wide = accumulation_dtype(self._dtype)
-        largest = self._scale * (_norm(self._q[:, :, head].double()).max() * _norm(k).max()).item()
+    def _grain(self, heads: slice, k: Tensor) -> Tensor:
+        """How far arithmetic in float32 may shift a score of this rank's queries: [heads]."""
+        wide = accumulation_dtype(self.q.dtype)
+        largest = self.scale * _norm(self.q[:, :, heads].double()).amax((0, 1)) * _norm(k).max()
         grain = _ROUNDINGS * torch.finfo(wide).eps * (1 + largest)
-        return grain if wide is self._dtype else grain + _COARSE_EXP
+        return grain if wide is self.q.dtype else grain + _COARSE_EXP
 
 
-def _add(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    for name, x in more.items():
-        sums[name] = sums[name] + x if name in sums else x
+@dataclass(frozen=True, slots=True)
+class _Arithmetic:
+    """How exactly is reckoned: as in `dtype` where there is a grain, a size of noise [heads]."""
+
+    dtype: torch.dtype
+    grain: Tensor | None = None
+    noises: torch.Generator | None = None
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x if self.grain is None else x.to(self.dtype).double()
+
+    def noisy(self, x: Tensor, size: Tensor | float = 1.0) -> Tensor:
+        if self.grain is None:
+            return x
+        noise = torch.randn(x.shape, generator=self.noises, device=x.device, dtype=x.dtype)
+        return x + self.grain[:, None, None] * size / MARGIN * noise  # it becomes the margin again
 
 
 def _norm(x: Tensor) -> Tensor:

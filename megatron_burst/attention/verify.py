@@ -57,6 +57,11 @@ class Finding:
             f"is allowed, {self.where}"
         )
 
+    @property
+    def cell(self) -> str:
+        """The error beside what is allowed."""
+        return f"{self.error:.1e} {'>' if self.where else '<'} {self.allowed:.1e}"
+
 
 def attend_beside_reference(
     attend: Callable[..., Any],
@@ -76,10 +81,8 @@ def attend_beside_reference(
     A collective call of the context's ranks, forward and backward.
 
     Args:
-        attend: is called with q, k, v, context, sink and `more`.
-        q: [batch, rows, heads, head size]; the others as `ring_attention` has them.
-        k: [batch, rows, kv heads, head size].
-        v: [batch, rows, kv heads, value head size].
+        attend: is called with q, k, v, context, sink and `more`, as `ring_attention` has them.
+        q, k, v: this rank's; what `attend` is given are views of them.
         context: of the ranks.
         visibility: which keys a query sees, in Megatron's words.
         scale: of the scores.
@@ -91,7 +94,8 @@ def attend_beside_reference(
     margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
     if context.config.grad_dtype is GradDtype.MODEL:
         margin += context.ranks**0.5
-    reference = Reference(spread, visibility, scale, q, k, v, sink, margin)
+    given = q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach()
+    reference = Reference(spread, visibility, scale, *given, margin)
     # Views: gradients that come from elsewhere are not attention's.
     q, k, v, *sinks = (x.view_as(x) for x in (q, k, v, sink) if x is not None)
     named = zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False)
@@ -140,37 +144,32 @@ def compare(
     """Compare tensors head by head; a NaN is an error without bound.
 
     Args:
-        expected: any heads of any tensors.
+        expected: all heads of any tensors.
         found: [batch, rows, heads, size] by name.
         positions: of the rows, to be named.
     """
-    heads: dict[str, list[tuple[int, Tensor]]] = {}
+    norms: dict[str, list[Tensor]] = {}
     stretches = cut(positions)
     for each in expected:
         if each.tensor in found:
-            own = found[each.tensor][:, :, each.head]
+            own = found[each.tensor][:, :, each.heads]
             rows = stretches if each.tensor != "dsink" else [(0, own.shape[1])]
-            heads.setdefault(each.tensor, []).append((each.head, _norms(each, own, rows)))
-    return [
-        _finding(tensor, [head for head, _ in norms], torch.stack([n for _, n in norms]), positions)
-        for tensor, norms in heads.items()
-    ]
+            norms.setdefault(each.tensor, []).append(_norms(each, own, rows))
+    return [_finding(tensor, torch.cat(n, dim=2), positions) for tensor, n in norms.items()]
 
 
 def cut(positions: Tensor) -> list[tuple[int, int]]:
     """Cut rows into stretches of at most `STRETCH` whose positions follow each other."""
     jumps = (positions.diff() != 1).nonzero()[:, 0] + 1
-    borders = [0, *jumps.tolist(), len(positions)]
     stretches: list[tuple[int, int]] = []
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise([0, *jumps.tolist(), len(positions)]):
         parts = -(-(stop - start) // STRETCH)  # even ones: few tokens make an uneven measure
-        ends = [start + (stop - start) * i // parts for i in range(parts + 1)]
-        stretches += pairwise(ends)
+        stretches += pairwise(start + (stop - start) * i // parts for i in range(parts + 1))
     return stretches
 
 
 def _norms(expected: Expected, found: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a head's [3, stretches]: the norms of error, of what is allowed, of the expected."""
+    """Return [3, stretches, heads]: the norms of error, of what is allowed, of the expected."""
     found, value = found.double(), expected.value
     same = found == value  # so are equal infinities, whose difference is NaN
     error = (found - value).masked_fill(same, 0.0)
@@ -181,28 +180,28 @@ def _norms(expected: Expected, found: Tensor, stretches: Sequence[tuple[int, int
     return torch.stack(norms, dim=1).sqrt().cpu()
 
 
-def _finding(tensor: str, heads: Sequence[int], norms: Tensor, positions: Tensor) -> Finding:
-    """Return the worst of a tensor's norms [heads, 3, stretches], and what is too large."""
-    error, allowed, known = norms.unbind(1)
+def _finding(tensor: str, norms: Tensor, positions: Tensor) -> Finding:
+    """Return the worst of a tensor's norms [3, stretches, heads], and what is too large."""
+    error, allowed, known = norms
     error = error.nan_to_num(nan=torch.inf)
     share = (error / allowed).nan_to_num(nan=0.0)  # 0 of 0
     worst = divmod(int(share.argmax()), share.shape[1])
     size = max(known[worst].item(), known.square().mean().sqrt().item()) or 1.0
     rank = dist.get_rank() if dist.is_initialized() else 0
-    where = _where(tensor, heads, error > allowed, positions)
+    where = _where(tensor, error > allowed, positions)
     return Finding(tensor, error[worst].item() / size, allowed[worst].item() / size, rank, where)
 
 
-def _where(tensor: str, heads: Sequence[int], wrong: Tensor, positions: Tensor) -> str:
-    """Name the heads and tokens of what is wrong [heads, stretches]; nothing where all is right."""
+def _where(tensor: str, wrong: Tensor, positions: Tensor) -> str:
+    """Name the heads and tokens of what is wrong [stretches, heads]; nothing where all is right."""
     if not wrong.any() or tensor == "dsink":
         return "of any head" if wrong.any() else ""
-    named = [str(head) for head, row in zip(heads, wrong, strict=True) if row.any()]
-    which = "all heads" if len(named) == len(heads) else f"heads {', '.join(named)}"
-    stretches = [bounds for bounds, x in zip(cut(positions), wrong.any(0), strict=True) if x]
+    heads = wrong.any(0).nonzero()[:, 0].tolist()
+    which = "all heads" if len(heads) == wrong.shape[1] else f"heads {', '.join(map(str, heads))}"
+    stretches = [bounds for bounds, x in zip(cut(positions), wrong.any(1), strict=True) if x]
     first, last = min((int(positions[a]), int(positions[b - 1])) for a, b in stretches)
     return (
-        f"{which}, {len(stretches)} of {wrong.shape[1]} stretches of tokens, "
+        f"{which}, {len(stretches)} of {len(wrong)} stretches of tokens, "
         f"first tokens {first} to {last}"
     )
 
@@ -220,17 +219,7 @@ def table(title: str, rows: Mapping[str, Mapping[str, Finding]]) -> str:
     """Write findings as text, a line for each row: errors, each with what is allowed."""
     tensors = list(dict.fromkeys(tensor for row in rows.values() for tensor in row))
     lines = [[title, *tensors]]
-    lines += [[name, *(_cell(row.get(tensor)) for tensor in tensors)] for name, row in rows.items()]
+    for name, row in rows.items():
+        lines.append([name, *(row[t].cell if t in row else "-" for t in tensors)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-
-
-def _cell(finding: Finding | None) -> str:
-    """Write an error beside what is allowed."""
-    if finding is None:
-        return "-"
-    sign = ">" if finding.where else "<"
-    return f"{finding.error:.1e} {sign} {finding.allowed:.1e}"
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -40,48 +40,35 @@ _EXAMPLES = (
 MASKS = ("causal", "full", "window", "documents", "blocks")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """What a rank holds."""
-
-    batch: int
-    tokens_per_rank: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    has_sink: bool
-
-
 class Case(NamedTuple):
-    """One attention call of all ranks."""
+    """One attention call of all ranks; of `args` it takes the shape of what a rank holds."""
 
     config: BurstConfig
     mask: str
-    dtype: torch.dtype
-    shape: Shape
+    dtype: str
+    args: argparse.Namespace
 
     def __str__(self) -> str:
         backward = self.config.backward
         ring = "" if backward is Backward.AUTO else f", {backward}"
-        return f"{self.config.algorithm}{ring}, {self.mask}, {str(self.dtype)[6:]}"
+        return f"{self.config.algorithm}{ring}, {self.mask}, {self.dtype}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, the same on every rank."""
     words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse(words)
+    args = parse(words)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    is_first = ranks == 1 or dist.get_rank() == 0
     rows, problems = _check_all(_cases(args), device)
-    if is_first and args.json:
-        found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
-        print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
-    elif is_first:
-        print(_headline(args, device, ranks), table("", rows), *problems, sep="\n")
-        print(f"verify: {_verdict(problems, words, ranks)}")
+    if ranks == 1 or dist.get_rank() == 0:
+        if args.json:
+            found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
+            print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
+        else:
+            print(_headline(args, device, ranks), table("", rows), *problems, sep="\n")
+            print(f"verify: {_verdict(problems, words, ranks)}")
     if joins:
         dist.destroy_process_group()
     return 1 if problems or ranks == 1 else 0
@@ -114,12 +101,20 @@ def check(
     Returns:
         the kernel's name and, for each tensor, the worst finding of all ranks.
     """
-    q, k, v, dout, sink = (None if x is None else x.to(device) for x in draw(case, context.rank))
-    assert q is not None and k is not None and v is not None
-    for x in (q, k, v, *(() if sink is None else (sink,))):
-        x.requires_grad_()
-    mask, visibility = masks(case.mask, case.shape.tokens_per_rank * context.ranks)
-    scale = case.shape.head_dim**-0.5
+    args = case.args
+    generator = torch.Generator().manual_seed(1 + context.rank)
+
+    def drawn(heads: int, size: int) -> Tensor:
+        x = torch.randn(args.batch, args.tokens_per_rank, heads, size, generator=generator)
+        return x.to(device, DTYPES[case.dtype]).requires_grad_()
+
+    q, k = (drawn(heads, args.head_dim) for heads in (args.heads, args.kv_heads))
+    v, dout = (drawn(heads, args.value_head_dim) for heads in (args.kv_heads, args.heads))
+    sink = None
+    if args.sink:  # which all ranks share
+        sink = torch.linspace(-2, 4, args.heads, device=device).requires_grad_()
+    mask, visibility = masks(case.mask, args.tokens_per_rank * context.ranks)
+    scale = args.head_dim**-0.5
     mine: list[Finding] = []
     out = attend_beside_reference(
         *(ring_attention, q, k, v, context, visibility, scale),
@@ -127,22 +122,9 @@ def check(
         sink=sink,
         mask=mask,
     )
-    out.backward(dout)
-    everyone = of_all_ranks(context, mine)
+    out.backward(dout.detach())
     kernel = context.prepare(q, k, v, mask, scale).kernel.name
-    return kernel, worst(finding for each in everyone for finding in each)
-
-
-def draw(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return this rank's q, k, v and the gradient of its output, and the sink, which all share."""
-    shape = case.shape
-    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim)]
-    sizes += [(shape.kv_heads, shape.value_head_dim), (shape.heads, shape.value_head_dim)]
-    generator = torch.Generator().manual_seed(1 + rank)
-    rows = shape.batch, shape.tokens_per_rank
-    q, k, v, dout = (torch.randn(*rows, *s, generator=generator).to(case.dtype) for s in sizes)
-    sink = torch.linspace(-2, 4, shape.heads) if shape.has_sink else None
-    return q, k, v, dout, sink
+    return kernel, worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
@@ -168,29 +150,20 @@ def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
-    shape = Shape(
-        batch=args.batch,
-        tokens_per_rank=args.tokens_per_rank,
-        heads=args.heads,
-        kv_heads=args.kv_heads or args.heads,
-        head_dim=args.head_dim,
-        value_head_dim=args.value_head_dim or args.head_dim,
-        has_sink=args.sink,
-    )
     names = ("topology", "head_parallel_size", "layout", "kernel", "grad_dtype")
     common = {name: getattr(args, name) for name in names} | {"ranks_per_node": args.gpus_per_node}
     for algorithm, mask, dtype in itertools.product(args.algorithm, args.mask, args.dtype):
         for backward in args.backward if algorithm == Algorithm.BURST else [Backward.AUTO]:
             config = BurstConfig(algorithm=algorithm, backward=backward, **common)
-            yield Case(config, mask, DTYPES[dtype], shape)
+            yield Case(config, mask, dtype, args)
 
 
 def _start(backend: str) -> torch.device:
     """Join the other ranks that torchrun has started, if any; return this rank's device."""
     on_gpu = torch.cuda.is_available() and backend != "gloo"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
-    device = torch.device(device)
+    device = torch.device("cpu")
     if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -216,34 +189,34 @@ def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
     return (
         f"{ranks} rank(s) on {device.type} ({backend}), {args.layout}; a rank has {args.batch} x "
-        f"{args.tokens_per_rank} tokens, {args.heads} heads and {args.kv_heads or args.heads} kv "
-        f"heads of {args.head_dim} and {args.value_head_dim or args.head_dim} numbers.\n"
+        f"{args.tokens_per_rank} tokens, {args.heads} heads and {args.kv_heads} kv heads of "
+        f"{args.head_dim} and {args.value_head_dim} numbers.\n"
         "The largest error of any rank, and what is allowed there:"
     )
 
 
-def _parser() -> options.Parser:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = options.Parser("verify", __doc__, *_EXAMPLES)
-
-    def several(name: str, values: Sequence[str], *default: str) -> None:
-        text = f"which are tried (default: {' '.join(default)})"
-        parser.add(name, nargs="+", choices=[*map(str, values)], default=default, help=text)
-
-    def one(name: str, values: Sequence[str], text: str) -> None:
-        first = str(values[0])
-        text = f"{text} (default: {first})"
-        parser.add(name, choices=[*map(str, values)], default=first, help=text)
-
-    several("--algorithm", list(Algorithm), "burst")
-    several("--backward", list(Backward), "kv", "query")
-    several("--mask", MASKS, "causal", "window", "documents")
-    several("--dtype", list(DTYPES), "float32", "bfloat16")
-    one("--topology", list(Topology), "the shape of the rings")
+    for name, values, tried in (
+        ("--algorithm", list(Algorithm), ["burst"]),
+        ("--backward", list(Backward), ["kv", "query"]),
+        ("--mask", MASKS, ["causal", "window", "documents"]),
+        ("--dtype", list(DTYPES), ["float32", "bfloat16"]),
+    ):
+        text = f"which are tried (default: {' '.join(tried)})"
+        parser.add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
     layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
-    one("--layout", layouts, "which tokens a rank holds")
-    one("--grad-dtype", list(GradDtype), "of gradients while they are sent")
-    one("--kernel", ("auto", *KERNELS), "of a tile")
-    one("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo is on the CPU")
+    for name, choices, text in (
+        ("--topology", list(Topology), "the shape of the rings"),
+        ("--layout", layouts, "which tokens a rank holds"),
+        ("--grad-dtype", list(GradDtype), "of gradients while they are sent"),
+        ("--kernel", ("auto", *KERNELS), "of a tile"),
+        ("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo is on the CPU"),
+    ):
+        first, *others = map(str, choices)
+        text = f"{text} (default: {first})"
+        parser.add(name, choices=[first, *others], default=first, help=text)
     number: dict[str, Any] = {"type": options.positive, "metavar": "N"}
     text = "ranks over which the heads are spread (default: 1)"
     parser.add("--head-parallel-size", default=1, help=text, **number)
@@ -253,4 +226,7 @@ def _parser() -> options.Parser:
     options.add_shape(parser, heads=8, head_dim=64)
     parser.add("--sink", action="store_true", help="with a sink in every head")
     options.add_json(parser)
-    return parser
+    args = parser.parse(words)
+    args.kv_heads = args.kv_heads or args.heads
+    args.value_head_dim = args.value_head_dim or args.head_dim
+    return args

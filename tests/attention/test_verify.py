@@ -97,7 +97,7 @@ def test_the_reference_is_the_oracle(
         if each.tensor == "lse":
             whole = whole.transpose(1, 2)[..., None]
         whole = whole[None, :, None, None] if each.tensor == "dsink" else whole
-        torch.testing.assert_close(each.value, whole[:, :, each.head], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(each.value, whole[:, :, each.heads], atol=1e-12, rtol=1e-12)
         assert (each.allowed >= 0).all() and each.allowed.isfinite().all()
 
 
@@ -110,9 +110,11 @@ def test_rows_are_cut_where_positions_jump_and_evenly() -> None:
 
 
 def one_head(found: Tensor, *, value: float = 1.0, allowed: float = 0.1) -> Finding:
+    found = found[:, :, None]
     expected = torch.full_like(found, value).double()
-    each = Expected("dk", 0, expected, torch.full(found.shape[:2], allowed).double())
-    (finding,) = compare([each], {"dk": found[:, :, None]}, torch.arange(64, 128))
+    bound = torch.full(found.shape[:3], allowed).double()
+    each = Expected("dk", slice(0, 1), expected, bound)
+    (finding,) = compare([each], {"dk": found}, torch.arange(64, 128))
     return finding
 
 
@@ -155,24 +157,13 @@ def test_the_table_shows_the_worst_rank() -> None:
 # Calls over ranks, by the tool's own check.
 
 
-SHAPE = tool.Shape(
-    batch=2,
-    tokens_per_rank=48,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_head_dim=8,
-    has_sink=True,
+SHAPE = (
+    "--batch 2 --tokens-per-rank 48 --heads 4 --kv-heads 2 --head-dim 16 --value-head-dim 8 --sink"
 )
 
 
 def case(dtype: str = "float32", mask: str = "causal", **config: Any) -> tool.Case:
-    return tool.Case(
-        config=BurstConfig(**config),
-        mask=mask,
-        dtype=tool.DTYPES[dtype],
-        shape=SHAPE,
-    )
+    return tool.Case(BurstConfig(**config), mask, dtype, tool.parse(SHAPE.split()))
 
 
 CLEAN = [

@@ -331,7 +331,7 @@ class Pool:
     @property
     def wrong(self) -> dict[str, str]:
         assert self.verification is not None
-        return self.verification._positions
+        return self.verification.positions
 
 
 def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:

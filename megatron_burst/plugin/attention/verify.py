@@ -42,8 +42,8 @@ class Verification:
     def __init__(self, config: BurstConfig) -> None:
         self.is_over = False
         self.block_mask = None if config.block_mask is None else load_block_mask(config.block_mask)
+        self.positions: dict[str, str] = {}  # how each kind is wrong; empty where it is right
         self._findings: dict[int, list[Finding]] = {}
-        self._positions: dict[str, str] = {}  # what is wrong with them, by what they are
         self._begun: set[int] = set()
 
     def of_layer(self, config: Any, layer_number: int, scale: float | None) -> "LayerCheck":
@@ -76,36 +76,37 @@ class Verification:
             self._begun.discard(layer)
             self.settle(context)
 
-    def add_positions(self, what: str, wrong: str) -> None:
-        """Take whether positions were right, an empty text, or how they were wrong."""
-        self._positions[what] = self._positions.get(what) or wrong
-
     def _report(self, context: BurstContext) -> None:
-        everyone = of_all_ranks(context, (self._findings, self._positions))
+        everyone = of_all_ranks(context, (self._findings, self.positions))
         rows = {
             layer: worst(f for findings, _ in everyone for f in findings.get(layer, ()))
             for layer in sorted(self._findings)
         }
-        text = table("layer", {str(layer): row for layer, row in rows.items()})
-        wrong = [texts for _, positions in everyone for texts in positions.values() if texts]
+        wrong = [text for _, positions in everyone for text in positions.values() if text]
         wrong += [f"layer {n}, {f}" for n, row in rows.items() for f in row.values() if f.where]
-        if _reports():
+        if _is_first_of_its_stage():
             logger.setLevel(logging.INFO)  # of a pipeline stage one rank, whatever the others do
-            logger.info("%s\n%s", self._headline(context, bool(wrong)), text)
-        if wrong:
-            hidden = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise VerificationError(
-                "--burst-verify: attention over the context-parallel ranks is not the unsharded "
-                "reference:\n  " + "\n  ".join(wrong[:_SHOWN]) + hidden
+            logger.info(
+                "burst verify: over %d context-parallel rank(s) the first micro-batch %s the "
+                "unsharded reference (%s too). The largest error of any rank and what is "
+                "allowed:\n%s",
+                context.ranks,
+                "DIFFERS from" if wrong else "equals",
+                " and ".join(sorted(self.positions)) or "neither position ids nor rotary angles",
+                table("layer", {str(layer): row for layer, row in rows.items()}),
             )
-
-    def _headline(self, context: BurstContext, is_wrong: bool) -> str:
-        seen = " and ".join(sorted(self._positions)) or "neither position ids nor rotary angles"
-        return (
-            f"burst verify: over {context.ranks} context-parallel rank(s) the first micro-batch "
-            f"{'DIFFERS from' if is_wrong else 'equals'} the unsharded reference ({seen} too). The "
-            "largest error of any rank and what is allowed:"
-        )
+        if wrong:
+            hidden = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+            raise VerificationError(
+                "\n  ".join(
+                    (
+                        "--burst-verify: attention over the context-parallel ranks is not the "
+                        "unsharded reference:",
+                        *wrong[:_SHOWN],
+                        *hidden,
+                    )
+                )
+            )
 
 
 class LayerCheck:
@@ -115,12 +116,10 @@ class LayerCheck:
         self, verification: Verification, config: Any, layer_number: int, scale: float | None
     ) -> None:
         self._verification, self._layer, self._scale = verification, layer_number, scale
-        left, right = -1, -1
-        if is_layer_window_attention(
+        windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
-        ):
-            left, right = config.window_size
-        self._window = left, right
+        )
+        self._window = config.window_size if windowed else (-1, -1)
         self._seen: set[bool] = set()  # the passes that were checked, by whether they have a graph
         self._asked: tuple[bool, Documents | None] | None = None
 
@@ -131,39 +130,31 @@ class LayerCheck:
 
     def around(self, attend: Callable[..., Any]) -> Callable[..., Tensor]:
         """Return `attend`, a `ring_attention`, whose calls are checked where they are new."""
+        return functools.partial(self._attend, attend)
 
-        def checked(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            context: BurstContext,
-            *,
-            sink: Tensor | None = None,
-            **more: Any,
-        ) -> Tensor:
-            asked, self._asked = self._asked, None
-            if asked is None:
-                if self._seen:
-                    self._verification.settle(context)
-                return attend(q, k, v, context, sink=sink, **more)
-            self._seen.add(torch.is_grad_enabled())
-            out = attend_beside_reference(
-                attend,
-                q,
-                k,
-                v,
-                context,
-                self._visibility(q.shape[1] * context.ranks, *asked),
-                q.shape[3] ** -0.5 if self._scale is None else self._scale,
-                functools.partial(self._verification.add, self._layer, context),
-                sink=sink,
-                **more,
-            )
-            if out.requires_grad or not torch.is_grad_enabled():  # else no backward will come
-                self._verification.begin(self._layer)
-            return out
-
-        return checked
+    def _attend(
+        self,
+        attend: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: BurstContext,
+        **more: Any,
+    ) -> Tensor:
+        asked, self._asked = self._asked, None
+        if asked is None:
+            if self._seen:
+                self._verification.settle(context)
+            plain: Tensor = attend(q, k, v, context, **more)
+            return plain
+        self._seen.add(torch.is_grad_enabled())
+        visibility = self._visibility(q.shape[1] * context.ranks, *asked)
+        scale = q.shape[3] ** -0.5 if self._scale is None else self._scale
+        take = functools.partial(self._verification.add, self._layer, context)
+        out = attend_beside_reference(attend, q, k, v, context, visibility, scale, take, **more)
+        if out.requires_grad or not torch.is_grad_enabled():  # else no backward will come
+            self._verification.begin(self._layer)
+        return out
 
     def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:
         return Visibility(
@@ -176,7 +167,7 @@ class LayerCheck:
         )
 
 
-def _reports() -> bool:
+def _is_first_of_its_stage() -> bool:
     """Whether this rank speaks for its pipeline stage."""
     if not parallel_state.model_parallel_is_initialized():
         return not dist.is_initialized() or dist.get_rank() == 0
