@@ -36,7 +36,7 @@ plans/layout.py: plans/test_layout.py
     (range(r, tokens, ranks),) => (range(ranks - 1 - r, tokens, ranks),)
 plans/tiles.py: plans/test_tiles.py plans/test_mask.py plans/test_plan.py
     all(cell.band == Band.FULL for cell in (*above, *below)) => True
-    tile_part(tile, high, high) => ()
+    (low, low), (high, high) => (low, low), (low, low)
 plans/topology.py: plans/test_plan.py plans/test_simulator.py
     self.at(node - p, local - s) => self.at(node - p, local + s)
 plans/rings.py: plans/test_plan.py plans/test_simulator.py
@@ -87,7 +87,7 @@ attention/head_exchange.py: attention/test_head_exchange.py
     exchange(gradients, not to_heads) => exchange(gradients, to_heads)
 attention/saved.py: attention/test_recompute.py plugin/test_recompute.py
     saved, self.saved = self.saved, None => saved = self.saved
-loss/objective.py: loss/test_one_rank.py
+loss/call.py: loss/test_one_rank.py
     return 4 if => return 3 if
 loss/chunk.py: loss/test_one_rank.py
     .neg_().add_(1.0) => .neg_().add_(2.0)

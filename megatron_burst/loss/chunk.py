@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.loss.objective import Objective
+from megatron_burst.loss.call import Call
 from megatron_burst.loss.products import LogitsGradient
 from megatron_burst.loss.vocabulary import Targets
 
@@ -15,30 +15,28 @@ class Workspace:
     Products are made in the dtype of the weight, everything else in the dtype of sums.
     """
 
-    def __init__(self, weight: Tensor, tokens: int, objective: Objective, *, slopes: bool) -> None:
+    def __init__(self, weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> None:
         """Make buffers for the logits of `tokens` and all rows of `weight`."""
         wide = accumulation_dtype(weight.dtype)
-        room = tokens * weight.shape[0]
-        self._objective = objective
-        self._narrow = weight.new_empty(room)
-        self._wide = self._narrow if wide == weight.dtype else weight.new_empty(room, dtype=wide)
-        slopes = slopes and objective.logit_softcap is not None
-        self._slopes = weight.new_empty(room, dtype=wide) if slopes else None
+        shape = tokens, weight.shape[0]
+        self._call = call
+        self._narrow = weight.new_empty(shape)
+        self._wide = self._narrow if wide == weight.dtype else weight.new_empty(shape, dtype=wide)
+        slopes = slopes and call.logit_softcap is not None
+        self._slopes = weight.new_empty(shape, dtype=wide) if slopes else None
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return scaled and capped logits [tokens, rows] in the dtype of sums."""
-        product = self._take(self._narrow, hidden, weight)
-        torch.mm(hidden, weight.t(), out=product)
-        logits = product
+        tokens = hidden.shape[0]
+        logits = torch.mm(hidden, weight.t(), out=self._narrow[:tokens])
         if self._wide is not self._narrow:
-            logits = self._take(self._wide, hidden, weight).copy_(product)
-        if self._objective.logit_scale != 1.0:
-            logits.mul_(self._objective.logit_scale)
-        if cap := self._objective.logit_softcap:
+            logits = self._wide[:tokens].copy_(logits)
+        if self._call.logit_scale != 1.0:
+            logits.mul_(self._call.logit_scale)
+        if cap := self._call.logit_softcap:
             logits.div_(cap).tanh_()
             if self._slopes is not None:  # 1 - tanh²
-                slopes = self._take(self._slopes, hidden, weight)
-                torch.square(logits, out=slopes).neg_().add_(1.0)
+                torch.square(logits, out=self._slopes[:tokens]).neg_().add_(1.0)
             logits.mul_(cap)
         return logits
 
@@ -49,7 +47,7 @@ class Workspace:
         target is in no column, and for label smoothing the sum of the logits.
         """
         target = logits.gather(1, targets.column[:, None])[:, 0].mul_(targets.mine)
-        sums = [logits.sum(1)] if self._objective.label_smoothing else []
+        sums = [logits.sum(1)] if self._call.label_smoothing else []
         highest = logits.amax(1)
         logits.sub_(highest[:, None]).exp_()
         return torch.stack([highest, logits.sum(1), target, *sums])
@@ -71,8 +69,8 @@ class Workspace:
             grad: [tokens], the gradient of the losses; 0 for what is ignored.
             vocabulary: rows of the whole vocabulary.
         """
-        grad = grad * self._objective.logit_scale
-        smoothing, z_loss = self._objective.label_smoothing, self._objective.z_loss
+        grad = grad * self._call.logit_scale
+        smoothing, z_loss = self._call.label_smoothing, self._call.z_loss
         factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad
         probabilities.mul_(factor[:, None])
         if smoothing:
@@ -80,13 +78,8 @@ class Workspace:
         hit = grad * (smoothing - 1.0) * targets.mine
         probabilities.scatter_add_(1, targets.column[:, None], hit[:, None])
         if self._slopes is not None:
-            probabilities.mul_(self._slopes[: probabilities.numel()].view_as(probabilities))
+            probabilities.mul_(self._slopes[: len(probabilities)])
         narrow = probabilities
         if self._wide is not self._narrow:
-            narrow = self._narrow[: narrow.numel()].view_as(narrow).copy_(probabilities)
+            narrow = self._narrow[: len(probabilities)].copy_(probabilities)
         return LogitsGradient(narrow, probabilities)
-
-    @staticmethod
-    def _take(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        shape = hidden.shape[0], weight.shape[0]
-        return buffer[: shape[0] * shape[1]].view(shape)

@@ -23,24 +23,15 @@ class Sizes:
     sums_apart: bool = False  # dW is summed in memory that is not its gradient's
 
     @property
-    def for_each_token(self) -> int:
-        """Most bytes of a token in all of the call: loss, lse, target, gradient; of no limit."""
-        return 4 * self._wide + 16
-
-    @property
     def for_a_token_of_statistics(self) -> int:
         """Bytes of a token whose statistics are combined: those of all ranks, and its loss."""
         return self._wide * (self.statistics * (2 * self.ranks + 2) + 8) + 32
 
     def for_a_token_of_the_chunk(self, rows: int | None = None) -> int:
-        """Bytes of a token in the chunk: its logits, in every copy that lives at a time.
+        """Bytes of a token in the chunk, with this rank's rows of the weight or so many of them.
 
-        The logits in the dtype of sums, beside them those in a narrower dtype in which products are
-        made, and the soft cap's slopes. Where there is a narrower dtype the hidden states are
-        widened, too.
-
-        Args:
-            rows: of the weight, where not all of this rank's are used at a time.
+        The logits in the dtype of sums, the soft cap's slopes, and where products are made in a
+        narrower dtype the logits in that, and the hidden states widened.
         """
         narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
         copies = self._wide * (2 if self.slopes else 1) + narrow
@@ -48,14 +39,9 @@ class Sizes:
         return copies * (rows or self.vocabulary) + widened + 8 * self._wide + 40
 
     @property
-    def sums(self) -> int:
-        """Bytes of all of dW in the dtype of sums."""
-        return self.vocabulary * self.hidden * self._wide
-
-    @property
     def row_of_sums(self) -> int:
-        """Bytes of one row of dW in the dtype of sums."""
-        return self.hidden * self._wide
+        """Bytes of one row of dW in the dtype of sums, where its memory is not its gradient's."""
+        return self.hidden * self._wide if self.sums_apart else 0
 
     @property
     def _wide(self) -> int:
@@ -66,9 +52,9 @@ class Sizes:
 class Chunking:
     """What a call does at a time.
 
-    `peak` is the most bytes it has beside its inputs, the weight, their gradients and
-    `for_each_token`: tokens combined x `for_a_token_of_statistics` + tokens of the chunk x
-    `for_a_token_of_the_chunk`, and the sums of dW where these are apart from its gradient.
+    `peak` is the most bytes it has beside its inputs, the weight, their gradients and the loss,
+    lse, target and gradient of every token: tokens combined x `for_a_token_of_statistics` + tokens
+    of the chunk x `for_a_token_of_the_chunk`, and the sums of dW that are not its gradient's own.
     """
 
     tokens: int  # of a chunk
@@ -98,16 +84,11 @@ def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:
     """
     if chunk_size < 1:
         raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
-    tokens = min(chunk_size, max(sizes.tokens, 1))
-    sums = sizes.sums if sizes.sums_apart else 0
-    statistics = sizes.tokens * sizes.for_a_token_of_statistics
-    return Chunking(
-        tokens=tokens,
-        combined=max(sizes.tokens, 1),
-        rows=None,
-        tokens_of_rows=tokens,
-        peak=statistics + tokens * sizes.for_a_token_of_the_chunk() + sums,
-    )
+    every = max(sizes.tokens, 1)
+    tokens = min(chunk_size, every)
+    fixed = sizes.tokens * sizes.for_a_token_of_statistics + sizes.vocabulary * sizes.row_of_sums
+    peak = fixed + tokens * sizes.for_a_token_of_the_chunk()
+    return Chunking(tokens=tokens, combined=every, rows=None, tokens_of_rows=tokens, peak=peak)
 
 
 def within(sizes: Sizes, limit: int) -> Chunking:
@@ -120,10 +101,10 @@ def within(sizes: Sizes, limit: int) -> Chunking:
     Raises:
         ValueError: one token does not fit, with the number of MiB that one needs.
     """
-    rows, sums = sizes.vocabulary, 0
+    rows = sizes.vocabulary
     if sizes.sums_apart:
         rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
-        sums = rows * sizes.row_of_sums
+    sums = rows * sizes.row_of_sums
     each, of_statistics = sizes.for_a_token_of_the_chunk(), sizes.for_a_token_of_statistics
     room = min(limit // 8, limit - sums - each)
     combined = max(1, min(sizes.tokens, room // of_statistics))

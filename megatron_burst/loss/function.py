@@ -1,10 +1,12 @@
-"""The public function."""
+"""The public function, its checks of the tensors, and the same for a framework."""
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss.call import Call, apply
-from megatron_burst.loss.objective import Objective
+from megatron_burst.loss.call import Call
+from megatron_burst.loss.chunk_size import Sizes
+from megatron_burst.loss.loops import Head, LinearCrossEntropy
+from megatron_burst.loss.vocabulary import Vocabulary
 
 
 def linear_cross_entropy(
@@ -68,22 +70,58 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or numbers that do not fit, both chunk_size and memory_mb, or a
             memory limit too small for one token.
     """
-    if chunk_size is not None and memory_mb is not None:
-        raise ValueError(
-            f"chunk_size = {chunk_size} and memory_mb = {memory_mb} both say how large a chunk is: "
-            "give one of them"
-        )
     call = Call(
-        objective=Objective(
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            logit_softcap=logit_softcap,
-            logit_scale=logit_scale,
-        ),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
         chunk_size=chunk_size,
         memory_mb=memory_mb,
         group=group,
         sequence_parallel=sequence_parallel,
     )
     return apply(hidden, weight, targets, call)
+
+
+def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor:
+    """Do what `linear_cross_entropy` says, with the settings in one object."""
+    alone = call.group is None or call.group.size() == 1
+    group = None if alone else call.group
+    vocabulary = Vocabulary(weight.shape[0], group, call.sequence_parallel)
+    _check(hidden, weight, targets, vocabulary.ranks if call.sequence_parallel else 1)
+    sizes = Sizes(
+        tokens=targets.numel(),
+        vocabulary=weight.shape[0],
+        hidden=weight.shape[1],
+        dtype=weight.dtype,
+        ranks=vocabulary.ranks,
+        statistics=call.statistics,
+        slopes=call.logit_softcap is not None,
+        sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
+    )
+    head = Head(weight.detach(), call, vocabulary, call.chunking(sizes))
+    loss: Tensor = LinearCrossEntropy.apply(hidden, weight, targets, head)
+    return loss
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:
+    if hidden.dtype != weight.dtype or not weight.is_floating_point():
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: give both in one floating dtype"
+        )
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}: they are "
+            "[..., d] and [vocabulary, d]"
+        )
+    if targets.is_floating_point():
+        raise ValueError(f"targets are {targets.dtype}, not integers")
+    whole = list(hidden.shape[:-1])
+    if parts > 1 and whole:
+        whole[0] *= parts
+    if list(targets.shape) != whole:
+        raise ValueError(
+            f"targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
+            + (f" on each of {parts} ranks" if parts > 1 else "")
+        )

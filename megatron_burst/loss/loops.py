@@ -1,18 +1,22 @@
-"""The loops over chunks: losses alone, and gradients from logits computed again."""
+"""The loops over chunks and the autograd node: losses, and gradients from logits made again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import Workspace
 from megatron_burst.loss.chunk_size import Chunking
-from megatron_burst.loss.objective import Objective
-from megatron_burst.loss.products import LogitsGradient
+from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
 from megatron_burst.loss.vocabulary import Targets, Vocabulary, losses
-from megatron_burst.loss.weight_sum import OwnSum, WeightSum
+
+type _Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Hidden states [tokens, d], targets, log-sum-exps and gradients of the losses [tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +24,78 @@ class Head:
     """What all loops of a call share."""
 
     weight: Tensor  # [rows of this rank, d]
-    objective: Objective
+    call: Call
     vocabulary: Vocabulary
     chunking: Chunking
 
-    def locate(self, targets: Tensor) -> Targets:
-        """Find the targets [tokens] in this rank's shard."""
-        return self.vocabulary.locate(targets.long(), self.objective.ignore_index)
+    def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
+        workspace = Workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
+        wide = accumulation_dtype(hidden.dtype)
+        loss, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
+        for block in slices(hidden.shape[0], self.chunking.combined):
+            tokens, wanted = hidden[block], targets[block]
+            of_shard = loss.new_empty(self.call.statistics, tokens.shape[0])
+            for chunk in slices(tokens.shape[0], self.chunking.tokens):
+                logits = workspace.logits(tokens[chunk], self.weight)
+                of_shard[:, chunk] = workspace.statistics(logits, self._locate(wanted[chunk]))
+            of_all = self.vocabulary.combine(of_shard)
+            where = self._locate(wanted)
+            loss[block], lse[block] = losses(of_all, where, self.vocabulary.size, self.call)
+        return loss, lse
 
-    def gradient(self, grad: Tensor, targets: Tensor, where: Targets) -> Tensor:
-        """Return the gradient of the losses [tokens] in the dtype of sums, 0 for ignored targets.
+    def gradients(
+        self, tokens: _Tokens, d_hidden: Tensor | None, d_weight: WeightSum | None
+    ) -> Tensor | None:
+        """Fill `d_hidden` and return the gradient of the weight, from logits computed again.
 
-        NaN for targets outside the vocabulary whose losses count; on the CPU a ValueError.
+        Where the memory limit has no room for the sum of all of dW, dW is made in blocks of rows
+        afterwards, and the logits are computed a third time.
         """
-        grad = grad.to(accumulation_dtype(self.weight.dtype)).masked_fill(~where.counted, 0.0)
-        return self.vocabulary.check_gradient(grad, targets, where)
+        rows = self.chunking.rows
+        if d_weight is None or rows is None:
+            self._all_rows(tokens, d_hidden, d_weight)
+            return None if d_weight is None else d_weight.result()
+        if d_hidden is not None:
+            self._all_rows(tokens, d_hidden, None)
+        result = torch.empty_like(self.weight)
+        for block in slices(self.weight.shape[0], rows):
+            result[block] = self._some_rows(tokens, block)
+        return result
+
+    def _some_rows(self, tokens: _Tokens, rows: slice) -> Tensor:
+        total = OwnSum(self.weight[rows])
+        for chunk, gradient in self._of_logits(tokens, rows, self.chunking.tokens_of_rows):
+            total.add_product(gradient, tokens[0][chunk])
+        return total.total
+
+    def _all_rows(
+        self, tokens: _Tokens, d_hidden: Tensor | None, d_weight: WeightSum | None
+    ) -> None:
+        every = slice(0, self.weight.shape[0])
+        for chunk, gradient in self._of_logits(tokens, every, self.chunking.tokens):
+            if d_hidden is not None:
+                torch.mm(gradient.narrow, self.weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                d_weight.add_product(gradient, tokens[0][chunk])
+
+    def _of_logits(
+        self, tokens: _Tokens, rows: slice, size: int
+    ) -> Iterator[tuple[slice, LogitsGradient]]:
+        """Yield the gradient of some columns of the logits, chunk by chunk in the same memory."""
+        weight = self.weight[rows]
+        workspace = Workspace(weight, size, self.call, slopes=True)
+        for chunk in slices(tokens[0].shape[0], size):
+            hidden, targets, lse, grad = (x[chunk] for x in tokens)
+            where = self._locate(targets)
+            grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
+            grad = self.vocabulary.check_gradient(grad, targets, where)
+            probabilities = workspace.logits(hidden, weight).sub_(lse[:, None]).exp_()
+            of_rows, whole = where.in_rows(rows), self.vocabulary.size
+            yield chunk, workspace.gradient(probabilities, lse, of_rows, grad, whole)
+
+    def _locate(self, targets: Tensor) -> Targets:
+        return self.vocabulary.locate(targets.long(), self.call.ignore_index)
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
@@ -42,88 +103,32 @@ def slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def loss_alone(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
-    workspace = Workspace(head.weight, head.chunking.tokens, head.objective, slopes=False)
-    wide = accumulation_dtype(hidden.dtype)
-    loss, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
-    for block in slices(hidden.shape[0], head.chunking.combined):
-        tokens, wanted = hidden[block], targets[block]
-        of_shard = loss.new_empty(head.objective.statistics, tokens.shape[0])
-        for chunk in slices(tokens.shape[0], head.chunking.tokens):
-            logits = workspace.logits(tokens[chunk], head.weight)
-            of_shard[:, chunk] = workspace.statistics(logits, head.locate(wanted[chunk]))
-        loss[block], lse[block] = losses(
-            head.vocabulary.combine(of_shard),
-            head.locate(wanted),
-            head.vocabulary.size,
-            head.objective,
+class LinearCrossEntropy(torch.autograd.Function):
+    """Losses of all tokens; keeps their log-sum-exps, and computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
+        """Return losses of targets' shape."""
+        ctx.head = head
+        tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
+        loss, lse = head.losses(tokens, targets.reshape(-1))
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        return loss.view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weight`."""
+        hidden, weight, targets, lse = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        head: Head = ctx.head
+        tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
+        d_hidden = torch.empty_like(tokens) if wants_hidden else None
+        d_weight = head.gradients(
+            (tokens, targets.reshape(-1), lse, grad.reshape(-1)),
+            d_hidden,
+            head.call.weight_sum(weight) if wants_weight else None,
         )
-    return loss, lse
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsAgain:
-    """Computes logits a second time, and their gradients."""
-
-    head: Head
-    hidden: Tensor  # [tokens, d]
-    targets: Tensor  # [tokens]
-    lse: Tensor  # [tokens]
-    grad: Tensor  # [tokens], of the losses
-
-    def gradients(self, rows: slice, tokens: int) -> Iterator[tuple[slice, LogitsGradient]]:
-        """Yield the gradient of some columns of the logits, chunk by chunk in the same memory."""
-        weight = self.head.weight[rows]
-        workspace = Workspace(weight, tokens, self.head.objective, slopes=True)
-        for chunk in slices(self.hidden.shape[0], tokens):
-            logits = workspace.logits(self.hidden[chunk], weight)
-            where = self.head.locate(self.targets[chunk])
-            grad = self.head.gradient(self.grad[chunk], self.targets[chunk], where)
-            yield (
-                chunk,
-                workspace.gradient(
-                    logits.sub_(self.lse[chunk, None]).exp_(),
-                    self.lse[chunk],
-                    where.in_rows(rows),
-                    grad,
-                    self.head.vocabulary.size,
-                ),
-            )
-
-
-def gradients_again(
-    again: LogitsAgain, d_hidden: Tensor | None, d_weight: WeightSum | None
-) -> Tensor | None:
-    """Fill `d_hidden` and return the gradient of the weight, from logits computed again.
-
-    Where the memory limit has no room for the sum of all of dW, dW is made in blocks of rows
-    afterwards, and the logits are computed a third time.
-    """
-    weight, rows = again.head.weight, again.head.chunking.rows
-    if d_weight is None or rows is None:
-        _all_rows(again, d_hidden, d_weight)
-        return None if d_weight is None else d_weight.result()
-    if d_hidden is not None:
-        _all_rows(again, d_hidden, None)
-    result = torch.empty_like(weight)
-    for block in slices(weight.shape[0], rows):
-        result[block] = _some_rows(again, block)
-    return result
-
-
-def _all_rows(again: LogitsAgain, d_hidden: Tensor | None, d_weight: WeightSum | None) -> None:
-    weight = again.head.weight
-    every = slice(0, weight.shape[0])
-    for chunk, gradient in again.gradients(every, again.head.chunking.tokens):
         if d_hidden is not None:
-            torch.mm(gradient.narrow, weight, out=d_hidden[chunk])
-        if d_weight is not None:
-            d_weight.add_product(gradient, again.hidden[chunk])
-
-
-def _some_rows(again: LogitsAgain, rows: slice) -> Tensor:
-    total = OwnSum(again.head.weight[rows])
-    for chunk, gradient in again.gradients(rows, again.head.chunking.tokens_of_rows):
-        total.add_product(gradient, again.hidden[chunk])
-    return total.total
+            d_hidden = head.vocabulary.sum_gradient(d_hidden).view(hidden.shape)
+        return d_hidden, d_weight, None, None

@@ -1,12 +1,15 @@
-"""How the product of two narrow tensors gets into a wide sum without being rounded on the way."""
+"""Where dW is summed, and how narrow products get into a wide sum without being rounded."""
 
 import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_burst.kernels.dtypes import accumulation_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,42 @@ class LogitsGradient:
 
     narrow: Tensor  # in the dtype of the weight
     wide: Tensor  # in the dtype of sums, not rounded; memory to use when it is not needed more
+
+
+class WeightSum(Protocol):
+    """A place for dW [rows, d]; what a framework has beside `.grad` implements it, too."""
+
+    apart: bool
+    """Whether the sum lies in memory that is not the gradient's own."""
+
+    def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
+        """Add `gradient.T @ hidden` [rows, d] of a chunk's tokens."""
+
+    def result(self) -> Tensor:
+        """Return what autograd gets as the gradient of the weight."""
+
+
+class OwnSum:
+    """Sums in a tensor of its own, which becomes the gradient of the weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._wide = weight, accumulation_dtype(weight.dtype)
+        self.apart = self._wide != weight.dtype
+        self.used = False
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """The sum so far."""
+        self.used = True
+        return torch.zeros_like(self._weight, dtype=self._wide)
+
+    def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
+        """Add `gradient.T @ hidden`."""
+        add_product(self.total, gradient, hidden)
+
+    def result(self) -> Tensor:
+        """Return the sum, rounded once to the dtype of the weight."""
+        return self.total.to(self._weight.dtype)
 
 
 def add_product(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> None:
@@ -34,27 +73,16 @@ def _sum_in_place(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> No
 
 
 def _wide_parts(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> None:
-    def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-    _in_parts(total, gradient, hidden, total.dtype, multiply)
+    _in_parts(total, gradient, hidden, total.dtype, out_dtype=total.dtype)
 
 
 def rounded_parts(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> None:
     """Do it with products in the narrow dtype: each chunk's is rounded, their sum is not."""
-
-    def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-        torch.mm(a, b, out=out)
-
-    _in_parts(total, gradient, hidden, hidden.dtype, multiply)
+    _in_parts(total, gradient, hidden, hidden.dtype)
 
 
 def _in_parts(
-    total: Tensor,
-    gradient: LogitsGradient,
-    hidden: Tensor,
-    dtype: torch.dtype,
-    multiply: Callable[[Tensor, Tensor, Tensor], None],
+    total: Tensor, gradient: LogitsGradient, hidden: Tensor, dtype: torch.dtype, **options: Any
 ) -> None:
     """Add products of as many rows at a time as the memory of the wide gradient holds.
 
@@ -68,7 +96,7 @@ def _in_parts(
     for start in range(0, total.shape[0], at_a_time):
         columns = gradient.narrow[:, start : start + at_a_time]
         part = scratch[: columns.shape[1] * width].view(columns.shape[1], width)
-        multiply(columns.t(), hidden, part)
+        torch.mm(columns.t(), hidden, out=part, **options)
         total[start : start + at_a_time].add_(part)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss.objective import Objective
+from megatron_burst.loss.call import Call
 
 LOSS_OUTSIDE = 1e30
 """Of a target outside the vocabulary: a loss mask of 0 makes it 0, and nobody overlooks it."""
@@ -103,7 +103,7 @@ class Vocabulary:
 
 
 def losses(
-    statistics: Tensor, targets: Targets, vocabulary: int, objective: Objective
+    statistics: Tensor, targets: Targets, vocabulary: int, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Return losses and log-sum-exps, [tokens] each, from the statistics of the whole vocabulary.
 
@@ -111,9 +111,9 @@ def losses(
     """
     lse = statistics[0] + statistics[1].log()
     loss = lse - statistics[2]
-    if smoothing := objective.label_smoothing:
+    if smoothing := call.label_smoothing:
         loss += smoothing * (statistics[2] - statistics[3] / vocabulary)
-    if objective.z_loss:
-        loss += objective.z_loss * lse.square()
+    if call.z_loss:
+        loss += call.z_loss * lse.square()
     loss.masked_fill_(~targets.counted, 0.0).masked_fill_(~targets.known, LOSS_OUTSIDE)
     return loss, lse

@@ -17,8 +17,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers  # noqa: E402
 
 from megatron_burst.config import LmHeadConfig  # noqa: E402
-from megatron_burst.loss.products import LogitsGradient  # noqa: E402
-from megatron_burst.loss.weight_sum import OwnSum  # noqa: E402
+from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
 from megatron_burst.plugin.hooks.lm_head import (  # noqa: E402
     ChunkedHead,

@@ -18,7 +18,6 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking
-from megatron_burst.loss.objective import Objective
 from tests.loss.oracle import OBJECTIVES
 from tests.tier import slow_if
 
@@ -92,7 +91,7 @@ def test_the_limit_holds_for_every_objective(objective: str, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
     foretold: list[Chunking] = []
-    call = Call(objective=Objective(), memory_mb=16, on_chunking=foretold.append)
+    call = Call(memory_mb=16, on_chunking=foretold.append)
     function = lambda *tensors: call_of(call, *tensors)  # noqa: E731
     size = {"tokens": 1 * K, "vocabulary": 8 * K, "hidden": 64, "dtype": dtype}
     computed = peak_bytes(function, **size, device="cpu")
@@ -102,7 +101,7 @@ def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
 
 
 def call_of(call: Call, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from megatron_burst.loss.call import apply
+    from megatron_burst.loss.function import apply
 
     return apply(hidden, weight, targets, call)
 

@@ -12,9 +12,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.loss.call import Call, apply
+from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking
-from megatron_burst.loss.objective import Objective
+from megatron_burst.loss.function import apply
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
 from megatron_burst.plugin.limits import lm_head_refusals
 
@@ -110,10 +110,8 @@ class ChunkedOutput:
         wait_for_weights(output_layer, hidden_states)
         weight = output_layer.weight if output_weight is None else output_weight
         call = Call(
-            objective=Objective(
-                ignore_index=IGNORED,
-                logit_scale=float(scale_logits(torch.ones((), dtype=torch.float64))),
-            ),
+            ignore_index=IGNORED,
+            logit_scale=float(scale_logits(torch.ones((), dtype=torch.float64))),
             chunk_size=self._config.chunk_size,
             memory_mb=self._config.memory_mb,
             group=output_layer.tp_group,

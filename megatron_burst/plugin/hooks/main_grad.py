@@ -9,8 +9,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.loss.products import LogitsGradient, add_product
-from megatron_burst.loss.weight_sum import OwnSum, WeightSum
+from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum, add_product
 
 logger = logging.getLogger(__name__)
 

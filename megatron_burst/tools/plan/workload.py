@@ -18,7 +18,6 @@ from megatron_burst.config import (
 )
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
-from megatron_burst.loss.objective import Objective
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
@@ -243,7 +242,7 @@ def loss_chunking(given: Flags) -> Chunking | None:
     samples, context = (
         int(given.get(name, 1)) for name in ("micro-batch-size", "context-parallel-size")
     )
-    call = Call(objective=Objective(), chunk_size=config.chunk_size, memory_mb=config.memory_mb)
+    call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
     element_bytes, gradient_bytes = _widths(given)
     sizes = Sizes(
         tokens=samples * int(given["seq-length"]) // context,
@@ -251,7 +250,7 @@ def loss_chunking(given: Flags) -> Chunking | None:
         hidden=model.hidden,
         dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
         ranks=tensor,
-        statistics=call.objective.statistics,
+        statistics=call.statistics,
         sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
     )
     return call.chunking(sizes)
