@@ -110,40 +110,27 @@ def ring_attention(
     _check_tensors(q, k, v)
     _check_scores(q, soft_cap, sink)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if context.heads.size > 1:
-        out, lse = _over_heads(q, k, v, sink, memory, context, mask, scale, soft_cap, return_lse)
-    else:
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
-        out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
-    return (out, lse) if return_lse else out
+        result: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, call, memory)
+        return result
 
-
-def _over_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    memory: AttentionMemory | None,
-    context: BurstContext,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
+    if context.heads.size == 1:
+        out, lse = attend(q, k, v, sink)
+        return (out, lse) if return_lse else out
     exchange = _exchange(q.shape[1], context)
     copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    q, k, v = exchange.to_heads(q, k, v)
     if sink is not None:
         sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are spread
-    call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
-    out, lse = _RingAttention.apply(q, k, v, sink, call, memory)
-    if return_lse:
-        (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
-        lse = rows[..., 0].transpose(1, 2)
-    (out,) = exchange.to_tokens(out)
-    return out, lse
+    q, k, v = exchange.to_heads(q, k, v)
+    out, lse = attend(q, k, v, sink)
+    if not return_lse:
+        return exchange.to_tokens(out)[0]
+    (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
+    return exchange.to_tokens(out)[0], rows[..., 0].transpose(1, 2)
 
 
 def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:

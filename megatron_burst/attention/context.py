@@ -82,7 +82,7 @@ class BurstContext:
         self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._agreement = agreement  # None: nobody to agree with
         self._calls = 0
-        self._plans: dict[str, Plans] = {}
+        self._plans: dict[tuple[object, ...], Plans] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
     @classmethod
@@ -183,71 +183,62 @@ class BurstContext:
         soft_cap: float | None = None,
         memory: AttentionMemory | None = None,
     ) -> AttentionCall:
-        """Choose the kernel and the plans for these tensors; see `ring_attention`."""
-        if memory is not None:
-            return self._prepare_with_memory(q, k, v, mask, scale, soft_cap, memory)
-        shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)}, {mask}"
-        shapes += "" if soft_cap is None else f", soft cap {soft_cap}"
-        self._calls += 1
-        plans = self._plans.get(shapes)
-        if plans is None:
-            self._compare(f"call {self._calls} of {shapes}")
-            plans = self._make_plans(q, k, v, mask, soft_cap)
-        self._remember(shapes, plans)
-        request = _request(q, k, v, mask, soft_cap, plans)
-        kernel = select_kernel(self.config.kernel, request)
-        wire = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        _, index = self.heads.coordinates(self.rank)
-        ring = (
-            self.communicator.subgroup(self.heads.ring(index)) if self.group else self.communicator
-        )
-        return AttentionCall(plans.forward, plans.backward, kernel, scale, ring, wire, soft_cap)
+        """Choose the kernel and the plans for these tensors; see `ring_attention`.
 
-    def _compare(self, call: str) -> None:
-        """Compare a call with those of the other ranks, which new shapes or a new mask begin.
-
-        A rank that has met them before sends, and does not come: both give up within the time
-        limit. If it comes later, the numbers of the calls differ.
+        Of two passes with one memory the first is whole, the second's forward stops early.
         """
-        if self._agreement is not None:
-            limit, what = self.config.timeout_seconds, "the shapes or the mask"
-            check_agreement(self._agreement, what, call, limit, f"attention {call}")
+        plans = self._plans_of(q, k, v, mask, soft_cap)
+        forward_plan, row = plans.forward, 0
+        group, index = self.heads.coordinates(self.rank)
+        if memory is not None:
+            tokens = q.shape[1] * self.grid.ranks
+            stop = boundary(self.layout(tokens), memory.fraction)
+            row = first_saved_row(self.heads.ring_layout(self.layout(tokens)), group, stop)
+            if memory.saved is not None and stop != tokens:
+                early = replace(mask, query_stop=stop)
+                forward_plan = self._plans_of(q, k, v, early, soft_cap).forward
+        request = _request(q, k, v, mask, soft_cap, plans)
+        return AttentionCall(
+            forward_plan,
+            plans.backward,
+            select_kernel(self.config.kernel, request),
+            scale,
+            self.communicator.subgroup(self.heads.ring(index)) if self.group else self.communicator,
+            q.dtype if self.config.grad_dtype is GradDtype.MODEL else None,
+            soft_cap,
+            row,
+        )
 
-    def _prepare_with_memory(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        soft_cap: float | None,
-        memory: AttentionMemory,
-    ) -> AttentionCall:
-        """Prepare one of two passes: the first is whole, the second's forward stops early."""
-        call = self.prepare(q, k, v, mask, scale, soft_cap)
-        tokens = q.shape[1] * self.grid.ranks
-        stop = boundary(self.layout(tokens), memory.fraction)
-        ring = self.heads.ring_layout(self.layout(tokens))
-        row = first_saved_row(ring, self.heads.coordinates(self.rank)[0], stop)
-        if memory.saved is None or stop == tokens:
-            return replace(call, first_saved_row=row)
-        early = self.prepare(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
-        return replace(call, forward_plan=early.forward_plan, first_saved_row=row)
+    def _plans_of(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
+    ) -> Plans:
+        """Return the plans of a call, made and compared with other ranks' when it is new.
 
-    def _remember(self, shapes: str, plans: Plans) -> None:
-        """Keep the plans that were used last: with documents every batch has a mask of its own."""
-        self._plans.pop(shapes, None)
-        self._plans[shapes] = plans
-        while len(self._plans) > _PLANS_KEPT:
+        A rank that has met the shapes and the mask before sends, and does not come to compare: both
+        give up within the time limit. If it comes later, the numbers of the calls differ.
+        """
+        key = q.shape, q.dtype, k.shape, v.shape, soft_cap, mask
+        self._calls += 1
+        plans = self._plans.pop(key, None)
+        if plans is None:
+            if self._agreement is not None:
+                call = f"call {self._calls} of q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
+                call += f"v {tuple(v.shape)}, {mask}"
+                call += "" if soft_cap is None else f", soft cap {soft_cap}"
+                limit, what = self.config.timeout_seconds, "the shapes or the mask"
+                check_agreement(self._agreement, what, call, limit, f"attention {call}")
+            plans = self._make_plans(q, k, v, mask, soft_cap)
+        self._plans[key] = plans  # the last: with documents every batch has a mask of its own
+        if len(self._plans) > _PLANS_KEPT:
             del self._plans[next(iter(self._plans))]
+        return plans
 
     def _make_plans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
     ) -> Plans:
-        """Choose the cheaper ways, make this rank's plans and say once what they are."""
+        """Choose the schedules, make this rank's plans and say once what they are."""
         layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
-        tiling = Tiling(layout, mask)
-        shape = self._shape(q, k, v)
+        tiling, shape = Tiling(layout, mask), self._shape(q, k, v)
         choice = choose(
             self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
         )
@@ -276,24 +267,23 @@ class BurstContext:
         """Say what was chosen and what it costs a layer."""
         kernel = select_kernel(self.config.kernel, request)
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
+        spread = exchanged = ""
+        if self.heads.size > 1:
+            spread = f"heads over {self.heads.size} ranks, "
+            size = mib(shape.exchange_bytes(self.heads.size))
+            exchanged = (
+                f"; the all-to-all over the heads sends {size} a rank forward and backward each"
+            )
         logger.info(
             "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
             self.config.algorithm,
             self.ranks,
             self.config.layout,
-            f"heads over {self.heads.size} ranks, " if self.heads.size > 1 else "",
+            spread,
             self.grid,
             f"{kernel.name} ({reasons})" if reasons else kernel.name,
             choice,
-            self._exchange_log(shape),
-        )
-
-    def _exchange_log(self, shape: Shape) -> str:
-        if self.heads.size == 1:
-            return ""
-        return (
-            f"; the all-to-all over the heads sends {mib(shape.exchange_bytes(self.heads.size))} "
-            "a rank forward and backward each"
+            exchanged,
         )
 
 

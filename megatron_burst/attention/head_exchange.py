@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan, assemble
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.profiling import span
@@ -37,7 +37,7 @@ def exchange_plan(rank: int, ranks: int) -> Plan:
 
 def _share(source: int, target: int) -> Item:
     """The item that `source` has for `target`."""
-    return Item(Kind.HEADS, source, Interval(target, target + 1))
+    return Item(Kind.HEADS, source, target=target)
 
 
 class HeadExchange:

@@ -93,7 +93,7 @@ def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> 
 
 
 def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
-    if item.part is None or item.kind is Kind.HEADS:
+    if item.part is None:
         return sizes[item.kind]
     assert local_tokens, f"{item} is a part, but of how many rows was not said"
     return sizes[item.kind] * item.part.length // local_tokens

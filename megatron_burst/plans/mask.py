@@ -196,7 +196,8 @@ class Mask:
         if self.window is not None:
             parts.append(f"window {self.window}")
         if self.documents is not None:
-            parts.append(f"{len(self.documents) - 1} documents ({_digest(self.documents)})")
+            count = len(self.documents) - 1
+            parts.append(f"{count} packed sequences ({_digest(self.documents)})")
         if self.block_table is not None:
             parts.append(f"{self.block_table.blocks} blocks ({self.block_table.digest})")
         if self.query_stop is not None:

@@ -49,12 +49,13 @@ class Item(NamedTuple):
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows, or shares of its heads; None: all
+    part: Interval | None = None  # which of the owner's rows; None: all
+    target: int | None = None  # of HEADS: whose share of the heads
 
     def __str__(self) -> str:
-        what = "heads" if self.kind is Kind.HEADS else "rows"
-        part = f", {what} {self.part.start} to {self.part.stop}" if self.part else ""
-        return f"{self.kind} of rank {self.owner}{part}"
+        part = f", rows {self.part.start} to {self.part.stop}" if self.part else ""
+        share = "" if self.target is None else f" for rank {self.target}"
+        return f"{self.kind} of rank {self.owner}{part}{share}"
 
 
 class Hop(NamedTuple):

@@ -42,11 +42,8 @@ class Tiling:
     def __init__(self, layout: Layout, mask: Mask) -> None:
         mask.check_length(layout.tokens)
         self.layout, self.mask = layout, mask
-        self.ranks, self.tokens, self.local_tokens = (
-            layout.ranks,
-            layout.tokens,
-            layout.local_tokens,
-        )
+        self.ranks, self.tokens = layout.ranks, layout.tokens
+        self.local_tokens = layout.local_tokens
         cuts = mask.cuts(layout.tokens)
         self._pieces = [_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
         self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
@@ -116,24 +113,17 @@ def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], li
     """
     parts: tuple[list[Tile], list[Tile], list[Tile]] = ([], [], [])
     for tile in tiles:
-        for part, pieces in zip(parts, _half_and_quarters(tile), strict=True):
-            part += pieces
-    return parts
-
-
-def _half_and_quarters(tile: Tile) -> Sequence[tuple[Tile, ...]]:
-    rows, keys = tile.query_rows.length, tile.key_rows.length
-    middle = rows // 2
-    if tile.band == Band.CAUSAL and rows == keys:
+        rows, keys = tile.query_rows.length, tile.key_rows.length
+        middle, every = rows // 2, Interval(0, keys)
         low, high = Interval(0, middle), Interval(middle, rows)
-        return tile_part(tile, high, low), tile_part(tile, low, low), tile_part(tile, high, high)
-    cut, every = middle + (rows - middle) // 2, Interval(0, keys)
-    half, first, second = Interval(0, middle), Interval(middle, cut), Interval(cut, rows)
-    return (
-        tile_part(tile, half, every),
-        tile_part(tile, first, every),
-        tile_part(tile, second, every),
-    )
+        if tile.band == Band.CAUSAL and rows == keys:
+            pieces = (high, low), (low, low), (high, high)
+        else:
+            cut = middle + (rows - middle) // 2
+            pieces = (low, every), (Interval(middle, cut), every), (Interval(cut, rows), every)
+        for part, piece in zip(parts, pieces, strict=True):
+            part += tile_part(tile, *piece)
+    return parts
 
 
 def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]:
@@ -142,11 +132,9 @@ def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]
     if found is None:
         return ()
     queries, keys, band = found
-    queries, keys = (
-        _shifted(queries, tile.query_rows.start),
-        _shifted(keys, tile.key_rows.start),
-    )
-    return (replace(tile, query_rows=queries, key_rows=keys, band=band),)
+    query_rows = _shifted(queries, tile.query_rows.start)
+    key_rows = _shifted(keys, tile.key_rows.start)
+    return (replace(tile, query_rows=query_rows, key_rows=key_rows, band=band),)
 
 
 def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> _Pieces:

@@ -25,6 +25,8 @@ from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
+_CHANNELS = list(Channel)
+
 type _Work = tuple[str, dist.Work]  # with what it does
 
 
@@ -80,25 +82,30 @@ class Communicator:
         """
         return Transfers(self, name, plan, template)
 
-    def messages(self, transfer: Send | Receive, block: Block) -> list["Message"]:
-        """Return one message for each tensor of what `transfer` moves."""
-        peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
-        owner = self._numbers[transfer.item.owner]
-        return [Message(transfer, peer, owner, group, t, self._wire(t)) for t in block]
+    def message(self, transfer: Send | Receive, tensor: Tensor) -> "Message":
+        """Return the message of one tensor of what `transfer` moves."""
+        sends = isinstance(transfer, Send)
+        verb, side = ("send", "to") if sends else ("receive", "from")
+        peer, owner = self._ranks[transfer.peer], self._numbers[transfer.item.owner]
+        name = f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
+        operation = dist.isend if sends else dist.irecv
+        wire, group = self._wire(tensor), self._channels[transfer.channel]
+        return Message(transfer, name, dist.P2POp(operation, wire, peer, group), tensor, wire)
 
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
         """Post the messages of one channel, receives first; return what is to be waited for."""
         for message in messages:
-            message.load()
-        names = [str(message) for message in messages]
-        together = "; ".join(dict.fromkeys(names))
+            if message.sends and message.wire is not message.tensor:
+                message.wire.copy_(message.tensor)  # waits for the device, which gloo would not
+        together = "; ".join(dict.fromkeys(message.name for message in messages))
         with _named_errors(where, together):
-            works = dist.batch_isend_irecv([message.operation() for message in messages])
+            works = dist.batch_isend_irecv([message.operation for message in messages])
+        names = [message.name for message in messages]
         if len(works) != len(messages):  # NCCL gives one handle for all
             names = [together] * len(works)
         for message in messages:
-            if isinstance(message.transfer, Send):
-                self.bytes_by_channel[message.transfer.channel] += message.wire.nbytes
+            if message.sends:
+                self.bytes_by_channel[message.transfer.channel] += message.bytes_sent
         named_works = list(zip(names, works, strict=True))
         if self._watchdog:
             for name, work in named_works:
@@ -111,12 +118,10 @@ class Communicator:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
+        limit = () if self._timeout is None else (self._timeout,)
         for name, work in works:
             with _named_errors(where, name):
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
+                work.wait(*limit)
 
     def _wire(self, tensor: Tensor) -> Tensor:
         if self._on_gloo and tensor.is_cuda:
@@ -124,8 +129,7 @@ class Communicator:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One tensor on its way.
 
     `wire` is the memory that the transport uses: the tensor itself, or, because gloo reaches only
@@ -133,31 +137,35 @@ class Message:
     """
 
     transfer: Send | Receive
-    peer: int  # a rank of the job, not of the group
-    owner: int  # of the item: a rank of the group
-    group: dist.ProcessGroup
+    name: str
+    operation: dist.P2POp
     tensor: Tensor
     wire: Tensor
 
-    def operation(self) -> dist.P2POp:
-        """Return what torch.distributed is to do."""
-        function = dist.isend if isinstance(self.transfer, Send) else dist.irecv
-        return dist.P2POp(function, self.wire, self.peer, self.group)
+    @property
+    def sends(self) -> bool:
+        """Whether it leaves."""
+        return isinstance(self.transfer, Send)
 
-    def load(self) -> None:
-        """Before a send: bring the tensor to the wire's memory."""
-        if isinstance(self.transfer, Send) and self.wire is not self.tensor:
-            self.wire.copy_(self.tensor)  # waits for the device, which gloo would not
+    @property
+    def bytes_sent(self) -> int:
+        """Its payload where it leaves."""
+        return self.wire.nbytes if self.sends else 0
 
-    def unload(self) -> None:
-        """After a receive: bring what came to the tensor."""
-        if isinstance(self.transfer, Receive) and self.wire is not self.tensor:
-            self.tensor.copy_(self.wire)
+
+@dataclass(slots=True)
+class _Batch:
+    """Messages that are posted together; what a profiler shows of them is read by `tools.trace`."""
+
+    lands: int
+    where: str
+    messages: list[Message]
+    works: Sequence[_Work] = ()
 
     def __str__(self) -> str:
-        verb, side = ("send", "to") if isinstance(self.transfer, Send) else ("receive", "from")
-        kind = self.transfer.item.kind
-        return f"{verb} {kind} of CP rank {self.owner} {side} rank {self.peer}"
+        sent = sum(message.bytes_sent for message in self.messages)
+        which = "; ".join(dict.fromkeys(message.name for message in self.messages))
+        return f"for step {self.lands}, {sent} bytes: {which}"
 
 
 class Transfers:
@@ -172,7 +180,7 @@ class Transfers:
         self._communicator, self._name, self._template = communicator, name, template
         self._largest = plan.largest_arrivals
         self._buffers: dict[tuple[Kind, int], Block] = {}
-        self._pending: dict[int, list[_Pending]] = defaultdict(list)  # by the step that waits
+        self._pending: dict[int, list[_Batch]] = defaultdict(list)  # by the step that waits
 
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         """Start the transfers of step `number` and return at once.
@@ -183,20 +191,23 @@ class Transfers:
             outgoing: the contiguous tensors of every item that leaves. They must not be written to
                 before they have landed.
         """
-        batches: dict[tuple[Channel, int], list[Message]] = defaultdict(list)
+        batches: dict[tuple[int, int], _Batch] = {}
         transfers: list[Send | Receive] = [*step.receives, *step.sends]
         for transfer in transfers:
             if isinstance(transfer, Receive):
                 block = self._buffer(transfer)
             else:
                 block = outgoing[transfer.item]
-            batch = batches[transfer.channel, transfer.lands]
-            batch += self._communicator.messages(transfer, block)
-        for (_, lands), batch in sorted(batches.items(), key=_channel_order):
-            where = f"{self._name} step {number}"
-            with span(self._name, number, "post", _Posted(lands, batch)):
-                works = self._communicator.start(batch, where)
-            self._pending[lands].append(_Pending(batch, works, where))
+            # All ranks post in this order: NCCL wants one over all communicators of a device.
+            key = _CHANNELS.index(transfer.channel), transfer.lands
+            batch = batches.setdefault(
+                key, _Batch(transfer.lands, f"{self._name} step {number}", [])
+            )
+            batch.messages += (self._communicator.message(transfer, tensor) for tensor in block)
+        for _, batch in sorted(batches.items()):
+            with span(self._name, number, "post", batch):
+                batch.works = self._communicator.start(batch.messages, batch.where)
+            self._pending[batch.lands].append(batch)
 
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
@@ -210,12 +221,13 @@ class Transfers:
             return []
         receives: dict[Receive, None] = {}
         with span(self._name, number, "wait"):
-            for messages, works, where in self._pending.pop(number):
-                self._communicator.wait(works, where)
-                for message in messages:
-                    message.unload()
-                    if isinstance(message.transfer, Receive):
-                        receives[message.transfer] = None
+            for batch in self._pending.pop(number):
+                self._communicator.wait(batch.works, batch.where)
+                for transfer, _, _, tensor, wire in batch.messages:
+                    if isinstance(transfer, Receive):
+                        receives[transfer] = None
+                        if wire is not tensor:
+                            tensor.copy_(wire)
         return [(receive.item, self._buffer(receive)) for receive in receives]
 
     def _buffer(self, receive: Receive) -> Block:
@@ -226,36 +238,6 @@ class Transfers:
             self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
         shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
         return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
-
-
-class _Pending(NamedTuple):
-    """Messages that were posted together, and what is to be waited for."""
-
-    messages: Sequence[Message]
-    works: Sequence[_Work]
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """What a profiler shows of messages: the step that waits for them, bytes sent, which they are.
-
-    `tools.trace` reads it.
-    """
-
-    lands: int
-    messages: Sequence[Message]
-
-    def __str__(self) -> str:
-        sent = sum(m.wire.nbytes for m in self.messages if isinstance(m.transfer, Send))
-        which = "; ".join(dict.fromkeys(map(str, self.messages)))
-        return f"for step {self.lands}, {sent} bytes: {which}"
-
-
-def _channel_order(batch: tuple[tuple[Channel, int], object]) -> tuple[int, int]:
-    """All ranks post in this order: NCCL wants one over all communicators of a device."""
-    channel, lands = batch[0]
-    return list(Channel).index(channel), lands
 
 
 @contextmanager
@@ -280,8 +262,7 @@ def check_agreement(
 
     Raises:
         ValueError: on every rank, if the ranks do not all have the same value.
-        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
-            group's own).
+        CommunicationError: see `gather_objects`.
     """
     purpose = f"compare {what} with the other ranks"
     values = gather_objects(group, purpose, value, timeout_seconds, where)

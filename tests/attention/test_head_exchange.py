@@ -8,7 +8,6 @@ import torch
 from megatron_burst import BurstConfig
 from megatron_burst.attention import head_exchange
 from megatron_burst.attention.head_exchange import HeadExchange, exchange_plan
-from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind
 from tests.workers import Team, WorkerPool
 
@@ -21,10 +20,7 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
     sent = [(plan.rank, s.peer, s.item) for plan in plans for s in plan.sends]
     received = [(r.peer, plan.rank, r.item) for plan in plans for r in plan.receives]
     everything = {
-        (s, t, Item(Kind.HEADS, s, Interval(t, t + 1)))
-        for s in range(ranks)
-        for t in range(ranks)
-        if s != t
+        (s, t, Item(Kind.HEADS, s, target=t)) for s in range(ranks) for t in range(ranks) if s != t
     }
     assert len(sent) == len(received) == len(everything)
     assert set(sent) == set(received) == everything

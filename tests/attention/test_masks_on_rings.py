@@ -173,7 +173,7 @@ def lines_of_batches(team: Any) -> list[str]:
 
 def test_documents_are_logged_once_and_not_for_every_micro_batch(workers: WorkerPool) -> None:
     (line,) = workers.run(2, lines_of_batches)[0]
-    assert "2 documents" in line
+    assert "2 packed sequences" in line
 
 
 def test_a_rank_whose_tokens_see_only_themselves_sends_nothing() -> None:
