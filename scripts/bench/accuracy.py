@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from algorithms import Place, Sizes, make_context
-from harness import Flags, Row, origin, output, publish, table
+from harness import Flags, Row, origin, publish, table
 from ranks import launch
 from torch import Tensor
 
@@ -141,8 +141,7 @@ def main() -> None:
     args, here = flags(), origin()
     places = [Place(n, max(n // args.nodes, 1)) for n in sorted(args.ranks)]
     found = rows(args, {p.ranks: launch(measure, p.ranks, args, p)[0] for p in places})
-    text = PAGE.format(**vars(args), body=body(found))
-    publish(output(args, "accuracy"), text, found, here)
+    publish(args, "accuracy", PAGE, found, here, body=body(found))
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def body(found: Sequence[Row]) -> str:
 
 
 PAGE = """
-# {title}
+# Attention alone: every algorithm and mask
 
 Forward and backward of attention alone, batch 1, zigzag, {dtype}: milliseconds (ratio to
 {baseline}), MiB that the library counts on the rank that sends most, and the share of the step that
@@ -293,23 +293,16 @@ def _heads(text: str) -> tuple[int, int]:
 
 def main() -> None:
     args = flags()
-    torch.set_num_threads(1)
     if args.mbit:
         refuse_where_impossible()
     if not args.torchrun:
         harness.wait_until_quiet(args.force)
     here, found = harness.origin(args.device), [*run(args)]
-    if int(os.environ.get("RANK", "0")):
-        return
-    where = LINKS if args.mbit else "Ranks: torchrun's." if args.torchrun else WHERE
-    title = "Attention alone: every algorithm and mask"
-    if args.mbit:
-        title = "Attention on nodes of one machine: every algorithm on shaped links"
-    about = {**vars(args), "baseline": BASELINE, "where": where, "window": WINDOW, "blocks": BLOCKS}
-    text = PAGE.format(**about, title=title, body=body(found))
-    harness.publish(
-        harness.output(args, "two_nodes" if args.mbit else "attention"), text, found, here
-    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        name = "two_nodes" if args.mbit else "attention"
+        where = LINKS if args.mbit else "Ranks: torchrun's." if args.torchrun else WHERE
+        words = {"where": where, "body": body(found), "baseline": BASELINE}
+        harness.publish(args, name, PAGE, found, here, **words, window=WINDOW, blocks=BLOCKS)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,11 @@ type Row = Mapping[str, Any]
 
 
 class Flags(argparse.ArgumentParser):
-    """A parser whose help is a benchmark's docstring; every benchmark has --output."""
+    """A parser whose help is a benchmark's docstring, with the flags that all have."""
 
     def __init__(self, doc: str | None) -> None:
-        super().__init__(
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        how = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=how, allow_abbrev=False)
         self.add_argument("--output", type=Path, help="the page; its CSV goes beside it")
         self.add_argument("--repetitions", type=int, default=5)
         self.add_argument("--force", action="store_true", help="measure under load too")
@@ -49,8 +46,8 @@ class Flags(argparse.ArgumentParser):
         self, given: Sequence[str] | None = None, defaults: Mapping[str, Row] | None = None
     ) -> argparse.Namespace:
         """Parse; what is not given has its device's default, and no number is below 1."""
-        args = self.parse_args(given)
-        for name, value in (defaults or {}).get(getattr(args, "device", ""), {}).items():
+        args = self.parse_args(given, argparse.Namespace(device="cpu"))
+        for name, value in (defaults or {}).get(args.device, {}).items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         for value in vars(args).values():
@@ -126,7 +123,11 @@ def progress(text: str) -> None:
 
 
 def origin(device: str = "cpu") -> dict[str, str]:
-    """Say when, where, with what and by which command this process measures: call it first."""
+    """Say when, where, with what and by which command this process measures: call it first.
+
+    It takes one thread from then on, so that CPU time is that of one core.
+    """
+    torch.set_num_threads(1)
     found = {
         "date": str(datetime.date.today()),
         "commit": commit(RESULTS),
@@ -162,23 +163,27 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def output(args: argparse.Namespace, name: str) -> Path:
-    """Return where the page goes."""
-    device = getattr(args, "device", "cpu")
-    kind = "cpu" if device == "cpu" else device_name(device).lower()
-    return args.output or RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', kind)}_{name}.md"
-
-
-def publish(path: Path, text: str, rows: Sequence[Row], given: Mapping[str, str]) -> None:
-    """Print a page, and write it to `path` and its rows to the CSV beside it.
+def publish(
+    args: argparse.Namespace,
+    name: str,
+    page: str,
+    rows: Sequence[Row],
+    given: Mapping[str, str],
+    **words: object,
+) -> None:
+    """Print a page, and write it to --output and its rows to the CSV beside it.
 
     Args:
-        path: of the page.
-        text: a heading, then words and tables in Markdown; the origin goes below the heading.
+        args: the flags.
+        name: of the page where --output is not given.
+        page: a heading, then words and tables in Markdown, with places for flags and `words`.
         rows: each with some of the columns.
-        given: the origin.
+        given: the origin; it goes below the heading.
+        words: beside the flags.
     """
-    heading, _, rest = text.strip().partition("\n")
+    device = "cpu" if args.device == "cpu" else device_name(args.device).lower()
+    path = args.output or RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', device)}_{name}.md"
+    heading, _, rest = page.strip().format(**vars(args), **words).partition("\n")
     lines = "\n".join(f"* {name}: {value}" for name, value in given.items())
     text = f"{heading}\n\n{lines}\n{rest}\n"
     print(text)

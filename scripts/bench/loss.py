@@ -195,10 +195,9 @@ def _shape(text: str) -> Shape:
 
 def main() -> None:
     args = flags()
-    torch.set_num_threads(1)
     here, times, peaks = harness.origin(args.device), time_rows(args), memory_rows(args)
-    text = PAGE.format(**vars(args), times=time_table(times), memory=memory_table(peaks))
-    harness.publish(harness.output(args, "loss"), text, [*times, *peaks], here)
+    words = {"times": time_table(times), "memory": memory_table(peaks)}
+    harness.publish(args, "loss", PAGE, [*times, *peaks], here, **words)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from harness import MIB, Clock, Flags, Row, in_turns, origin, output, publish, spread, table
+from harness import MIB, Clock, Flags, Row, in_turns, origin, publish, spread, table
 from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -117,13 +117,12 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = flags()
-    torch.set_num_threads(1)
     here, found = origin(), measure(args)
     names = ["none" if row["fraction"] == "none" else f"ρ = {row['fraction']:g}" for row in found]
     cells = [(f"{row['median_s']:.2f}", f"{row['stored_bytes'] / MIB:.1f}") for row in found]
     lines = ([name, *cell] for name, cell in zip(names, cells, strict=True))
     body = table(["recompute", "s a step", "MiB stored"], lines)
-    publish(output(args, "recompute"), PAGE.format(**vars(args), body=body), found, here)
+    publish(args, "recompute", PAGE, found, here, body=body)
 
 
 if __name__ == "__main__":

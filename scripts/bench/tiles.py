@@ -12,13 +12,12 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 from algorithms import Kernels, Sizes
-from harness import Clock, Flags, Row, in_turns, origin, output, publish, spread, table
+from harness import Clock, Flags, Row, in_turns, origin, publish, spread, table
 
 from megatron_burst import Mask
 from megatron_burst.attention.backward import backward
@@ -36,24 +35,8 @@ from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.comm import Communicator, Transfers
 
 DEFAULTS: Mapping[str, Row] = {
-    "cpu": {
-        "ranks": 4,
-        "tokens": [4096],
-        "heads": 8,
-        "kv_heads": [8],
-        "head_dim": 64,
-        "dtype": ["float32", "bfloat16"],
-        "kernel": ["cpu"],
-    },
-    "cuda": {
-        "ranks": 8,
-        "tokens": [16384, 131072],
-        "heads": 32,
-        "kv_heads": [32, 8],
-        "head_dim": 128,
-        "dtype": ["bfloat16"],
-        "kernel": ["cudnn", "aten_flash"],
-    },
+    "cpu": {"ranks": 4, "tokens": 4096, "heads": 8, "head_dim": 64, "kernel": "cpu"},
+    "cuda": {"ranks": 8, "tokens": 32768, "heads": 32, "head_dim": 128, "kernel": "cudnn"},
 }
 LONGEST_CALL = 131072  # tokens; one call on all ranks' would not fit at every length
 MATMULS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
@@ -127,67 +110,54 @@ def one_call(
     }
 
 
-def measure(args: argparse.Namespace, kernel: Kernel, dtype: str, sizes: Sizes) -> Iterator[Row]:
+def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for everything that is timed in turns."""
-    jobs = make_jobs(sizes, args.ranks, kernel, args.device, getattr(torch, dtype))
+    dtype = getattr(torch, args.dtype)
+    sizes = Sizes(args.tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
+    q, k, v, _ = sizes._replace(tokens=1).draw(args.device, dtype)
+    kernel = select_kernel(args.kernel, Request.of(q, k, v))
+    jobs = make_jobs(sizes, args.ranks, kernel, args.device, dtype)
     clock = Clock(args.device)
     ways = {name: partial(clock.seconds, run) for name, (_, run) in jobs.items()}
     times = in_turns(ways, args.repetitions)
     for (phase, what), (pairs, _) in jobs.items():
-        others, all_pairs = times[phase, ONE_CALL], jobs[phase, ONE_CALL][0]
-        both = zip(times[phase, what], others, strict=True)
+        whole, its_pairs = times[phase, ONE_CALL], jobs[phase, ONE_CALL][0]
+        ratios = [a / b for a, b in zip(times[phase, what], whole, strict=True)]
         found = spread(times[phase, what])
         flops = MATMULS[phase] * 2 * sizes.heads * sizes.head_dim * pairs
         yield {
             "benchmark": "tiles",
             "kernel": kernel.name,
-            "dtype": dtype,
+            "dtype": args.dtype,
             "ranks": args.ranks,
             **sizes._asdict(),
             "phase": phase,
             "what": what,
             **found,
             "tflops": flops / found["median_s"] / 1e12,
-            "ratio": median(a / b for a, b in both) * all_pairs / pairs,
+            "ratio": median(ratios) * its_pairs / pairs,
             "repetitions": args.repetitions,
         }
 
 
-def measure_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Measure every case; return the rows, and what no kernel can serve."""
-    found: list[Row] = []
-    refused = []
-    for kernel, dtype, kv, tokens in product(args.kernel, args.dtype, args.kv_heads, args.tokens):
-        sizes = Sizes(tokens, args.heads, kv, args.head_dim)
-        *qkv, _ = sizes._replace(tokens=1).draw(args.device, getattr(torch, dtype))
-        try:
-            chosen = select_kernel(kernel, Request.of(*qkv))
-        except ValueError as error:
-            refused.append(f"```\n{error}\n```")
-        else:
-            found += measure(args, chosen, dtype, sizes)
-    return found, refused
-
-
-def results(found: Sequence[Row]) -> str:
-    head = "kernel, dtype, heads, tokens a rank, what, s, TFLOP/s, time a pair of tokens"
+def body(found: Sequence[Row]) -> str:
     lines = (
         (
-            *(row["kernel"], row["dtype"], f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"),
-            *(f"{row['tokens']}", f"{row['phase']}: {row['what']}", f"{row['median_s']:.4f}"),
+            *(f"{row['phase']}: {row['what']}", f"{row['median_s']:.4f}"),
             *(f"{row['tflops']:.4g}", f"{row['ratio']:.3f}"),
         )
         for row in found
     )
-    return table(head.split(", "), lines, words=5)
+    return table(["what", "s", "TFLOP/s", "time a pair of tokens"], lines)
 
 
 PAGE = """
 # The tiles of a ring against one flash call
 
-Causal attention over {ranks} ranks (zigzag, flat ring, gradients return straight home): the loops
-of rank {rank}, with all merges and sums but no messages, its kernel calls alone, and one causal
-call of the same kernel on the tokens of all ranks, or on {longest} where they have more. Medians of
+Causal attention over {ranks} ranks (zigzag, flat ring, gradients return straight home), {tokens}
+tokens a rank, {heads} heads of {head_dim}, {kv} KV heads, {dtype}, kernel {kernel}: the loops of
+rank {rank}, with all merges and sums but no messages, its kernel calls alone, and one causal call
+of the same kernel on the tokens of all ranks, or on {longest} where they have more. Medians of
 {repetitions} repetitions that take turns; CPU time of one thread, on a GPU the time between CUDA
 events. "Time a pair of tokens": over that of the one call for each (query, key) pair that is
 computed, the median of the repetitions' ratios. FLOP/s count 4 forward and 10 backward for each
@@ -201,23 +171,18 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = Flags(__doc__)
     add = made.add_argument
     add("--device", choices=[*DEFAULTS], default="cpu")
-    for name in ("--ranks", "--heads", "--head-dim"):
+    for name in ("--ranks", "--tokens", "--heads", "--kv-heads", "--head-dim"):
         add(name, type=int)
-    add("--tokens", type=int, nargs="+", help="of a rank")
-    add("--kv-heads", type=int, nargs="+")
-    add("--dtype", nargs="+", choices=["float32", "bfloat16", "float16"])
-    add("--kernel", nargs="+", help="as --burst-kernel")
+    add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    add("--kernel", help="as --burst-kernel")
     return made.read(given, DEFAULTS)
 
 
 def main() -> None:
     args = flags()
-    torch.set_num_threads(1)  # CPU time is then that of one core
-    here = origin(args.device)
-    found, refused = measure_all(args)
-    about = {**vars(args), "rank": args.ranks // 2, "longest": LONGEST_CALL}
-    text = PAGE.format(**about, body="\n\n".join([results(found), *refused]))
-    publish(output(args, "tiles"), text, found, here)
+    here, found = origin(args.device), list(measure(args))
+    words = {"rank": args.ranks // 2, "longest": LONGEST_CALL, "kv": args.kv_heads or args.heads}
+    publish(args, "tiles", PAGE, found, here, body=body(found), **words)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""The page of what runs with what: all that it has to say. (fast tier)"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.kernels import KERNELS
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import tables  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return tables.support_page()
+
+
+def test_every_mask_runs_on_every_ring_and_layout(page: str) -> None:
+    rows = [line for line in page.splitlines() if line.startswith("| sliding window, ")]
+    assert len(rows) == 4
+    assert all(line.count("| yes ") == 4 for line in rows)
+
+
+def test_what_a_kernel_lacks_is_said_and_not_what_this_machine_lacks(page: str) -> None:
+    (soft_cap,) = [line for line in page.splitlines() if line.startswith("| soft cap |")]
+    cells = dict(zip(KERNELS, soft_cap.strip("| ").split(" | ")[1:], strict=True))
+    assert cells["reference"] == cells["flash2"] == "yes" and "soft cap" in cells["cpu"]
+    assert "not installed" not in page and "tensors are on" not in page
+
+
+def test_every_limit_has_a_row(page: str) -> None:
+    for limit in (*LIMITS, *LM_HEAD_LIMITS):
+        assert f"| `{limit.name}` | {limit.reason} |" in page
