@@ -15,7 +15,7 @@ from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.simulator import simulate
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, Limit
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -78,8 +78,8 @@ def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
     yield _SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)
     yield _KERNELS, ["request", *KERNELS], _kernel_rows()
     for what, limits in (("attention", LIMITS), ("the chunked loss", LM_HEAD_LIMITS)):
-        rows = [[f"`{limit.name}`", limit.reason] for limit in limits]
-        yield f"## What {what} refuses of Megatron\n", ["argument", "why"], rows
+        title = f"## What {what} refuses of Megatron\n"
+        yield title, ["argument", "why"], _limit_rows(limits)
 
 
 def _mask_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:
@@ -138,3 +138,7 @@ def _served(kernel: Kernel, request: Request) -> str:
 
 def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
     return "; ".join(reason for reason in reasons if reason not in usual) or YES
+
+
+def _limit_rows(limits: Iterable[Limit]) -> Iterator[list[str]]:
+    return ([f"`{limit.name}`", limit.reason] for limit in limits)
