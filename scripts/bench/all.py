@@ -66,26 +66,12 @@ STEPS = {
 }
 
 
-def table() -> str:
-    """Return every step, its commands, what it makes and minutes, in Markdown."""
-    lines = ["| step | command | makes | minutes |", "| --- | --- | --- | ---: |"]
-    for name, step in STEPS.items():
-        commands = "<br>".join(f"`python {command}`" for command in step.commands)
-        makes = "<br>".join(f"`{file}`" for file in step.makes)
-        lines.append(f"| {name} | {commands} | {makes} | {step.minutes} |")
-    return "\n".join(lines)
-
-
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=[*STEPS], metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="print every step as Markdown")
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=[*STEPS])
     args = parser.parse_args(given)
-    if args.list:
-        print(table())
-        return 0
     more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     left = list(args.only)
     try:

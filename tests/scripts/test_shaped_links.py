@@ -152,7 +152,7 @@ def test_sigterm_ends_the_ranks_and_removes_the_namespaces() -> None:
         inside = processes_in(made_by(process.pid))
         assert len(inside) == 4
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
