@@ -13,6 +13,7 @@ torch leaves out; 2 GB of disk. Run again, the script goes on where it was inter
 """
 
 import argparse
+import ctypes
 import os
 import shutil
 import subprocess
@@ -51,9 +52,11 @@ def main() -> None:
     includes = include_flags(source, headers)
     link(compile_all(source, directory / "objects", includes), site)
     variables = {"PYTHONPATH": str(site)}
-    if not has_driver():
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         variables["LD_LIBRARY_PATH"] = str(once(directory / "no_driver", make_driver_stub))
-    found = run([sys.executable, "-W", "ignore", "-c", CHECK], env=os.environ | variables)
+    found = run([sys.executable, "-W", "ignore", "-c", CHECK], os.environ | variables)
     print(f"TransformerEngine {found.strip()} can be imported with", flush=True)
     print("export", *(f"{name}={value}" for name, value in variables.items()))
 
@@ -73,6 +76,13 @@ def missing() -> list[str]:
     if util.find_spec("torch") and not (cuda_version() or "").startswith("13."):
         lacking.append(f"torch is built for CUDA {cuda_version()}, this script knows 13 alone")
     return lacking
+
+
+def torch_folder() -> Path:
+    """Where torch lies; it is imported late, for it may be missing."""
+    import torch
+
+    return Path(torch.__file__).parent
 
 
 def cuda_version() -> str | None:
@@ -128,14 +138,11 @@ def install_packages(site: Path, version: str) -> None:
 
 
 def include_flags(source: Path, headers: Path) -> list[str]:
-    import torch
-
-    common = source / "common_headers"
-    nvidia = Path(torch.__file__).parents[1] / "nvidia"
+    common, torch = source / "common_headers", torch_folder()
     here = [common, common / "common", common / "common/include", source / "csrc"]
     here += [headers / "nvidia/cu13/include", headers / "nvidia/cu13/include/cccl"]
-    here += [nvidia / name / "include" for name in ("cu13", "cudnn", "nccl")]
-    include = Path(torch.__file__).parent / "include"
+    here += [torch.parent / "nvidia" / name / "include" for name in ("cu13", "cudnn", "nccl")]
+    include = torch / "include"
     others = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
     return [f"-I{path}" for path in here] + [f"-isystem{path}" for path in others]
 
@@ -163,22 +170,10 @@ def compile_all(source: Path, build: Path, includes: list[str]) -> list[Path]:
 
 
 def link(objects: Iterable[Path], site: Path) -> None:
-    import torch
-
-    libraries = Path(torch.__file__).parent / "lib"
+    libraries = torch_folder() / "lib"
     target = site / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
     where = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     run(["g++", "-shared", "-o", str(target), *map(str, objects), *where, *LIBRARIES])
-
-
-def has_driver() -> bool:
-    import ctypes
-
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def make_driver_stub(directory: Path) -> None:

@@ -1,20 +1,23 @@
 """The algorithms that benchmarks of attention compare, and one of them on this rank's tokens."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from harness import Clock
 from ranks import PATIENCE_SECONDS
+from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.context import AttentionCall
 from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.plan import Kind
+from megatron_burst.transport.blocks import rows_of
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
-PHASES = ("forward", "backward", "step")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {"algorithm": "ring", "topology": "flat"},
     "ring double": {"algorithm": "ring", "topology": "double"},
@@ -42,6 +45,14 @@ class Sizes(NamedTuple):
         heads = f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_dim}"
         return f"{self.tokens} tokens a rank, {heads}"
 
+    def draw(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+        """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""
+        generator = torch.Generator(device).manual_seed(seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, self.tokens, n, self.head_dim) for n in heads]
+        drawn = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+        return tuple(drawn)
+
 
 class Place(NamedTuple):
     """Where the ranks are."""
@@ -57,19 +68,13 @@ class Place(NamedTuple):
         return f"{self.ranks} ranks" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
 
 
-def heads_fit(name: str, heads: int, kv_heads: int, place: Place) -> bool:
-    """Whether an algorithm can share out these heads."""
-    setting = SETTINGS[name]
-    share = place.ranks if name == "ulysses" else setting.get("head_parallel_size", 1)
+def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
+    """Whether an algorithm can share out these heads, and is not a simpler one of the list."""
+    share = place.ranks if name == "ulysses" else SETTINGS[name].get("head_parallel_size", 1)
     try:
-        kv_head_copies(heads, kv_heads, share)
+        kv_head_copies(sizes.heads, sizes.kv_heads, share)
     except ValueError:
         return False
-    return True
-
-
-def is_itself(name: str, place: Place) -> bool:
-    """Whether an algorithm is not the same as a simpler one of the list."""
     if "double" in name:
         return 1 not in (place.nodes, place.ranks_per_node)
     if "hybrid" in name:
@@ -88,65 +93,76 @@ class Attention:
     """Attention of one context on random tokens of this rank; the values say nothing."""
 
     def __init__(
-        self,
-        context: BurstContext,
-        sizes: Sizes,
-        mask: Mask,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
     ) -> None:
-        self.context, self.mask, self.device = context, mask, device
-        generator = torch.Generator(device).manual_seed(context.rank)
-        heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
-        shapes = [(1, sizes.tokens, n, sizes.head_dim) for n in heads]
-        q, k, v, self.dout = (
-            torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes
-        )
-        self.qkv = (q, k, v)
-        for x in self.qkv:
-            x.requires_grad_()
+        self.context, self.mask = context, mask
+        self.clock = Clock(device, time.perf_counter)
+        *qkv, self.dout = sizes.draw(device, dtype, context.rank)
+        self.qkv = [x.requires_grad_() for x in qkv]
 
-    def forward(self) -> Any:
-        return ring_attention(*self.qkv, self.context, mask=self.mask)
+    def forward(self) -> None:
+        self.out = ring_attention(*self.qkv, self.context, mask=self.mask)
 
-    def backward(self, out: Any) -> None:
-        torch.autograd.grad(out, self.qkv, self.dout)
-
-    def choice(self) -> str:
-        """Say what travels in the backward, and in which rings."""
-        plan = self.context.prepare(*self.qkv, self.mask, 1.0).backward_plan
-        kind = Kind.QUERY if any(send.item.kind is Kind.QUERY for send in plan.sends) else Kind.KV
-        return f"{kind} backward, {self.context.grid}"
+    def backward(self) -> None:
+        torch.autograd.grad(self.out, self.qkv, self.dout)
 
     def once(self) -> tuple[float, float]:
         """Return the seconds of one forward and of one backward, each after a barrier."""
         dist.barrier()
-        started = self._mark()
-        out = self.forward()
-        between = self._mark()
+        forward = self.clock.seconds(self.forward)
         dist.barrier()
-        resumed = self._mark()
-        self.backward(out)
-        ended = self._mark()
-        return self._seconds(started, between), self._seconds(resumed, ended)
+        return forward, self.clock.seconds(self.backward)
 
     def count_bytes(self) -> tuple[int, int]:
         """Return the payload that this rank sends forward and backward."""
-        counts = [self.context.bytes_sent]
-        out = self.forward()
-        counts.append(self.context.bytes_sent)
-        self.backward(out)
-        return counts[1] - counts[0], self.context.bytes_sent - counts[1]
+        before = self.context.bytes_sent
+        self.forward()
+        between = self.context.bytes_sent
+        self.backward()
+        return between - before, self.context.bytes_sent - between
 
-    def _mark(self) -> Any:
-        if self.device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _seconds(self, start: Any, end: Any) -> float:
-        if self.device == "cpu":
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+class KernelsAlone(Attention):
+    """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
+
+    def __init__(
+        self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
+    ) -> None:
+        sizes = share_of_heads(sizes, context.heads.size)
+        super().__init__(context, sizes, mask, device, dtype)
+        qkv = [x.detach() for x in self.qkv]
+        call = context.prepare(*qkv, mask, sizes.head_dim**-0.5)
+        self.kernels = Kernels(call, *qkv, self.dout)
+
+    def forward(self) -> None:
+        self.kernels.forward()
+
+    def backward(self) -> None:
+        self.kernels.backward()
+
+
+class Kernels:
+    """The kernel calls of this rank's plans, with the own block in place of every visitor's."""
+
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self.call, self.qkv = call, (q, k, v)
+        batch, tokens, heads, _ = q.shape
+        of_rows = (batch, heads, tokens)
+        lse = torch.full(of_rows, math.log(tokens), device=q.device)  # about what it would be
+        self.finished = dout, torch.zeros_like(dout), lse
+
+    def forward(self) -> None:
+        for tile in self.call.forward_plan.tiles:
+            self.call.kernel.forward(self.call.of_tile(tile, *self.qkv))
+
+    def backward(self) -> None:
+        for tile in self.call.backward_plan.tiles:
+            finished = rows_of(self.finished, tile.query_slice)
+            self.call.kernel.backward(self.call.of_tile(tile, *self.qkv), *finished)
+
+
+def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:
+    """Return what a rank holds after an all-to-all over the heads with so many ranks."""
+    copies = kv_head_copies(sizes.heads, sizes.kv_heads, ranks)
+    heads, kv_heads = sizes.heads // ranks, sizes.kv_heads * copies // ranks
+    return Sizes(sizes.tokens * ranks, heads, kv_heads, sizes.head_dim)

@@ -1,42 +1,45 @@
 #!/usr/bin/env python
-"""Times attention alone: every algorithm, mask, number of ranks and share of KV heads.
+"""Times attention alone: every algorithm, mask, number of ranks, share of KV heads and link rate.
 
     python scripts/bench/attention.py [--ranks 2 4] [--masks causal full] [--heads 8:8 8:2]
+    python scripts/bench/attention.py --mbit 200 400 inf --ranks 4 --masks causal --launches 5
     torchrun --nproc-per-node 8 scripts/bench/attention.py --device cuda
 
-Without torchrun the ranks are processes of this machine over gloo, for each number of --ranks in
-turn, and nodes are those of --ranks-per-node, in name only. Under torchrun they are its ranks, on
-GPUs over NCCL. A repetition runs every algorithm once, in a new order, with a barrier before each
-forward and each backward, and takes as long as its slowest rank. Writes a page and its CSV, a row a
-case: bytes counted, FLOPs, median, quartiles, and the ratio to the flat ring in the same run.
+Without torchrun the ranks are processes of this machine over gloo. Their nodes are those of
+--ranks-per-node: in name only, or with --mbit network namespaces, in which every rank has a card of
+so many Mbit/s to the other nodes (inf: without a limit) and links without a limit within its own;
+that needs root and iproute2. Under torchrun they are its ranks, on GPUs over NCCL.
 """
 
 import argparse
+import math
 import os
+import signal
 import sys
-from collections import defaultdict
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import harness
+import numpy as np
 import torch
 import torch.distributed as dist
 from algorithms import (
     BASELINE,
-    PHASES,
     SETTINGS,
     Attention,
+    KernelsAlone,
     Place,
     Sizes,
-    heads_fit,
-    is_itself,
     make_context,
+    runs_here,
 )
-from page import Page, Row, origin, output, parse, parser, table
-from ranks import join, launch, under_torchrun
-from turns import check_load, in_turns, spread
+from harness import Row
+from ranks import join, launch
+from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, shaped_links
 
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.cost import visible_pairs
@@ -45,8 +48,10 @@ MASKS = ("causal", "full", "window", "documents", "blocks")
 WINDOW = 8  # a query sees this part of the sequence
 DOCUMENTS = (0, 1, 4, 5, 11, 12, 16)  # where they begin and end, in sixteenths of the sequence
 BLOCKS = 16  # each sees the first, the one before it and itself
+PHASES = {"forward": (1, 0), "backward": (0, 1), "step": (1, 1)}  # what each adds up
 MATMULS = {"forward": 2, "backward": 5, "step": 7}  # of a pair of tokens: 2 FLOPs an element each
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+MESSAGE_BYTES = 8 * 10**6
+DEFAULTS: Mapping[str, Row] = {
     "cpu": {"tokens": [512], "heads": [(8, 8), (8, 2), (8, 1)], "head_dim": 64, "dtype": "float32"},
     "cuda": {
         "tokens": [4096, 32768],
@@ -57,34 +62,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What is attended to, whatever the algorithm."""
 
     mask: str
-    place: Place
     sizes: Sizes
-    dtype: str
-    kernel: str
 
-    def make_mask(self) -> Mask:
-        return mask_of(self.mask, self.place.ranks * self.sizes.tokens)
 
-    def flops(self, phase: str) -> int:
-        """Of all ranks together."""
-        pairs = visible_pairs(self.make_mask(), self.place.ranks * self.sizes.tokens)
-        return MATMULS[phase] * 2 * self.sizes.heads * self.sizes.head_dim * pairs
+class Found(NamedTuple):
+    """What was measured of a case, by what ran."""
 
-    def columns(self) -> Row:
-        return {
-            "benchmark": "attention",
-            "mask": self.mask,
-            "ranks": self.place.ranks,
-            "nodes": self.place.nodes,
-            **self.sizes._asdict(),
-            "dtype": self.dtype,
-            "kernel": self.kernel,
-        }
+    times: dict[str, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
+    sent: dict[str, Any]  # bytes of forward, of backward and through a card; of who sends most
 
 
 def mask_of(name: str, tokens: int) -> Mask:
@@ -100,116 +89,182 @@ def mask_of(name: str, tokens: int) -> Mask:
     return Mask.causal() if name == "causal" else Mask.full()
 
 
-def cases(args: argparse.Namespace, place: Place) -> Iterator[Case]:
-    for tokens, (heads, kv_heads), mask in product(args.tokens, args.heads, args.masks):
-        yield Case(
-            mask, place, Sizes(tokens, heads, kv_heads, args.head_dim), args.dtype, args.kernel
-        )
-
-
-def measure(args: argparse.Namespace, place: Place) -> list[Row]:
-    """Measure all cases on these ranks; every rank gets the rows."""
-    torch.set_num_threads(1)
-    names = [name for name in args.algorithms if is_itself(name, place)]
+def measure(
+    args: argparse.Namespace, place: Place, number: int = 0
+) -> tuple[dict[Case, Found], float]:
+    """Measure all cases on these ranks; return them, and of the last rank the rate of a message."""
+    sizes = [Sizes(tokens, *h, args.head_dim) for tokens, h in product(args.tokens, args.heads)]
+    names = [n for n in args.algorithms if any(runs_here(n, place, one) for one in sizes)]
     contexts = {name: make_context(name, place, kernel=args.kernel) for name in names}
-    return [row for case in cases(args, place) for row in measure_case(args, case, contexts)]
+    found = {}
+    for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
+        if dist.get_rank() == 0:
+            harness.progress(
+                f"{place}, {case.sizes}, {case.mask}: launch {number + 1}/{args.launches}"
+            )
+        found[case] = measure_case(args, place, case, contexts, number)
+    return found, median(message_rate() for _ in range(3)) if args.mbit else math.nan
 
 
 def measure_case(
-    args: argparse.Namespace, case: Case, contexts: Mapping[str, BurstContext]
-) -> list[Row]:
-    mask, dtype = case.make_mask(), getattr(torch, case.dtype)
-    runs = {
-        name: Attention(context, case.sizes, mask, args.device, dtype)
-        for name, context in contexts.items()
-        if heads_fit(name, case.sizes.heads, case.sizes.kv_heads, case.place)
-    }
-    sent = slowest({name: [run.count_bytes()] for name, run in runs.items()})
-    says = f"{case.place}, {case.sizes}, {case.mask}" if dist.get_rank() == 0 else ""
+    args: argparse.Namespace,
+    place: Place,
+    case: Case,
+    contexts: Mapping[str, BurstContext],
+    number: int,
+) -> Found:
+    mask, dtype = mask_of(case.mask, place.ranks * case.sizes.tokens), getattr(torch, args.dtype)
+    runs: dict[str, Attention] = {}
+    for name, context in contexts.items():
+        if runs_here(name, place, case.sizes):
+            about = (context, case.sizes, mask, args.device, dtype)
+            runs[name], runs[kernels_of(name)] = Attention(*about), KernelsAlone(*about)
+    sent = {name: count_bytes(runs[name]) for name in contexts if name in runs}
     ways = {name: run.once for name, run in runs.items()}
-    times = slowest(in_turns(ways, args.repetitions, says=says))
-    return [row for name in runs for row in rows(case, name, times, sent)]
-
-
-def slowest[Number: (int, float)](
-    mine: Mapping[str, Sequence[tuple[Number, Number]]],
-) -> dict[str, list[tuple[Number, Number]]]:
-    """Return the largest numbers of all ranks: forward and backward of every call."""
+    times = harness.in_turns(ways, args.repetitions, seed=number)
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, dict(mine))
-    return {
-        name: [
-            tuple(map(max, zip(*call, strict=True)))
-            for call in zip(*(rank[name] for rank in ranks), strict=True)
-        ]
-        for name in mine
-    }
+    dist.all_gather_object(ranks, (times, sent))
+    slowest = {name: np.max([t[name] for t, _ in ranks], axis=0) for name in times}
+    return Found(slowest, {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent})
+
+
+def kernels_of(name: str) -> str:
+    """What an algorithm's kernel calls alone are called among the times."""
+    return f"kernels of {name}"
+
+
+def count_bytes(run: Attention) -> tuple[int, int, int]:
+    """Return the payload that this rank counts forward and backward, and what its card counts."""
+    dist.barrier()
+    before = bytes_out().get(CARD, 0)
+    payload = run.count_bytes()
+    dist.barrier()
+    return *payload, bytes_out().get(CARD, 0) - before
+
+
+def message_rate() -> float:
+    """Return at how many Mbit/s the last rank receives a message; of use on that rank alone."""
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.barrier()
+    start = time.perf_counter()
+    if rank == 0:
+        dist.send(message, last)
+    if rank == last:
+        dist.recv(message, 0)
+    return MESSAGE_BYTES * 8e-6 / (time.perf_counter() - start)
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure on torchrun's ranks, or on processes for every number of them and every rate."""
+    if args.torchrun:
+        join(args.device)
+        place = Place(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+        yield from rows(args, place, math.nan, [measure(args, place)])
+        dist.destroy_process_group()
+        return
+    for ranks, mbit in product(args.ranks, args.mbit or [math.nan]):
+        place = Place(ranks, min(ranks, args.ranks_per_node))
+        links = shaped_links(place.nodes, place.ranks_per_node, mbit)
+        with links if args.mbit else nullcontext() as cluster:
+            names = [cluster.namespace(rank) for rank in cluster.ranks] if cluster else ()
+            launches = [
+                launch(measure, ranks, args, place, number, namespaces=names)[-1]
+                for number in range(args.launches)
+            ]
+        yield from rows(args, place, mbit, launches)
 
 
 def rows(
-    case: Case,
-    name: str,
-    times: Mapping[str, Sequence[tuple[float, float]]],
-    sent: Mapping[str, Sequence[tuple[int, int]]],
+    args: argparse.Namespace,
+    place: Place,
+    mbit: float,
+    launches: Sequence[tuple[Mapping[Case, Found], float]],
 ) -> Iterator[Row]:
-    """Yield the forward, the backward and the step of one algorithm."""
-
-    def of_phase(pairs: Sequence[tuple[Any, Any]], phase: str) -> list[Any]:
-        return [{"forward": a, "backward": b, "step": a + b}[phase] for a, b in pairs]
-
-    for phase in PHASES:
-        seconds, baseline = (of_phase(times[n], phase) for n in (name, BASELINE))
-        found = spread(seconds)
-        flops = case.flops(phase)
-        yield {
-            **case.columns(),
-            "algorithm": name,
-            "phase": phase,
-            **found,
-            "repetitions": len(seconds),
-            "ratio": median(a / b for a, b in zip(seconds, baseline, strict=True)),
-            "bytes_of_a_rank": of_phase(sent[name], phase)[0],
-            "flops": flops,
-            "tflops_a_rank": flops / case.place.ranks / found["median_s"] / 1e12,
-        }
+    """Yield the forward, the backward and the step of every case and algorithm."""
+    for case, (_, sent) in launches[0][0].items():
+        tokens = place.ranks * case.sizes.tokens
+        pairs = visible_pairs(mask_of(case.mask, tokens), tokens)
+        for name, (phase, parts) in product(sent, PHASES.items()):
+            seconds, baseline, alone = (
+                np.concatenate([found[case].times[n] for found, _ in launches]) @ parts
+                for n in (name, BASELINE, kernels_of(name))
+            )
+            flops = MATMULS[phase] * 2 * case.sizes.heads * case.sizes.head_dim * pairs
+            spent = harness.spread(seconds)
+            yield {
+                "benchmark": "two_nodes" if args.mbit else "attention",
+                "mask": case.mask,
+                "mbit": mbit,
+                "measured_mbit": median(rate for _, rate in launches),
+                **place._asdict(),
+                **case.sizes._asdict(),
+                "dtype": args.dtype,
+                "kernel": args.kernel,
+                "algorithm": name,
+                "phase": phase,
+                **spent,
+                "launches": len(launches),
+                "repetitions": args.repetitions,
+                "ratio": median(seconds / baseline),
+                "kernels_s": median(alone),
+                "kernels_share": median(alone / seconds),
+                "payload_bytes": int(np.dot(sent[name][:2], parts)),
+                "card_bytes_of_a_step": sent[name][2],
+                "flops": flops,
+                "tflops_a_rank": flops / place.ranks / spent["median_s"] / 1e12,
+            }
 
 
 def body(found: Sequence[Row]) -> str:
-    """Return a table of the steps, by algorithm and mask, for each number of ranks and tensors."""
-    tables: dict[tuple[Place, Sizes], dict[str, dict[str, str]]] = defaultdict(dict)
+    """Return a table of the steps, by algorithm and mask or rate, for each place and tensors."""
+    tables: dict[tuple[Place, Sizes], dict[str, dict[str, str]]] = {}
     for row in (row for row in found if row["phase"] == "step"):
-        place = Place(row["ranks"], row["ranks"] // row["nodes"])
-        sizes = Sizes(*(row[name] for name in Sizes._fields))
-        megabytes = row["bytes_of_a_rank"] / 2**20
-        cell = f"{1e3 * row['median_s']:.1f} ({row['ratio']:.2f}), {megabytes:.2f}"
-        tables[place, sizes].setdefault(row["algorithm"], {})[row["mask"]] = cell
+        key = [kind(*(row[name] for name in kind._fields)) for kind in (Place, Sizes)]
+        column = (
+            row["mask"] if math.isnan(row["mbit"]) else f"{row['mask']}, {row['mbit']:g} Mbit/s"
+        )
+        cell = f"{1e3 * row['median_s']:.1f} ({row['ratio']:.2f}), "
+        cell += f"{row['payload_bytes'] / harness.MIB:.2f}, {1 - row['kernels_share']:.0%}"
+        tables.setdefault(tuple(key), {}).setdefault(row["algorithm"], {})[column] = cell
     parts = []
     for (place, sizes), lines in tables.items():
-        masks = list(lines[BASELINE])
-        cells = [[name, *(line[mask] for mask in masks)] for name, line in lines.items()]
-        parts += [f"## {place}, {sizes}", table(["algorithm", *masks], cells, numbers=1)]
+        cells = [[name, *line.values()] for name, line in lines.items()]
+        parts += [f"## {place}, {sizes}", harness.table(["algorithm", *lines[BASELINE]], cells)]
     return "\n\n".join(parts)
 
 
-ABOUT = """
+PAGE = """
+# Attention alone: every algorithm and mask
+
 Forward and backward of attention alone, batch 1, zigzag, {dtype}: milliseconds (ratio to
-{baseline}), MiB that the library counts on the rank that sends most. Milliseconds are the median of
-{repetitions} repetitions, each as long as its slowest rank, the algorithms in a new order each
-time; the ratio is the median of the repetitions' ratios. Ranks: {where}. The hybrids share the
-heads out over pairs of ranks.
+{baseline}), MiB that the library counts on the rank that sends most, and the share of the step that
+is not its own kernel calls, timed alone in the same turns: waiting, copies, sums, Python.
+Milliseconds are the median of {repetitions} repetitions in each of {launches} launches, each as
+long as its slowest rank, the algorithms in a new order each time; the ratio is the median of the
+repetitions' ratios. {where} The hybrids share the heads out over pairs of ranks.
 
 Masks: window: a query sees one part in {window} of the sequence before it; documents: six, of 1, 3,
 1, 6, 1 and 4 sixteenths of the sequence; blocks: each of {blocks} sees the first, the one before it
 and itself. All but full are causal. Forward and backward apart, quartiles and FLOPs are in the CSV.
+
+{body}
 """
+WHERE = "Ranks: processes with one thread each over gloo."
+LINKS = (
+    WHERE
+    + """ Every rank has a card of the given speed to the other nodes, shaped in both
+directions, and links without a limit within its node; TCP reno."""
+)
 
 
-def flags(arguments: Sequence[str]) -> argparse.Namespace:
-    made = parser(__doc__, "attention")
+def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
+    made = harness.Flags(__doc__)
     add = made.add_argument
     add("--device", choices=[*DEFAULTS], default="cpu")
     add("--ranks", type=int, nargs="+", default=[2, 4], help="not under torchrun")
     add("--ranks-per-node", type=int, default=2, help="not under torchrun")
+    add("--mbit", type=float, nargs="+", help="of a rank's card, in namespaces")
     add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
     add("--tokens", type=int, nargs="+", help="of a rank")
@@ -217,15 +272,17 @@ def flags(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16", "float16"])
     add("--algorithms", nargs="+", choices=[*SETTINGS], default=[*SETTINGS], metavar="NAME")
     add("--kernel", default="auto", help="as --burst-kernel")
-    add("--repetitions", type=int, default=7)
-    add("--force", action="store_true", help="measure under load too")
-    args = parse(made, arguments, DEFAULTS)
+    add("--launches", type=int, default=1, help="each with fresh processes")
+    args = made.read(given, DEFAULTS)
+    args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if BASELINE not in args.algorithms:
         made.error(f"--algorithms must name {BASELINE}, which the others are compared with")
-    if args.device == "cuda" and not under_torchrun():
+    if args.device == "cuda" and not args.torchrun:
         made.error("--device cuda runs under torchrun, a rank on each GPU")
     if any(ranks % min(ranks, args.ranks_per_node) for ranks in args.ranks):
         made.error(f"--ranks {args.ranks} must be multiples of --ranks-per-node")
+    if not all(mbit > 0 for mbit in args.mbit or ()):
+        made.error(f"--mbit {args.mbit} must be positive")
     return args
 
 
@@ -234,37 +291,24 @@ def _heads(text: str) -> tuple[int, int]:
     return int(query), int(kv or query)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """Measure on torchrun's ranks, or on processes for every number of them."""
-    if under_torchrun():
-        join(args.device)
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        return measure(args, Place(dist.get_world_size(), local))
-    places = [Place(ranks, min(ranks, args.ranks_per_node)) for ranks in args.ranks]
-    return [row for place in places for row in launch(measure, place.ranks, args, place)[0]]
-
-
 def main() -> None:
-    args = flags(sys.argv[1:])
-    torch.set_num_threads(1)
-    first = int(os.environ.get("RANK", "0")) == 0
-    load = check_load(args.force or under_torchrun())  # there it is that of the ranks' own start
-    here = origin(args.device, load)
-    found = run(args)
-    if first:
-        about = ABOUT.format(
-            dtype=args.dtype,
-            repetitions=args.repetitions,
-            baseline=BASELINE,
-            where="torchrun's" if under_torchrun() else "processes with one thread each over gloo",
-            window=WINDOW,
-            blocks=BLOCKS,
-        )
-        page = Page("Attention alone, every algorithm and mask", about, body(found), found, here)
-        page.publish(output(args, "attention"))
-    if under_torchrun():
-        dist.destroy_process_group()
+    args = flags()
+    if args.mbit:
+        refuse_where_impossible()
+    if not args.torchrun:
+        harness.wait_until_quiet(args.force)
+    here, found = harness.origin(args.device), [*run(args)]
+    if int(os.environ.get("RANK", "0")) == 0:
+        name = "two_nodes" if args.mbit else "attention"
+        where = LINKS if args.mbit else "Ranks: torchrun's." if args.torchrun else WHERE
+        words = {"where": where, "body": body(found), "baseline": BASELINE}
+        harness.publish(args, name, PAGE, found, here, **words, window=WINDOW, blocks=BLOCKS)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (LinkError, RuntimeError) as error:
+        sys.exit(f"attention: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

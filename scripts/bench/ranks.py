@@ -39,10 +39,9 @@ def launch[Result](
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as directory:
         try:
-            for rank in range(ranks):
+            for rank, namespace in enumerate(namespaces or [""] * ranks):
                 ours, theirs = context.Pipe()
                 pipes.append(ours)
-                namespace = namespaces[rank] if namespaces else ""
                 told = (rank, ranks, namespace, f"{directory}/store", theirs, function, arguments)
                 processes.append(context.Process(target=_be_rank, args=told, daemon=True))
                 processes[-1].start()
@@ -75,10 +74,6 @@ def _be_rank(
     dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=_LIMIT)
     parent.send(function(*arguments))
     parent.poll(None)  # a process that leaves breaks the connections of those that have not ended
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def join(device: str) -> None:

@@ -24,8 +24,7 @@ from types import FrameType
 
 CARD, SWITCH_ADDRESS = "card", "10.77.255.254"
 # Cubic is not permitted in every namespace; reno always is.
-SETTINGS = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.ip_forward=1")
-SHAPE = "root tbf rate {}mbit burst 256kb latency 50ms"
+SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -60,9 +59,6 @@ class Cluster:
         node, local = divmod(rank, self.ranks_per_node)
         return f"10.77.{node}.{local + 1}"
 
-    def share_a_node(self, rank: int, other: int) -> bool:
-        return rank // self.ranks_per_node == other // self.ranks_per_node
-
 
 @contextmanager
 def shaped_links(nodes: int, ranks_per_node: int, mbit: float) -> Iterator[Cluster]:
@@ -76,8 +72,6 @@ def shaped_links(nodes: int, ranks_per_node: int, mbit: float) -> Iterator[Clust
     """
     refuse_where_impossible()
     cluster = Cluster(nodes, ranks_per_node, f"burst{os.getpid()}")
-    if found := set(cluster.namespaces) & set(namespaces()):
-        raise LinkError(f"namespaces of these names exist already: {', '.join(sorted(found))}")
     with ExitStack() as made:  # removes again, should a signal come before the block below
         for number in ENDINGS:
             made.callback(signal.signal, number, signal.signal(number, _leave))
@@ -96,12 +90,12 @@ def refuse_where_impossible() -> None:
     if os.geteuid() != 0:
         missing.append("root, for network namespaces and tc")
     if missing:
-        raise LinkError(f"shaped links need {', '.join(missing)}; --mbit 0 does without")
+        raise LinkError(f"shaped links need {', '.join(missing)}")
 
 
 def namespaces() -> list[str]:
     """Return the names of all network namespaces of this machine."""
-    return [entry["name"] for entry in json.loads(_run("ip", "-j", "netns", "list") or "[]")]
+    return [entry["name"] for entry in json.loads(_run("ip -j netns list") or "[]")]
 
 
 def enter(namespace: str) -> None:
@@ -119,51 +113,50 @@ def bytes_out() -> Mapping[str, int]:
 
 def _build(cluster: Cluster, mbit: float, made: ExitStack) -> None:
     for name in cluster.namespaces:
-        _run("ip", "netns", "add", name)
-        made.callback(_run, "ip", "netns", "delete", name)
-        _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "netns", "exec", name, "sysctl", "-qw", *SETTINGS)
-    _run("ip", "-n", cluster.switch, "address", "add", SWITCH_ADDRESS, "dev", "lo")
+        _run(f"ip netns add {name}")
+        made.callback(_run, f"ip netns delete {name}")
+        _run(f"ip -n {name} link set lo up")
+        _run(f"ip netns exec {name} sysctl -qw {SETTINGS}")
+    _run(f"ip -n {cluster.switch} address add {SWITCH_ADDRESS} dev lo")
     for rank in cluster.ranks:
         _plug_in(cluster, rank, mbit)
-        for peer in range(rank):
-            if cluster.share_a_node(rank, peer):
-                _join(cluster, rank, peer)
+        first_of_node = rank - rank % cluster.ranks_per_node
+        for peer in range(first_of_node, rank):
+            _join(cluster, rank, peer)
 
 
 def _plug_in(cluster: Cluster, rank: int, mbit: float) -> None:
     """Give the rank its address and its card, a link to the switch shaped at both ends."""
     here, port, address = cluster.namespace(rank), f"port{rank}", cluster.address(rank)
     _veth(here, CARD, cluster.switch, port)
-    _run("ip", "-n", here, "address", "add", address, "dev", CARD)
-    by_card = ("via", SWITCH_ADDRESS, "dev", CARD, "onlink")
-    _run("ip", "-n", here, "route", "add", "10.77.0.0/16", *by_card)
-    _run("ip", "-n", cluster.switch, "route", "add", address, "dev", port)
-    ends = ((here, CARD), (cluster.switch, port))
-    for name, device in () if math.isinf(mbit) else ends:
-        _run("tc", "-n", name, "qdisc", "add", "dev", device, *SHAPE.format(mbit).split())
+    _run(f"ip -n {here} address add {address} dev {CARD}")
+    _run(f"ip -n {here} route add 10.77.0.0/16 via {SWITCH_ADDRESS} dev {CARD} onlink")
+    _run(f"ip -n {cluster.switch} route add {address} dev {port}")
+    if not math.isinf(mbit):
+        for name, device in ((here, CARD), (cluster.switch, port)):
+            shape = f"tbf rate {mbit}mbit burst 256kb latency 50ms"
+            _run(f"tc -n {name} qdisc add dev {device} root {shape}")
 
 
 def _join(cluster: Cluster, rank: int, peer: int) -> None:
     """Link two ranks of a node directly."""
     _veth(cluster.namespace(rank), f"near{peer}", cluster.namespace(peer), f"near{rank}")
     for a, b in ((rank, peer), (peer, rank)):
-        to_b = (cluster.address(b), "dev", f"near{b}")
-        _run("ip", "-n", cluster.namespace(a), "route", "add", *to_b)
+        _run(f"ip -n {cluster.namespace(a)} route add {cluster.address(b)} dev near{b}")
 
 
-def _veth(namespace: str, device: str, other_namespace: str, other_device: str) -> None:
+def _veth(namespace: str, device: str, other: str, other_device: str) -> None:
     """Make a pair of devices inside the two namespaces and switch both on."""
-    peer = ("peer", "name", other_device, "netns", other_namespace)
-    _run("ip", "-n", namespace, "link", "add", device, "type", "veth", *peer)
-    _run("ip", "-n", namespace, "link", "set", device, "up")
-    _run("ip", "-n", other_namespace, "link", "set", other_device, "up")
+    peer = f"peer name {other_device} netns {other}"
+    _run(f"ip -n {namespace} link add {device} type veth {peer}")
+    _run(f"ip -n {namespace} link set {device} up")
+    _run(f"ip -n {other} link set {other_device} up")
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise LinkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise LinkError(f"`{command}` failed: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -1,87 +1,56 @@
 """Draws the plans of all ranks: which tiles are computed at each step, and what is sent.
 
-    python scripts/docs/plan_figure.py --ranks-per-node 4 --output docs/plan.svg
-    python scripts/docs/plan_figure.py --nodes 2 --ranks-per-node 2 \\
-        --output docs/plan-double.svg
+    python scripts/docs/plan_figure.py --output docs/plan.svg
+    python scripts/docs/plan_figure.py --nodes 2 --output docs/plan-double.svg
 
-A row is a rank, a column a step. Nothing is drawn that is not read from the plans.
+A row is a rank, a column a step; 4 ranks. Nothing is drawn that is not read from the plans.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import batched
-from math import nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import matplotlib.path
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
-from picture import save
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.path import Path as Curve
+from numpy.typing import NDArray
+from plot import save
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.plans.layout import Interval, Layout, zigzag
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Plan, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 
-MOST_RANKS = 8
-"""More ranks than this cannot be read at the width of a page."""
-FORMATS = (".svg", ".png", ".pdf")
-
+RANKS = 4
+TOKENS = 16 * RANKS  # of a score matrix: 8 a chunk
+GREY, VISIBLE, OWN = "#8a8f98", "#e9ebee", "#c9ced6"
 # One for each rank's blocks; dark enough to be read as text, apart for the colour-blind, too.
-_COLORS = ("#1667ad", "#d1620a", "#26803a", "#8b3fb0", "#b8860b", "#0a7f86", "#c02c5e", "#6b4a2b")
-_NARROWEST = 8.9  # inches that the words of the key need
-_GREY, _VISIBLE, _BAND = "#8a8f98", "#e9ebee", "#c9ced6"
-# Inches: of a cell of the grid, of a score matrix in it, of the space left of the grid, of a title,
-# of the space between nodes, of the key.
-_COLUMN, _ROW, _MATRIX, _LEFT, _TITLE, _NODE, _KEY = 1.62, 1.32, 0.92, 0.85, 0.75, 0.42, 2.15
-_DASHES: Any = (0, (3.2, 1.8))  # of gradients
-_BETWEEN: dict[Channel, float] = {Channel.READ_BETWEEN: 2.8, Channel.GRADIENT_BETWEEN: 2.8}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
-    "font.size": 9.5,
-}
+COLORS = ("#1667ad", "#d1620a", "#26803a", "#8b3fb0")
+# Inches: of a cell of the grid, of a score matrix in it, of the space left of the grid, above it,
+# between nodes, of the key.
+COLUMN, ROW, MATRIX, LEFT, TITLE, NODE, KEY = 1.62, 1.32, 0.92, 0.85, 0.75, 0.42, 2.1
+DASHES = (0, (3.2, 1.8))  # of gradients
+BETWEEN = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
 
 
-class Piece(NamedTuple):
-    """A part of a tile: one interval of query positions against one of key positions."""
-
-    query: Interval
-    key: Interval
-    band: Band
-
-
-def pieces(layout: Layout, tile: Tile) -> list[Piece]:
-    """Cut a tile, which counts local rows, into the chunks of the sequence that it covers."""
-    found = []
-    for query_offset, query in _chunks(layout, tile.query_owner, tile.query_rows):
-        for key_offset, key in _chunks(layout, tile.key_owner, tile.key_rows):
-            band = tile.band
-            if band == Band.CAUSAL and key_offset > query_offset:
-                continue  # above the diagonal of a causal square
-            if band == Band.CAUSAL and key_offset < query_offset:
-                band = Band.FULL
-            found.append(Piece(query, key, band))
-    return found
-
-
-def _chunks(layout: Layout, rank: int, rows: Interval) -> list[tuple[int, Interval]]:
-    """The positions that `rows` of a rank hold, interval by interval, each with its first row."""
-    found = []
-    for local, positions in zip(layout.local_rows(rank), layout.shards[rank], strict=True):
-        start, stop = max(rows.start, local.start), min(rows.stop, local.stop)
-        if start < stop:
-            shift = positions.start - local.start
-            found.append((start - rows.start, Interval(start + shift, stop + shift)))
-    return found
+def scores(layout: Layout, rank: int, tiles: Sequence[Tile]) -> NDArray[np.int_]:
+    """Return the score matrix: 0 masked, 1 visible, 2 to the rank's queries, 3 + owner computed."""
+    drawn = np.tril(np.ones((layout.tokens, layout.tokens), int))
+    drawn[layout.positions(rank)] *= 2
+    for tile in tiles:
+        queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
+        keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
+        i, j = tile.band.visible(len(queries), len(keys)).nonzero(as_tuple=True)
+        drawn[queries[i], keys[j]] = 3 + tile.key_owner
+    return drawn
 
 
 def columns(step: int, send: Send) -> tuple[int, int]:
@@ -93,244 +62,134 @@ def columns(step: int, send: Send) -> tuple[int, int]:
     return (step - 1, send.lands) if send.item.kind.is_gradient else (step, send.lands + 1)
 
 
-def draw(nodes: int, ranks_per_node: int, path: Path) -> None:
-    """Write the forward and the backward of a causal kv ring to `path`, in its suffix's format.
+def corner(grid: Grid, rank: int, step: int, top: float) -> tuple[float, float]:
+    """Return where the cell of a rank and a step begins; y goes down."""
+    node, local = grid.coordinates(rank)
+    return LEFT + step * COLUMN, top + (node * grid.ranks_per_node + local) * ROW + node * NODE
 
-    Raises:
-        ValueError: the number of ranks or the suffix is not one that can be drawn.
-    """
-    ranks = nodes * ranks_per_node
-    if nodes < 1 or not 2 <= ranks <= MOST_RANKS:
-        raise ValueError(
-            f"--nodes {nodes} x --ranks-per-node {ranks_per_node}: between 2 and {MOST_RANKS} "
-            "ranks can be drawn"
+
+def draw_scores(axes: Axes, drawn: NDArray[np.int_], x: float, y: float, size: float) -> None:
+    palette = [tuple(bytes.fromhex(c[1:])) for c in ("#ffffff", VISIBLE, OWN, *COLORS)]
+    image = np.array(palette, np.uint8)[drawn]
+    axes.imshow(image, extent=(x, x + size, y + size, y), interpolation="none")
+    cuts = np.arange(1, 2 * RANKS) * size / (2 * RANKS)
+    axes.hlines(y + cuts, x, x + size, colors="white", linewidths=0.5)
+    axes.vlines(x + cuts, y, y + size, colors="white", linewidths=0.5)
+    axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=GREY, linewidth=0.8))
+
+
+def draw_plans(axes: Axes, title: str, plans: Sequence[Plan], ring: Ring, top: float) -> None:
+    """Draw a grid of ranks and steps."""
+    grid, layout = ring.grid, zigzag(TOKENS, RANKS)
+    axes.text(0.12, top - 0.53, title, fontsize=13, fontweight="bold")
+    for number in range(max(len(plan.steps) for plan in plans)):
+        axes.text(LEFT + number * COLUMN + MATRIX / 2, top - 0.3, f"step {number}", ha="center")
+    for plan in plans:
+        rank, (node, local) = plan.rank, grid.coordinates(plan.rank)
+        _, y = corner(grid, rank, 0, top)
+        axes.text(0.12, y + MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
+        if grid.nodes > 1 and local == 0:
+            axes.text(0.12, y - 0.05, f"node {node}", color=GREY)
+        for number, step in enumerate(plan.steps):
+            x, _ = corner(grid, rank, number, top)
+            if step.tiles:
+                draw_scores(axes, scores(layout, rank, step.tiles), x, y, MATRIX)
+            for owner in {tile.key_owner for tile in step.tiles}:
+                words = "own keys" if owner == rank else f"keys of rank {owner}"
+                label(axes, x, y - 0.05, words, owner)
+            for send in step.sends:
+                draw_message(axes, send, rank, number, grid, top)
+        if any(send.item.kind.is_gradient for send in plan.sends):
+            label(axes, x, y + MATRIX + 0.15, "dK and dV whole", rank)
+
+
+def label(axes: Axes, x: float, y: float, words: str, owner: int) -> None:
+    axes.text(x + MATRIX / 2, y, words, color=COLORS[owner], ha="center", fontsize=8.5)
+
+
+def draw_message(axes: Axes, send: Send, rank: int, step: int, grid: Grid, top: float) -> None:
+    """Draw an arrow from where a message leaves to where it is used."""
+    first, last = columns(step, send)
+    gradient = send.item.kind.is_gradient
+    shift = 0.14 if gradient else -0.14
+    (x0, y0), (x1, y1) = corner(grid, rank, first, top), corner(grid, send.peer, last, top)
+    points = [(x0 + MATRIX + 0.03, y0 + 0.5 + shift), (x1 - 0.03, y1 + 0.4 + shift)]
+    if last - first > 1:  # below its row until its last step is over, past the other cells
+        lane = y0 + MATRIX + (0.16 if gradient else 0.08)
+        points[1:1] = [(x0 + MATRIX + 0.13, lane), (x1 - COLUMN + MATRIX + 0.1, lane)]
+    arrow(axes, points, COLORS[send.item.owner], gradient, send.channel in BETWEEN)
+
+
+def arrow(
+    axes: Axes, points: Sequence[tuple[float, float]], color: str, dashed: bool, thick: bool
+) -> None:
+    style: dict[str, Any] = {"linestyle": DASHES if dashed else "-", "color": color}
+    style |= {"arrowstyle": "-|>", "mutation_scale": 11, "linewidth": 2.8 if thick else 1.5}
+    axes.add_patch(FancyArrowPatch(path=Curve(list(points)), **style))
+
+
+def draw_key(axes: Axes, ring: Ring) -> None:
+    """How to read the figure: one large score matrix with its axes, and the signs in words."""
+    size, x, y, layout = 1.35, 0.62, 0.5, zigzag(TOKENS, RANKS)
+    draw_scores(axes, scores(layout, 0, ()), x, y, size)
+    holder = {chunk.start: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
+    for index, chunk in enumerate(sorted(holder)):
+        place, rank = (index + 0.5) * size / (2 * RANKS), holder[chunk]
+        for at in ((x + place, y - 0.1), (x - 0.1, y + place)):
+            axes.text(*at, str(rank), color=COLORS[rank], ha="center", va="center", fontsize=8)
+    axes.text(x + size / 2, y - 0.22, "keys, by the rank that holds them", ha="center", fontsize=8)
+    axes.text(x - 0.22, y + size / 2, "queries", ha="right", va="center", rotation=90, fontsize=8)
+    title = f"{RANKS} ranks, {ring.grid}, zigzag"
+    axes.text(2.7, 0.3, title, fontsize=13, fontweight="bold")
+    chunks = 2 * RANKS
+    words = f"Each square is the whole score matrix, cut into {chunks} x {chunks} chunks.\n"
+    axes.text(2.7, 0.85, f"{words}Rank r holds the chunks r and {chunks - 1} - r of the sequence.")
+    for row, (color, meaning) in enumerate(
+        (
+            (VISIBLE, "what the causal mask lets through"),
+            (OWN, "what a rank's own queries see (left, rank 0's)"),
+            (COLORS[1], "computed in this step, in the colour of the owner of the keys"),
         )
-    if path.suffix not in FORMATS:
-        raise ValueError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
-    layout = zigzag(4 * ranks, ranks)  # two tokens a chunk: the fewest that have a diagonal
-    grid = Grid(tuple(batched(range(ranks), ranks_per_node)))
-    ring = Ring(Tiling(layout, Mask.causal()), grid, gradient_return=GradientReturn.HOME)
-    figure = _figure(ring, layout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context(_STYLE):
+    ):
+        axes.add_patch(Rectangle((2.7, 0.99 + 0.23 * row), 0.24, 0.14, facecolor=color))
+        axes.text(3.05, 1.1 + 0.23 * row, meaning)
+    arrows = {"K and V": (False, False), "gradients": (True, False), "between nodes": (False, True)}
+    for number, (meaning, style) in enumerate(list(arrows.items())[: 2 + (ring.grid.nodes > 1)]):
+        left = 2.7 + 1.45 * number
+        arrow(axes, ((left, 1.74), (left + 0.35, 1.74)), GREY, *style)
+        axes.text(left + 0.42, 1.78, meaning)
+
+
+def draw(nodes: int, path: Path) -> None:
+    """Write the forward and the backward of a causal kv ring to `path`, in its suffix's format."""
+    grid = Grid(tuple(batched(range(RANKS), RANKS // nodes)))
+    tiling = Tiling(zigzag(TOKENS, RANKS), Mask.causal())
+    ring = Ring(tiling, grid, gradient_return=GradientReturn.HOME)
+    plans = [[make(rank) for rank in range(RANKS)] for make in (ring.forward, ring.backward)]
+    steps = max(len(plan.steps) for plan in plans[1])
+    panel = RANKS * ROW + (nodes - 1) * NODE + TITLE
+    width, height = max(LEFT + steps * COLUMN, 8.9), 2 * panel + KEY
+    title = "Backward: K and V circulate, dK and dV are returned to their owner"
+    titles = "Forward: K and V circulate", title + (", summed once a node" if nodes > 1 else "")
+    with rc_context({"font.size": 9.5, "image.composite_image": False}):
+        figure = Figure(figsize=(width, height), facecolor="white")
+        axes = figure.add_axes((0, 0, 1, 1))
+        draw_key(axes, ring)
+        for number, (words, some) in enumerate(zip(titles, plans, strict=True)):
+            draw_plans(axes, words, some, ring, KEY + number * panel + TITLE)
+        axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+        axes.axis("off")
         save(figure, path)
 
 
-def _figure(ring: Ring, layout: Layout) -> Figure:
-    """The key, the forward and the backward."""
-    grid = ring.grid
-    forward = [ring.forward(rank) for rank in range(grid.ranks)]
-    backward = [ring.backward(rank) for rank in range(grid.ranks)]
-    steps = max(len(plan.steps) for plan in backward)
-    with rc_context(_STYLE):
-        width = max(_LEFT + steps * _COLUMN, _NARROWEST)
-        panel = grid.ranks * _ROW + (grid.nodes - 1) * _NODE + _TITLE
-        figure = Figure(figsize=(width, 2 * panel + _KEY), dpi=120, facecolor="white")
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, width), ylim=(2 * panel + _KEY, 0), aspect="equal")
-        axes.axis("off")
-        _draw_key(axes, ring, layout)
-        _Panel(axes, layout, grid, top=_KEY).draw("Forward: K and V circulate", forward)
-        title = "Backward: K and V circulate, dK and dV are returned to their owner"
-        title += ", summed once a node" if grid.nodes > 1 else ""
-        _Panel(axes, layout, grid, top=_KEY + panel).draw(title, backward)
-    return figure
-
-
-class _Panel:
-    """One grid of ranks and steps; x to the right and y down, in inches."""
-
-    def __init__(self, axes: Axes, layout: Layout, grid: Grid, top: float) -> None:
-        self._axes, self._layout, self._grid, self._top = axes, layout, grid, top + 0.72
-
-    def draw(self, title: str, plans: Sequence[Plan]) -> None:
-        self._axes.text(0.12, self._top - 0.53, title, fontsize=13, fontweight="bold")
-        for number in range(max(len(plan.steps) for plan in plans)):
-            x = _LEFT + number * _COLUMN
-            self._axes.text(x + _MATRIX / 2, self._top - 0.3, f"step {number}", ha="center")
-        for plan in plans:
-            self._row_name(plan.rank)
-            for number, step in enumerate(plan.steps):
-                self._cell(plan.rank, number, step.tiles)
-                for send in step.sends:
-                    self._message(plan.rank, number, send)
-            if any(send.item.kind.is_gradient for send in plan.sends):
-                x, y = self._corner(plan.rank, len(plan.steps) - 1)
-                self._label(x, y + _MATRIX + 0.04, "dK and dV whole", plan.rank, va="top")
-
-    def _corner(self, rank: int, step: int) -> tuple[float, float]:
-        node, local = self._grid.coordinates(rank)
-        row = node * self._grid.ranks_per_node + local
-        return _LEFT + step * _COLUMN, self._top + row * _ROW + node * _NODE
-
-    def _row_name(self, rank: int) -> None:
-        y = self._corner(rank, 0)[1]
-        self._axes.text(0.12, y + _MATRIX / 2, f"rank {rank}", va="center", fontweight="bold")
-        node, local = self._grid.coordinates(rank)
-        if self._grid.nodes > 1 and local == 0:
-            self._axes.text(0.12, y - 0.05, f"node {node}", va="bottom", color=_GREY)
-
-    def _cell(self, rank: int, step: int, tiles: Sequence[Tile]) -> None:
-        if not tiles:
-            return
-        x, y = self._corner(rank, step)
-        band = _seen(self._layout, rank)
-        colored = [(tile, _COLORS[tile.key_owner]) for tile in tiles]
-        _matrix(self._axes, self._layout, band, colored, (x, y), _MATRIX)
-        for owner in {tile.key_owner for tile in tiles}:
-            words = "own keys" if owner == rank else f"keys of rank {owner}"
-            self._label(x, y - 0.05, words, owner, "bottom")
-
-    def _label(self, x: float, y: float, text: str, owner: int, va: str) -> None:
-        self._axes.text(
-            x + _MATRIX / 2, y, text, color=_COLORS[owner], ha="center", va=va, fontsize=8.5
-        )
-
-    def _message(self, rank: int, step: int, send: Send) -> None:
-        """Draw a message from where it leaves to where it is used."""
-        first, last = columns(step, send)
-        shift = 0.14 if send.item.kind.is_gradient else -0.14
-        (x0, y0), (x1, y1) = self._corner(rank, first), self._corner(send.peer, last)
-        begin, end = (x0 + _MATRIX + 0.03, y0 + 0.5 + shift), (x1 - 0.03, y1 + 0.4 + shift)
-        if last - first > 1:  # below its row until its last step is over, past the other cells
-            lane = y0 + _MATRIX + (0.16 if shift > 0 else 0.08)
-            ways = ((begin[0] + 0.1, lane), (end[0] - (_COLUMN - _MATRIX) + 0.1, lane))
-            self._line(send, (begin, *ways, end))
-        elif self._goes_around(rank, send.peer):
-            # Out of one edge of its node's rows and in at the other.
-            middle = (begin[0] + end[0]) / 2
-            below, above = y0 + 0.45 + _ROW / 2 + shift, y1 + 0.45 - _ROW / 2 + shift
-            self._line(send, (begin, (middle, below)), arrow="-")
-            self._line(send, ((middle, above), end))
-        else:
-            self._line(send, (begin, end))
-
-    def _goes_around(self, rank: int, peer: int) -> bool:
-        (node, local), (other, place) = self._grid.coordinates(rank), self._grid.coordinates(peer)
-        return node == other and place == 0 and local == self._grid.ranks_per_node - 1 > 0
-
-    def _line(self, send: Send, points: Iterable[tuple[float, float]], arrow: str = "-|>") -> None:
-        self._axes.add_patch(
-            FancyArrowPatch(
-                path=matplotlib.path.Path(list(points)),
-                arrowstyle=arrow,
-                mutation_scale=11,
-                linewidth=_BETWEEN.get(send.channel, 1.5),
-                linestyle=_DASHES if send.item.kind.is_gradient else "-",
-                color=_COLORS[send.item.owner],
-                fill=arrow != "-",
-            )
-        )
-
-
-def _seen(layout: Layout, rank: int) -> list[Piece]:
-    """The scores of a rank's queries."""
-    found = []
-    for positions in layout.shards[rank]:
-        own = Interval(positions.start, positions.stop)
-        before = Piece(own, Interval(0, own.start), Band.FULL)
-        found += [Piece(own, own, Band.CAUSAL), before]
-    return found
-
-
-def _matrix(
-    axes: Axes,
-    layout: Layout,
-    band: Sequence[Piece],
-    tiles: Sequence[tuple[Tile, str]],
-    corner: tuple[float, float],
-    size: float,
-) -> None:
-    """The score matrix at `corner`: what the mask shows, the rank's part, the tiles computed."""
-    (x, y), tokens = corner, layout.ranks * layout.local_tokens
-    unit = size / tokens
-
-    def at(key: int, query: int) -> tuple[float, float]:
-        return x + key * unit, y + query * unit
-
-    def fill(piece: Piece, color: str) -> None:
-        query, key = piece.query, piece.key
-        corners = [(key.start, query.start), (key.start, query.stop), (key.stop, query.stop)]
-        corners += [] if piece.band == Band.CAUSAL else [(key.stop, query.start)]
-        axes.add_patch(Polygon([at(*c) for c in corners], facecolor=color, linewidth=0))
-
-    everything = Interval(0, tokens)
-    fill(Piece(everything, everything, Band.CAUSAL), _VISIBLE)
-    for piece in band:
-        fill(piece, _BAND)
-    for tile, color in tiles:
-        for piece in pieces(layout, tile):
-            fill(piece, color)
-    for line in range(1, 2 * layout.ranks):
-        cut = line * size / (2 * layout.ranks)
-        across = ((x, x + size, nan, x + cut, x + cut), (y + cut, y + cut, nan, y, y + size))
-        axes.plot(*across, color="white", linewidth=0.5, solid_capstyle="butt")
-    axes.add_patch(Rectangle((x, y), size, size, fill=False, edgecolor=_GREY, linewidth=0.8))
-
-
-def _draw_key(axes: Axes, ring: Ring, layout: Layout) -> None:
-    """How to read the figure: one large score matrix with its axes, and the signs in words."""
-    size, x, y, chunks = 1.35, 0.62, 0.5, 2 * layout.ranks
-    _matrix(axes, layout, _seen(layout, 0), (), (x, y), size)
-    holder = {chunk.start: rank for rank, shard in enumerate(layout.shards) for chunk in shard}
-    for index, chunk in enumerate(sorted(holder)):
-        middle, rank = (index + 0.5) * size / chunks, holder[chunk]
-        style: dict[str, Any] = {
-            "color": _COLORS[rank],
-            "ha": "center",
-            "va": "center",
-            "fontsize": 8,
-        }
-        axes.text(x + middle, y - 0.1, str(rank), **style)
-        axes.text(x - 0.1, y + middle, str(rank), **style)
-    axes.text(x + size / 2, y - 0.22, "keys, by the rank that holds them", ha="center", fontsize=8)
-    axes.text(x - 0.22, y + size / 2, "queries", ha="right", va="center", rotation=90, fontsize=8)
-    title = f"{layout.ranks} ranks, {ring.grid}, zigzag"
-    axes.text(2.7, 0.3, title, fontsize=13, fontweight="bold")
-    lines = (
-        f"Each square is the whole score matrix, cut into {chunks} x {chunks} chunks.",
-        f"Rank r holds the chunks r and {chunks - 1} - r of the sequence.",
-    )
-    for row, line in enumerate(lines):
-        axes.text(2.7, 0.6 + 0.23 * row, line)
-    signs = (
-        (_VISIBLE, "what the causal mask lets through"),
-        (_BAND, "what a rank's own queries see (above, rank 0's)"),
-        (_COLORS[1], "computed in this step, in the colour of the owner of the keys"),
-    )
-    for row, (color, words) in enumerate(signs):
-        top = 1.07 + 0.23 * row
-        axes.add_patch(Rectangle((2.7, top - 0.11), 0.24, 0.14, facecolor=color))
-        axes.text(3.05, top, words)
-    arrows: list[tuple[float, str, dict[str, Any]]] = [
-        (2.7, "K and V", {}),
-        (4.15, "gradients", {"linestyle": _DASHES}),
-    ]
-    if ring.grid.nodes > 1:
-        thick = _BETWEEN[Channel.READ_BETWEEN]
-        arrows.append((5.4, "between nodes", {"linewidth": thick}))
-    for left, words, sign in arrows:
-        ends = (left, 1.72), (left + 0.3, 1.72)
-        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, **sign))
-        axes.text(left + 0.36, 1.76, words)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command; SystemExit with the reason where the figure cannot be drawn."""
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python scripts/docs/plan_figure.py", description=__doc__.split("\n")[0]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="default: %(default)s")
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=4, metavar="L", help="default: %(default)s"
-    )
-    parser.add_argument("--output", type=Path, required=True, help=f"ends in {', '.join(FORMATS)}")
-    args = parser.parse_args(argv)
-    try:
-        draw(args.nodes, args.ranks_per_node, args.output)
-    except (ValueError, OSError) as error:
-        parser.exit(1, f"plan_figure: {error}\n")
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
+    parser.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf")
+    args = parser.parse_args(given)
+    draw(args.nodes, args.output)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,8 @@
-"""Writes docs/support.md: what runs with what, asked of the code that refuses the rest.
+"""What runs with what, asked of the code that refuses the rest."""
 
-python scripts/docs/support_table.py [--write docs/support.md]
-"""
-
-import argparse
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,15 +54,6 @@ REQUESTS: Mapping[str, Request] = {
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
 
-
-_TOP = """\
-# What runs with what
-
-<!-- written by python scripts/docs/support_table.py --write docs/support.md -->
-
-A cell that is not "yes" says why not, in the words of the error. Sinks (`--softmax-type`) are a
-term of the merge, and run with every kernel.
-"""
 _MASKS = """\
 ## Masks, layouts and rings
 
@@ -87,22 +71,15 @@ which packages a kernel runs, the log says at the start of a run.
 """
 
 
-def page() -> str:
-    """Return the whole page."""
+def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
+    """Yield each section of the page: its words, the head of its table and the rows."""
     algorithms = [*Algorithm]
-    sections = (
-        (_MASKS, ["mask, layout", *algorithms], _mask_rows(algorithms)),
-        (_SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)),
-        (_KERNELS, ["request", *KERNELS], _kernel_rows()),
-        ("## What attention refuses of Megatron\n", ["argument", "why"], _limit_rows(LIMITS)),
-        (
-            "## What the chunked loss refuses of Megatron\n",
-            ["argument", "why"],
-            _limit_rows(LM_HEAD_LIMITS),
-        ),
-    )
-    parts = [f"{text}\n{_markdown(head, rows)}\n" for text, head, rows in sections]
-    return "\n".join((_TOP, *parts))
+    yield _MASKS, ["mask, layout", *algorithms], _mask_rows(algorithms)
+    yield _SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)
+    yield _KERNELS, ["request", *KERNELS], _kernel_rows()
+    for what, limits in (("attention", LIMITS), ("the chunked loss", LM_HEAD_LIMITS)):
+        title = f"## What {what} refuses of Megatron\n"
+        yield title, ["argument", "why"], _limit_rows(limits)
 
 
 def _mask_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:
@@ -144,14 +121,11 @@ def _kernel_rows() -> Iterator[list[str]]:
     for name, request in REQUESTS.items():
         yield [name, *(_served(kernel, request) for kernel in KERNELS.values())]
     usual = [kernel.reasons_against(USUAL) for kernel in KERNELS.values()]
-    with _deterministic():
-        yield [
-            "deterministic mode",
-            *(
-                _added(k.reasons_against(USUAL), u)
-                for k, u in zip(KERNELS.values(), usual, strict=True)
-            ),
-        ]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    strict = [kernel.reasons_against(USUAL) for kernel in KERNELS.values()]
+    torch.use_deterministic_algorithms(before)
+    yield ["deterministic mode", *map(_added, strict, usual)]
 
 
 def _served(kernel: Kernel, request: Request) -> str:
@@ -168,39 +142,5 @@ def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
     return "; ".join(reason for reason in reasons if reason not in usual) or YES
 
 
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def _limit_rows(limits: Iterable[Limit]) -> Iterator[list[str]]:
     return ([f"`{limit.name}`", limit.reason] for limit in limits)
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', '\\|') for cell in line)} |" for line in lines
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python scripts/docs/support_table.py", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page to FILE")
-    args = parser.parse_args(argv)
-    if args.write is None:
-        sys.stdout.write(page())
-    else:
-        args.write.write_text(page())
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,7 @@
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
-from math import isinf
+from itertools import combinations, groupby, product
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +28,15 @@ ROOT = Path(__file__).parents[2]
 GAP = 1.1  # a measured gap that the prediction has to order
 _UNITS = {"k": 2**10, "M": 2**20}
 _BISECTIONS, _ROUNDS = 12, 10
-_COUNTS = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
+_BOUNDS = {  # of the constants
+    "share_forward": (0.3, 1.0),
+    "share_backward": (0.3, 1.0),
+    "share_linear": (0.2, 1.0),
+    "contention": (0.0, 1.0),
+    "other_code": (0.3, 1.5),
+    "working_set": (0.5, 4.0),
+}
+_SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +46,9 @@ class Row:
     id: str
     group: str
     load: Workload
-    code: str
-    """Whose, where it is not BurstEngine's."""
+    code: str  # whose, where it is not BurstEngine's
     speed: float
-    unit: str
-    """tokens/s/GPU, or TFLOP/s of attention alone."""
+    unit: str  # tokens/s/GPU, or TFLOP/s of attention alone
     gib: float | None
     mfu_published: float | None  # per cent
 
@@ -76,8 +81,7 @@ class Compared:
     unit: str
     measured: float
     predicted: float
-    fitted: bool
-    """Whether a constant was fitted on it."""
+    fitted: bool  # whether a constant was fitted on it
     code: str = ""
 
     @property
@@ -125,17 +129,21 @@ def compare_two_nodes(configs: Configs) -> list[Compared]:
     """
     machine = configs.published["two_nodes"]
     found = []
-    for place, algorithms in _two_nodes_rows(ROOT / machine["results"]).items():
-        for algorithm, phases in algorithms.items():
-            seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
-            setting = configs.published["settings"][machine["settings"][algorithm]]
-            load = _two_nodes(machine, place, seconds, burst_config_of(setting))
-            forward, _, backward = timing.attention_passes(load)
-            kernels = seconds["forward"] + seconds["backward"]
-            share = 1 - kernels / (forward.seconds + backward.seconds)
-            exposed = 1 - float(phases["step"]["kernels_share"])
-            name = f"{place}: {algorithm}"
-            found.append(Compared(name, str(place), "exposed share", exposed, share, False))
+    with (ROOT / machine["results"]).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for _, each in groupby(rows, lambda row: [row[n] for n in ("mbit", *_SIZES, "algorithm")]):
+        phases = {row["phase"]: row for row in each}
+        step, seconds = phases["step"], {p: float(row["kernels_s"]) for p, row in phases.items()}
+        setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
+        load = _two_nodes(machine, step, seconds, burst_config_of(setting))
+        forward, _, backward = timing.attention_passes(load)
+        kernels = seconds["forward"] + seconds["backward"]
+        share = 1 - kernels / (forward.seconds + backward.seconds)
+        exposed = 1 - float(step["kernels_share"])
+        rate = {"0": "loopback", "inf": "no limit"}.get(step["mbit"], f"{step['mbit']} Mbit/s")
+        place = f"{rate}, {step['tokens']} tokens, {step['kv_heads']} KV heads"
+        name = f"{place}: {step['algorithm']}"
+        found.append(Compared(name, place, "exposed share", exposed, share, False))
     return found
 
 
@@ -147,12 +155,8 @@ def median_error(found: list[Compared]) -> float:
 def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
     """Compare the order of every two rows of a group that were measured more than `GAP` apart.
 
-    Args:
-        found: the rows.
-        across_codes: of two code bases, or of one.
-
-    Returns:
-        How many pairs there are, and those that are predicted the other way round.
+    Of two code bases, or of one: returns how many pairs there are, and those that are predicted the
+    other way round.
     """
     pairs = [
         (a, b)
@@ -161,45 +165,32 @@ def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple
         and (a.code != b.code) == across_codes
         and max(a.measured, b.measured) > GAP * min(a.measured, b.measured)
     ]
-    wrong = [
-        (a.id, b.id)
-        for a, b in pairs
-        if (a.measured - b.measured) * (a.predicted - b.predicted) <= 0
-    ]
-    return len(pairs), wrong
+    wrong = [(a, b) for a, b in pairs if (a.measured > b.measured) != (a.predicted > b.predicted)]
+    return len(pairs), [(a.id, b.id) for a, b in wrong]
 
 
 def fit(configs: Configs) -> dict[str, float]:
     """Fit every constant so that its row is met, by bisection in turns; return the constants."""
     table = {name: dict(value) for name, value in configs.published["fitted"].items()}
-    bounds = {
-        "share_forward": (0.3, 1.0),
-        "share_backward": (0.3, 1.0),
-        "share_linear": (0.2, 1.0),
-        "contention": (0.0, 1.0),
-        "other_code": (0.3, 1.5),
-        "working_set": (0.5, 4.0),
-    }
-    for _ in range(_ROUNDS):
-        for name, (low, high) in bounds.items():
-            for _ in range(_BISECTIONS):
-                table[name]["value"] = (low + high) / 2
-                if _too_much(configs, table, name):
-                    high = table[name]["value"]
-                else:
-                    low = table[name]["value"]
+    changed = replace(configs, published={**configs.published, "fitted": table})
+    for _, (name, (low, high)) in product(range(_ROUNDS), _BOUNDS.items()):
+        for _ in range(_BISECTIONS):
+            table[name]["value"] = (low + high) / 2
+            if _too_much(changed, name):
+                high = table[name]["value"]
+            else:
+                low = table[name]["value"]
     return {name: constant["value"] for name, constant in table.items()}
 
 
-def _too_much(configs: Configs, table: Mapping[str, Table], name: str) -> bool:
+def _too_much(configs: Configs, name: str) -> bool:
     """Whether the constant's row is met with a smaller value; speed falls with contention."""
-    changed = replace(configs, published={**configs.published, "fitted": table})
-    wanted = table[name]["row"]
-    (row,) = (row for row in rows_of(changed) if row.id == wanted)
+    wanted = configs.published["fitted"][name]["row"]
+    (row,) = (row for row in rows_of(configs) if row.id == wanted)
     if name == "working_set":
         assert row.gib is not None
-        return row.predicted_gib(changed.constant(name)) > row.gib
-    faster = row.predicted(changed.constant("other_code")) > row.speed
+        return row.predicted_gib(configs.constant(name)) > row.gib
+    faster = row.predicted(configs.constant("other_code")) > row.speed
     return faster != (name == "contention")
 
 
@@ -254,60 +245,31 @@ def _setting(configs: Configs, table: Table) -> BurstConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A link rate and tensors that the two nodes were measured with."""
-
-    mbit: float  # asked for; 0 is plain loopback on one node
-    measured_mbit: float
-    ranks: int
-    ranks_per_node: int
-    tokens: int  # of a rank
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        rate = f"{self.mbit:g} Mbit/s" if self.mbit else "loopback"
-        rate = "no limit" if isinf(self.mbit) else rate
-        return f"{rate}, {self.tokens} tokens, {self.kv_heads} KV heads"
-
-
-def _two_nodes_rows(path: Path) -> dict[_Place, dict[str, dict[str, Mapping[str, str]]]]:
-    """The rows of the benchmark by place, algorithm and phase."""
-    found: dict[_Place, dict[str, dict[str, Mapping[str, str]]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            mbit, measured = float(row["mbit"]), float(row["measured_mbit"])
-            place = _Place(mbit, measured, *(int(row[name]) for name in _COUNTS))
-            found.setdefault(place, {}).setdefault(row["algorithm"], {})[row["phase"]] = row
-    return found
-
-
 def _two_nodes(
-    machine: Table, place: _Place, alone: Mapping[str, float], config: BurstConfig
+    machine: Table, row: Mapping[str, str], alone: Mapping[str, float], config: BurstConfig
 ) -> Workload:
     """An algorithm on this machine's two nodes, with the rates of its kernels there."""
+    ranks, per_node, tokens, heads, kv_heads, head_dim = (int(row[name]) for name in _SIZES)
     model = Model(
         layers=1,
-        hidden=place.heads * place.head_dim,
+        hidden=heads * head_dim,
         ffn=0,
         gated=False,
-        heads=place.heads,
-        kv_heads=place.kv_heads,
-        head_dim=place.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocabulary=0,
     )
     cluster = Cluster(
         name="two nodes",
-        gpus_per_node=place.ranks_per_node,
+        gpus_per_node=per_node,
         memory=0,
         forward_rate=1.0,
         backward_rate=1.0,
         linear_rate=1.0,
         memory_rate=1e9 * machine["memory_gb_s"],
         within_rate=1e9 * machine["within_gb_s"],
-        nic_rate=1e6 / 8 * place.measured_mbit,
+        nic_rate=1e6 / 8 * float(row["measured_mbit"]),
         gpus_per_nic=1,
         contention=0.0,
         copy_rate=1e9 * machine["copy_gb_s"],
@@ -316,10 +278,10 @@ def _two_nodes(
     load = Workload(
         model=model,
         cluster=cluster,
-        gpus=place.ranks,
+        gpus=ranks,
         tensor=1,
-        context=place.ranks,
-        tokens=place.ranks * place.tokens,
+        context=ranks,
+        tokens=ranks * tokens,
         config=config,
         recompute=False,
         element_bytes=4,
@@ -335,11 +297,7 @@ def _two_nodes(
 
 def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     """Say how far the predictions hold, a line for each question."""
-    speed, gib, shares = (
-        compare_speed(configs, rows),
-        compare_memory(configs, rows),
-        compare_two_nodes(configs),
-    )
+    speed, gib = compare_speed(configs, rows), compare_memory(configs, rows)
     for what, found in (("speed", speed), ("memory", gib)):
         held = [each for each in found if not each.fitted]
         beyond = [each.id for each in held if abs(each.error) > 0.15]
@@ -347,14 +305,13 @@ def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
             f"{what}: median error of {len(held)} held-out rows {median_error(found):.1%}; "
             f"beyond 15 %: {', '.join(beyond) or 'none'}"
         )
-    for across in (False, True):
+    for across, of in ((False, "one code base"), (True, "two code bases")):
         count, wrong = order(speed, across_codes=across)
-        of = "two code bases" if across else "one code base"
         said = "; ".join(" and ".join(pair) for pair in wrong) or "none"
         yield f"order of {count} pairs of {of} more than 10 % apart, wrong: {said}"
-    off = [each for each in shares if abs(each.predicted - each.measured) > 0.10]
-    worst = max(abs(each.predicted - each.measured) for each in shares)
+    points = [100 * abs(each.predicted - each.measured) for each in compare_two_nodes(configs)]
+    near = sum(each <= 10 for each in points)
     yield (
-        f"two nodes on this machine: {len(shares) - len(off)} of {len(shares)} exposed shares "
-        f"within 10 points, the worst {100 * worst:.1f} off"
+        f"two nodes on this machine: {near} of {len(points)} exposed shares within 10 points, "
+        f"the worst {max(points):.1f} off"
     )

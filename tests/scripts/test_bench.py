@@ -1,94 +1,268 @@
-"""The benchmarks of accuracy and of tiles, on sizes that say nothing but run. (fast tier)"""
+"""The benchmarks on sizes that say nothing but run, and their pages. (fast tier)"""
 
-import itertools
+import csv
+import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_burst import Mask
-from megatron_burst.config import GradDtype, GradientReturn
-from megatron_burst.kernels import KERNELS
-from megatron_burst.plans.cost import visible_pairs
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.topology import Grid
-
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-sys.path.append(str(BENCH))
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts" / "docs")]
 
 import accuracy  # noqa: E402
+import all as all_steps  # noqa: E402
+import attention  # noqa: E402
+import harness  # noqa: E402
+import loss  # noqa: E402
 import tiles  # noqa: E402
+from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
-RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
-GRIDS = (Grid(((0, 1, 2, 3),)), Grid(((0, 1), (2, 3))))
+RECORDS = {  # not measured again
+    "scripts/bench/results/cpu_gradient_return.md",
+    "scripts/bench/results/cpu_end_to_end.md",
+}
+
+type Rows = list[dict[str, str]]
 
 
-def numbers(page: str, first_cell: str) -> list[list[str]]:
-    """The cells of those rows of the page's tables that begin with this cell."""
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    return [row for row in rows if row[0] == first_cell]
+def run(
+    script: Any, patch: pytest.MonkeyPatch, page: Path, command: str, *more: str
+) -> tuple[str, Rows]:
+    """Run a benchmark; return its page and the rows of its CSV."""
+    arguments = [script.__name__, *command.split(), *more, "--force", "--output", str(page)]
+    patch.setattr(sys, "argv", arguments)
+    script.main()
+    with page.with_suffix(".csv").open() as file:
+        return page.read_text(), list(csv.DictReader(file))
+
+
+def test_errors_are_those_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "--tokens 64 --heads 4:2 --ranks 1 4 --nodes 2 --seeds 1 --backward kv query"
+    command += " --grad-dtype float32 model"
+    page, rows = run(accuracy, monkeypatch, tmp_path / "page.md", command)
+    assert len(rows) == 2 * 4 * 4 and page.count("| 4:2 |") == 4 * 4
+    assert all(1e-4 < float(row["error"]) < 2e-2 for row in rows)
+    assert {row["ratio"] for row in rows if row["ranks"] == "1"} == {"1"}
+
+
+def test_the_oracle_is_attention_in_float64() -> None:
+    inputs = Sizes(16, 4, 2, 8).draw("cpu", torch.float64)
+    q, k, v, dout = (x.transpose(1, 2).requires_grad_() for x in inputs)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = out, *torch.autograd.grad(out, (q, k, v), dout)
+    found = accuracy.oracle(inputs)
+    assert max(accuracy.errors(found, [x.transpose(1, 2) for x in expected])) < 1e-12
+
+
+def test_tiles_of_a_rank_are_its_share_of_the_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "--tokens 16 --heads 2 --repetitions 1"
+    _, rows = run(tiles, monkeypatch, tmp_path / "page.md", command)
+    found = {(row["phase"], row["what"]): row for row in rows}
+    assert len(rows) == len(found) == 8
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        run(tiles, monkeypatch, tmp_path / "page.md", f"{command} --kernel cudnn")
+    for phase, what in (("forward", "ring"), ("backward", "kv ring"), ("backward", "query ring")):
+        ours, one = found[phase, what], found[phase, "one call"]
+        flops = [float(row["tflops"]) * float(row["median_s"]) for row in (ours, one)]
+        assert flops[0] == pytest.approx(flops[1] / 4, rel=0.02)  # of four ranks
+
+
+def test_the_loss_takes_no_more_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "--shapes 32x512x16 --repetitions 1 --tokens 1024 2048 --hidden 64 --memory-mb 8"
+    command += " --vocabularies 1024"
+    _, rows = run(loss, monkeypatch, tmp_path / "page.md", command)
+    assert [row["way"] for row in rows[:2]] == ["all logits", "chunked, 8 MiB"]
+    assert all(float(row["median_s"]) > 0 for row in rows[:2])
+    counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[2:]}
+    assert 1.9 < counted["all logits", "2048"] / counted["all logits", "1024"] < 2.1
+    assert max(n for (way, _), n in counted.items() if way != "all logits") <= 8 * harness.MIB
+    plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
+    plot.draw(tmp_path / "page.csv", tmp_path / "figure.svg")
+    figure = (tmp_path / "figure.svg").read_text()
+    assert "chunked, 8 MiB, vocabulary 1k" in figure
+    assert "python scripts/bench/loss.py --shapes 32x512x16" in figure
+
+
+def test_more_is_stored_the_less_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.core")
+    import recompute
+
+    command = "--layers 2 --tokens 256 --hidden 32 --repetitions 1"
+    page, rows = run(recompute, monkeypatch, tmp_path / "page.md", command)
+    stored = [int(row["stored_bytes"]) for row in rows]
+    assert stored == sorted(stored, reverse=True) and len(set(stored)) == len(stored) == 6
+    # Of each of two layers an output of 32 numbers and a log-sum-exp of two heads, 4 bytes a token.
+    assert stored[1] - stored[-1] == 2 * 256 * (32 + 2) * 4
+    assert "| ρ = 0.25 |" in page
+    plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
+    plot.draw(tmp_path / "page.csv", tmp_path / "figure.svg")
+    assert "no recompute" in (tmp_path / "figure.svg").read_text()
+
+
+def test_attention_has_a_row_for_every_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = "--ranks 4 --tokens 16 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
+    names = ["ring flat", "ring hybrid", "burst auto", "ulysses"]
+    command = f"{sizes} --masks causal blocks --algorithms"
+    page, rows = run(attention, monkeypatch, tmp_path / "page.md", command, *names)
+    assert len(rows) == 2 * 2 * 4 * 3  # masks, heads, algorithms, phases
+    found = {(row["mask"], row["kv_heads"], row["algorithm"], row["phase"]): row for row in rows}
+    assert len(found) == len(rows)
+    for row in rows:
+        assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
+        assert float(row["kernels_s"]) > 0
+        assert (row["algorithm"] == "ring flat") <= (row["ratio"] == "1")
+    # 64 tokens: 2080 causal pairs, 4 heads of 8, two matrix products of 2 FLOPs an element forward.
+    assert found["causal", "4", "ulysses", "forward"]["flops"] == str(2080 * 4 * 8 * 4)
+    # Three blocks of K and V, 16 tokens, 4 heads of 8, 4 bytes; backward as many and gradients.
+    sent = [found["causal", "4", "ring flat", phase] for phase in attention.PHASES]
+    assert [row["payload_bytes"] for row in sent] == [str(n * 3 * 4096) for n in (1, 2, 3)]
+    assert page.count("| algorithm | causal | blocks |") == 2
+    assert "## 4 ranks on 2 nodes, 16 tokens a rank, 4 heads, 1 KV heads, head size 8" in page
+
+
+def test_what_the_blocks_and_documents_see() -> None:
+    table = attention.mask_of("blocks", 64).block_table
+    assert table is not None
+    rows = [torch.from_numpy(row.copy()).nonzero().flatten().tolist() for row in table.array]
+    # Block 0 may also see the last one, which comes later: causality hides it.
+    assert rows[:3] == [[0, 15], [0, 1], [0, 1, 2]] and rows[15] == [0, 14, 15]
+    assert attention.mask_of("documents", 64).documents == (0, 4, 16, 20, 44, 48, 64)
+    assert attention.mask_of("window", 64).window == 7
+
+
+def test_kernels_alone_have_the_heads_that_the_all_to_all_leaves_them() -> None:
+    grouped = Sizes(512, 8, 2, 64)
+    assert share_of_heads(grouped, 1) == grouped
+    assert share_of_heads(grouped, 4) == Sizes(2048, 2, 1, 64)  # a KV head for each rank
+
+
+def test_only_what_can_run_is_run() -> None:
+    def names(place: Place, heads: int = 8) -> set[str]:
+        sizes = Sizes(512, heads, heads, 64)
+        return {name for name in attention.SETTINGS if runs_here(name, place, sizes)}
+
+    everything, double = set(attention.SETTINGS), {"ring double"}
+    double |= {"burst query double", "burst kv double"}
+    assert names(Place(4, 2)) == everything - {"burst kv flat"}  # it is the baseline
+    assert "ulysses" not in names(Place(4, 2), heads=6)
+    assert names(Place(4, 4)) == everything - double
+    assert not names(Place(3, 1)) & {*double, "ring hybrid", "burst hybrid"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "back", "grid"), [*itertools.product((Kind.KV, Kind.QUERY), RETURNS, GRIDS)]
+    ("script", "arguments", "message"),
+    [
+        (attention, "--device cuda", "runs under torchrun"),
+        (attention, "--algorithms ulysses", "must name ring flat"),
+        (attention, "--ranks 3", "must be multiples of --ranks-per-node"),
+        (attention, "--mbit 0", "must be positive"),
+        (accuracy, "--ranks 2 4", "--ranks [2, 4]: 1, and multiples of --nodes 1"),
+        (loss, "--repetitions 0", "all numbers must be positive"),
+    ],
 )
-def test_threads_compute_what_the_oracle_does(kind: Kind, back: GradientReturn, grid: Grid) -> None:
-    args = accuracy.flags(["--tokens", "16", "--head-dim", "6"])
-    inputs = tuple(x.double() for x in accuracy.make_inputs(args, accuracy.Heads(4, 2), seed=0))
-    way = accuracy.Way(kind, GradDtype.FLOAT32, back)
-    found = accuracy.ring(inputs, grid, way, KERNELS["reference"])
-    assert max(accuracy.errors(found, accuracy.oracle(inputs)).values()) < 1e-14
+def test_nonsense_is_refused(
+    capsys: pytest.CaptureFixture[str], script: Any, arguments: str, message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        script.flags(arguments.split())
+    assert message in capsys.readouterr().err
 
 
-def test_accuracy_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "page.md"
-    command = "accuracy --tokens 64 --heads 4:2 --ranks 8 --nodes 1 2 --seeds 1 --ring kv query"
-    ways = "--return chain home --grad-dtype float32 model"
-    monkeypatch.setattr(sys, "argv", [*f"{command} {ways} --output".split(), str(output)])
-    accuracy.main()
-    rows = numbers(output.read_text(), "4:2")
-    errors = {tuple(row[1:4]): [float(cell.split()[0]) for cell in row[5:]] for row in rows[:-8]}
-    assert len(errors) == 10 + 7 and {len(row) for row in errors.values()} == {2}
-    for ring, result in (("kv", "dk"), ("kv", "dv"), ("query", "dq")):
-        exact, home, chain = (
-            errors[ring, result, way][0]
-            for way in ("float32, chain", "model, home", "model, chain")
-        )
-        assert exact == home < 0.95 * chain  # one rounding a hop shows, and only there
-    # Through a card: 7 blocks of K, V, dK and dV from node to node, or 4 partials; at 65536 tokens
-    # a rank, 2 heads of 64 and 2 bytes an element a block or a gradient of K and V has 32 MiB.
-    (flat,) = [row[4:] for row in rows if row[1:4] == ["flat ring", "kv", "model"]]
-    assert [cell.split(" / ")[0] for cell in flat] == [str(32 * (7 + 7)), str(32 * (7 + 4))]
+def test_ways_take_turns_in_new_orders_that_are_the_same_everywhere() -> None:
+    def calls() -> tuple[list[str], dict[str, list[int]]]:
+        order: list[str] = []
+        ways = {name: lambda name=name: order.append(name) or len(order) for name in "abcd"}
+        return order, harness.in_turns(ways, 5, seed=3)
+
+    order, results = calls()
+    assert order == calls()[0]
+    rounds = [tuple(order[i : i + 4]) for i in range(0, 24, 4)]
+    assert all(sorted(one) == [*"abcd"] for one in rounds) and len(set(rounds)) > 3
+    # The first round warms up.
+    assert results == {n: [i + 1 for i, m in enumerate(order) if m == n and i > 3] for n in "abcd"}
 
 
-@pytest.mark.parametrize("back", RETURNS)
-def test_the_tiles_of_all_ranks_are_the_whole_sequence(back: GradientReturn) -> None:
-    case = tiles.Case("cpu", "float32", back, 4, 2, 8, tokens=16, ranks=4, device="cpu")
-    times = tiles.measure(case, repetitions=2)
-    pairs = {name: samples[0].pairs for name, samples in times.items()}
-    whole, own = visible_pairs(Mask.causal(), 64), visible_pairs(Mask.causal(), 16)
-    assert {pairs[phase, what] for phase, what in pairs if "own" not in what} == {whole}
-    assert {pairs[phase, what] for phase, what in pairs if "own" in what} == {own}
-    assert times["backward", "own tile in parts"][0].calls == 3
-    assert all(len(samples) == 2 for samples in times.values())
-    assert all(0 < s.in_kernels <= s.seconds for samples in times.values() for s in samples)
+def test_the_spread_has_the_median_and_the_quartiles() -> None:
+    assert set(harness.spread([2.0]).values()) == {2.0}
+    found = harness.spread([4.0, 1.0, 2.0, 3.0, 9.0])
+    assert found == {"median_s": 3.0, "q1_s": 2.0, "q3_s": 4.0, "least_s": 1.0}
 
 
-def test_a_gpu_runs_the_middle_rank_against_a_call_that_fits() -> None:
-    sizes = {"kernel": "cudnn", "dtype": "bfloat16", "back": RETURNS[0], "device": "cuda"}
-    case = tiles.Case(**sizes, heads=32, kv_heads=8, head_dim=128, tokens=131072, ranks=8)
-    assert list(case.ranks_run) == [4] and case.tokens_of_one_call == 131072
-    pairs = visible_pairs(Mask.causal(), 131072)
-    assert case.flops("forward", pairs) == pytest.approx(4 * 32 * 128 * 131072**2 / 2, rel=1e-4)
+def test_a_loaded_machine_is_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
+    monkeypatch.setattr(harness, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(SystemExit, match=r"last minute is 3.50, above 0.5"):
+        harness.wait_until_quiet(force=False)
+    harness.wait_until_quiet(force=True)
+    loads = iter([0.9, 0.1])
+    monkeypatch.setattr(harness, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    harness.wait_until_quiet(force=False)
+    assert not [*loads]
 
 
-def test_tiles_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "page.md"
-    command = "tiles --tokens-per-rank 16 --heads 2 --kv-heads 2 --repetitions 1 --kernel cpu cudnn"
-    monkeypatch.setattr(sys, "argv", [*f"{command} --output".split(), str(output)])
-    tiles.main()
-    page = output.read_text()
-    assert len(numbers(page, "cpu")) == 2 * len(tiles.COMPARISONS)  # of two dtypes
-    assert not numbers(page, "cudnn") and "the tensors are on cpu" in page
-    assert torch.get_num_threads() == 1
+def test_a_page_says_where_it_comes_from_and_keeps_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/bench/loss.py", "--tokens", "1 2"])
+    rows = [{"way": "a", "median_s": 1 / 3}, {"way": "b", "bytes": 2**40}]
+    file, given = tmp_path / "deep" / "page.md", harness.origin()
+    args = harness.Flags("").read(["--output", str(file)])
+    page = "\n# Title\n\nWords, {repetitions} {times}.\n", rows, given
+    harness.publish(args, "name", *page, times="times")
+    made = file.read_text()
+    assert made.startswith("# Title\n\n* date: ") and made.endswith("\n\nWords, 5 times.\n")
+    assert "\n* command: python scripts/bench/loss.py --tokens '1 2'\n" in made
+    notes = "\n## Notes on the first\n\n* by hand\n"
+    file.write_text(made + notes)
+    harness.publish(args, "name", *page, times="times")
+    assert file.read_text() == made + notes
+    with file.with_suffix(".csv").open() as table:
+        found = list(csv.DictReader(table))
+    assert [*found[0]][:4] == ["way", "median_s", "bytes", "date"]
+    assert (found[0]["median_s"], found[1]["bytes"]) == ("0.333333", str(2**40))
+
+
+def test_one_command_makes_every_picture_and_table_that_the_docs_show() -> None:
+    makes = {name for step in all_steps.STEPS.values() for name in step.makes} | RECORDS
+    for text in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        links = re.findall(r"\]\(([^)#:]+\.(?:svg|png|md))", text.read_text())
+        shown = {os.path.relpath((text.parent / link).resolve(), ROOT) for link in links}
+        measured = {name for name in shown if "/results/" in name or not name.endswith(".md")}
+        missing = [name for name in measured if name not in makes]
+        assert not missing, f"{text.name} shows {missing}: add it to scripts/bench/all.py"
+
+
+def test_the_docs_name_every_step() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"(`{' '.join(all_steps.STEPS)}`)" in text
+
+
+def test_a_step_that_fails_does_not_stop_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = {
+        "first": ("-c 'print(1)'", "-c '1/0'", "-c 'print(2)'"),
+        "second": ("-c 'print(3)'",),
+    }
+    steps = {name: all_steps.Step(1, (), lines) for name, lines in commands.items()}
+    monkeypatch.setattr(all_steps, "STEPS", steps)
+    assert all_steps.main(["--only", "first", "second"]) == 1
+    said = capfd.readouterr()
+    assert said.out.split() == ["1", "3"]  # a step ends at its first failure
+    assert "--only first\n" in said.err and "ZeroDivisionError" in said.err
+    assert all_steps.main(["--only", "second"]) == 0
+    with pytest.raises(SystemExit):
+        all_steps.main(["--only", "third"])

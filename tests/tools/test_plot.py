@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from picture import save  # noqa: E402
+from plot import save  # noqa: E402
 
 
 def test_a_picture_that_is_written_again_is_the_same_file(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""Makes every table and picture of figures that README and docs show, one after the other.
+
+    .venv/bin/python scripts/bench/all.py [--only NAME...]
+
+Writes them where they are. Needs a quiet machine (most benchmarks wait for one, and in the end
+refuse), no GPU, and for the two nodes root and iproute2. What fails does not stop the rest.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = "scripts/bench/results"
+
+
+class Step(NamedTuple):
+    minutes: int  # on two cores that do nothing else, estimated
+    makes: tuple[str, ...]
+    commands: tuple[str, ...]  # of Python
+
+
+def _measured(
+    name: str, minutes: int, flags: str = "", script: str = "", picture: str = ""
+) -> Step:
+    """A benchmark whose page is called `name`, and the picture of its CSV."""
+    page, commands = (
+        f"{RESULTS}/cpu_{name}.md",
+        [f"scripts/bench/{script or name}.py {flags}".strip()],
+    )
+    if picture:
+        commands.append(f"scripts/docs/plot.py {RESULTS}/cpu_{name}.csv --output {picture}")
+    return Step(minutes, (page, *filter(None, [picture])), tuple(commands))
+
+
+LINKS = "--mbit 200 400 800 2000 inf --ranks 4 --heads 8:8 8:2 --masks causal --launches 5"
+STEPS = {
+    "plans": Step(
+        1,
+        ("docs/plan.svg", "docs/plan-double.svg"),
+        (
+            "scripts/docs/plan_figure.py --output docs/plan.svg",
+            "scripts/docs/plan_figure.py --nodes 2 --output docs/plan-double.svg",
+        ),
+    ),
+    "tables": Step(
+        1, ("docs/flags.md", "docs/api.md", "docs/support.md"), ("scripts/docs/tables.py",)
+    ),
+    "accuracy": _measured("accuracy", 2),
+    "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
+    "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),
+    "tiles": _measured("tiles", 8),
+    "attention": _measured("attention", 10, "--repetitions 7"),
+    "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
+    "planner": Step(
+        1,
+        ("docs/planner.md", "docs/planner.csv", "docs/planner.svg"),
+        ("scripts/docs/planner.py --write docs/planner.md",),
+    ),
+}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=[*STEPS])
+    args = parser.parse_args(given)
+    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    left = list(args.only)
+    try:
+        for name in args.only:
+            print(f"all: {name}: about {STEPS[name].minutes} minutes", file=sys.stderr, flush=True)
+            for command in STEPS[name].commands:
+                line = [sys.executable, *shlex.split(command)]
+                if subprocess.run(line, cwd=ROOT, env=os.environ | more).returncode:
+                    break
+            else:
+                left.remove(name)
+    finally:
+        if left:
+            print(f"all: not made: {', '.join(left)}; --only {' '.join(left)}", file=sys.stderr)
+    return int(bool(left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What benchmarks share: flags, repetitions in turns, a quiet machine, a page and its CSV.
+
+A row of the CSV is one case with all that decided it and all that was measured, and repeats the
+columns of its origin, so that the files of several machines can be put together. A section at the
+end of a page that is headed "Notes" is written by hand and stays when the page is written again.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import random
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_burst.tools.hardware import commit, cpu_model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NOTES = "\n## Notes"
+MIB = 2**20
+MAX_LOAD, PATIENCE_SECONDS = 0.5, 300.0
+
+type Row = Mapping[str, Any]
+
+
+class Flags(argparse.ArgumentParser):
+    """A parser whose help is a benchmark's docstring, with the flags that all have."""
+
+    def __init__(self, doc: str | None) -> None:
+        how = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=how, allow_abbrev=False)
+        self.add_argument("--output", type=Path, help="the page; its CSV goes beside it")
+        self.add_argument("--repetitions", type=int, default=5)
+        self.add_argument("--force", action="store_true", help="measure under load too")
+
+    def read(
+        self, given: Sequence[str] | None = None, defaults: Mapping[str, Row] | None = None
+    ) -> argparse.Namespace:
+        """Parse; what is not given has its device's default, and no number is below 1."""
+        args = self.parse_args(given, argparse.Namespace(device="cpu"))
+        for name, value in (defaults or {}).get(args.device, {}).items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        for value in vars(args).values():
+            numbers = value if isinstance(value, list) else [value]
+            if any(type(number) is int and number < 1 for number in numbers):
+                self.error("all numbers must be positive")
+        return args
+
+
+def in_turns[Name, Result](
+    ways: Mapping[Name, Callable[[], Result]],
+    repetitions: int,
+    *,
+    seed: int = 0,
+    warm_up: int = 1,
+) -> dict[Name, list[Result]]:
+    """Call every way `repetitions` times, in a new order each time; return what the calls returned.
+
+    The order is the same in all processes that call it so, and what disturbs a while disturbs all.
+    `warm_up` rounds go before and do not count.
+    """
+    results: dict[Name, list[Result]] = {name: [] for name in ways}
+    for repetition in range(-warm_up, repetitions):
+        for name in random.Random(f"{seed} {repetition}").sample(list(ways), len(ways)):
+            result = ways[name]()
+            if repetition >= 0:
+                results[name].append(result)
+    return results
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the columns that say how long repetitions took."""
+    q1, middle, q3 = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+    return {"median_s": middle, "q1_s": q1, "q3_s": q3, "least_s": min(seconds)}
+
+
+class Clock:
+    """Seconds of a call: CPU time of this process, or on a GPU the time between events."""
+
+    def __init__(self, device: str, cpu: Callable[[], float] = time.process_time) -> None:
+        self._on_cpu, self._cpu = device == "cpu", cpu
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        started = self._mark()
+        run()
+        ended = self._mark()
+        if self._on_cpu:
+            return ended - started
+        ended.synchronize()
+        return started.elapsed_time(ended) / 1e3
+
+    def _mark(self) -> Any:
+        if self._on_cpu:
+            return self._cpu()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def wait_until_quiet(force: bool) -> None:
+    """Wait until others leave the machine alone; end the program where they do not."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (load := os.getloadavg()[0]) > MAX_LOAD and not force:
+        said = f"the load of the last minute is {load:.2f}, above {MAX_LOAD}"
+        if time.monotonic() > until:
+            sys.exit(f"{said}, and would spoil the times; wait, or pass --force")
+        progress(f"waits for a quiet machine: {said}")
+        time.sleep(min(20, PATIENCE_SECONDS))
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def origin(device: str = "cpu") -> dict[str, str]:
+    """Say when, where, with what and by which command this process measures: call it first.
+
+    It takes one thread from then on, so that CPU time is that of one core.
+    """
+    torch.set_num_threads(1)
+    found = {
+        "date": str(datetime.date.today()),
+        "commit": commit(RESULTS),
+        "command": command(),
+        "device": device_name(device),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "load": f"{os.getloadavg()[0]:.2f}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    if device != "cpu":
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def command() -> str:
+    """Return what to type, from the folder of the repository, to measure this again."""
+    launch = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sizes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+        launch = ["torchrun", "--nnodes", sizes[0], "--nproc-per-node", sizes[1]]
+    script = f"scripts/bench/{Path(sys.argv[0]).stem}.py"
+    return shlex.join([*launch, script, *sys.argv[1:]])
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"CPU, {platform.machine()}, {capability}, {cpu_model()}"
+    return torch.cuda.get_device_name(device)
+
+
+def publish(
+    args: argparse.Namespace,
+    name: str,
+    page: str,
+    rows: Sequence[Row],
+    given: Mapping[str, str],
+    **words: object,
+) -> None:
+    """Print a page, and write it to --output and its rows to the CSV beside it.
+
+    Args:
+        args: the flags.
+        name: of the page where --output is not given.
+        page: a heading, then words and tables in Markdown, with places for flags and `words`.
+        rows: each with some of the columns.
+        given: the origin; it goes below the heading.
+        words: beside the flags.
+    """
+    device = "cpu" if args.device == "cpu" else device_name(args.device).lower()
+    path = args.output or RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', device)}_{name}.md"
+    heading, _, rest = page.strip().format(**vars(args), **words).partition("\n")
+    lines = "\n".join(f"* {name}: {value}" for name, value in given.items())
+    text = f"{heading}\n\n{lines}\n{rest}\n"
+    print(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_text() if path.exists() else ""
+    _, notes, by_hand = before.partition(NOTES)
+    path.write_text(f"{text}{notes}{by_hand}")
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*columns, *given], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _cell(value) for name, value in row.items()} | given)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], words: int = 1) -> str:
+    """Return a table in Markdown; all columns after so many of words are numbers."""
+    head = list(head)
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

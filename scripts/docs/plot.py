@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Draws the picture of a benchmark from its CSV.
+
+    python scripts/docs/plot.py scripts/bench/results/cpu_loss.csv --output docs/loss-memory.svg
+
+Which picture it is says the CSV's column "benchmark". Below it stand the date, the device, the
+versions and the command, all from the CSV.
+"""
+
+import argparse
+import csv
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+MIB = 2**20
+# Text stays text, and equal figures make equal files.
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}
+SHOWN = {  # of two nodes, beside the flat ring
+    "burst auto": "#1667ad",
+    "ring double": "#26803a",
+    "allgather": "#d1620a",
+    "ulysses": "#8b3fb0",
+}
+
+type Rows = Sequence[Mapping[str, str]]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write `figure` in the format that the suffix of `path` names, without a date in it."""
+    with rc_context(STYLE):
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=metadata, bbox_inches="tight")
+
+
+def loss(rows: Rows, axes: Axes) -> None:
+    """Memory against tokens, by vocabulary and way."""
+    rows = [row for row in rows if row["measured"] == "memory"]
+    vocabularies = unique(rows, "vocabulary")
+    for vocabulary in vocabularies:
+        for way in unique(rows, "way"):
+            line = [r for r in rows if (r["vocabulary"], r["way"]) == (vocabulary, way)]
+            axes.plot(
+                [int(row["tokens"]) for row in line],
+                [int(row["bytes"]) / MIB for row in line],
+                "o-" if way.startswith("chunked") else "x--",
+                label=f"{way}, vocabulary {int(vocabulary) // 1024}k",
+                color=f"C{vocabularies.index(vocabulary)}",
+            )
+    tokens = [int(n) for n in unique(rows, "tokens")]
+    axes.set_yscale("log", base=2)
+    powers_of_two([int(row["bytes"]) / MIB for row in rows], axes.yaxis, step=2)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
+    axes.set(
+        xlabel="tokens on a rank",
+        ylabel="memory of the LM head and loss",
+        title=f"Beside inputs, weight and gradients; bfloat16, hidden size {rows[0]['hidden']}",
+    )
+
+
+def recompute(rows: Rows, axes: Axes) -> None:
+    """Time of a step against what is stored."""
+    for row in rows:
+        point = float(row["stored_bytes"]) / MIB, float(row["median_s"])
+        label = "no recompute" if row["fraction"] == "none" else f"ρ = {row['fraction']}"
+        axes.plot(*point, "s" if row["fraction"] == "none" else "o", label=label)
+    axes.set_xscale("log", base=2)
+    powers_of_two([float(row["stored_bytes"]) / MIB for row in rows], axes.xaxis)
+    title = "{layers} layers, {tokens} tokens, hidden size {hidden}, every layer checkpointed"
+    axes.set(xlabel="what forward stores", ylabel="seconds a step", title=title.format(**rows[0]))
+
+
+def two_nodes(rows: Rows, axes: Axes) -> None:
+    """Step over that of the flat ring against the rate of a NIC; of several tensors the first."""
+    rows = [row for row in rows if row["phase"] == "step" and float(row["mbit"])]
+    key = [rows[0][name] for name in ("tokens", "heads", "kv_heads")]
+    rows = [row for row in rows if [row["tokens"], row["heads"], row["kv_heads"]] == key]
+    rates = sorted(unique(rows, "mbit"), key=float)
+    if len(rates) < 2:
+        raise ValueError("no tensors were measured at several link rates")
+    axes.axhline(1, color="0.45", label="ring flat")
+    for name, color in SHOWN.items():
+        line = {row["mbit"]: float(row["ratio"]) for row in rows if row["algorithm"] == name}
+        if line:
+            axes.plot([line[rate] for rate in rates], "o-", color=color, label=name)
+    axes.set_xticks(range(len(rates)), ["no limit" if math.isinf(float(r)) else r for r in rates])
+    axes.set(
+        xlabel="Mbit/s between the two nodes, a rank",
+        ylabel="time of a step over the flat ring's",
+        title="{} tokens a rank, {} heads, {} KV heads".format(*key),
+    )
+    axes.set_ylim(0)
+
+
+PICTURES: Mapping[str, Callable[[Rows, Axes], None]] = {
+    "loss": loss,
+    "recompute": recompute,
+    "two_nodes": two_nodes,
+}
+
+
+def powers_of_two(mebibytes: Sequence[float], axis: Any, step: int = 1) -> None:
+    """Put ticks at powers of two."""
+    powers = range(int(math.log2(min(mebibytes))), math.ceil(math.log2(max(mebibytes))) + 1, step)
+    ticks = [2**n for n in powers]
+    axis.set_ticks(ticks, [f"{n:g} MiB" if n < 1024 else f"{n // 1024} GiB" for n in ticks])
+
+
+def unique(rows: Iterable[Mapping[str, str]], column: str) -> list[str]:
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def draw(table: Path, path: Path) -> None:
+    """Draw the picture of a CSV.
+
+    Raises:
+        ValueError: the CSV has no rows, or its benchmark no picture.
+    """
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    kind = rows[0].get("benchmark", "") if rows else ""
+    if kind not in PICTURES:
+        raise ValueError(f"{table}: pictures are made of {', '.join(PICTURES)}, not of '{kind}'")
+    figure = Figure(figsize=(7.5, 4.7), layout="constrained")
+    axes = figure.subplots()
+    PICTURES[kind](rows, axes)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    source = "{date}, {device}, torch {torch}, Python {python}\n".format(**rows[0])
+    source += "\n".join(textwrap.wrap(rows[0]["command"], 120))
+    figure.text(0.01, -0.01, source, fontsize=6.5, color="0.4", va="top")
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", type=Path, metavar="CSV")
+    parser.add_argument("--output", type=Path, required=True, help="an .svg or .png")
+    args = parser.parse_args()
+    try:
+        draw(args.table, args.output)
+    except (ValueError, OSError) as error:
+        sys.exit(f"plot: {error}")
+
+
+if __name__ == "__main__":
+    main()
