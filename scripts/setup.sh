@@ -47,7 +47,10 @@ make_environment() {
     fi
     rm -rf -- "$burst_venv"
     if ! find_python; then
-        if [[ -z ${PYTHON:-} ]] && uv venv --python '>=3.12,<3.14' "$burst_venv" >&2; then return 0; fi
+        if [[ -z ${PYTHON:-} ]] && command -v uv >/dev/null; then
+            uv venv --python '>=3.12,<3.14' "$burst_venv" >&2
+            return
+        fi
         say "install a Python and run this again: uv python install 3.12, or on Debian and Ubuntu" \
             "apt-get install python3.12-venv; in another place: PYTHON=/path/to/python3.12"
         return 1

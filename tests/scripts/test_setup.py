@@ -66,17 +66,6 @@ def test_every_script_parses_and_is_executable(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_help_names_the_script_and_does_nothing(script: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
-    env["BURST_PYTHON"] = sys.executable
-    result = subprocess.run(
-        [str(script), "--help"], env=env, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.startswith(("Usage: scripts/", "usage: megatron-burst launch "))
-    assert not (tmp_path / "venv").exists()
-
-
 def test_quickstart_refuses_a_step_count_that_is_none(tmp_path: Path) -> None:
     env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
     command = [str(ROOT / "scripts" / "quickstart.sh"), "--steps", "many"]

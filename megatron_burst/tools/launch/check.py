@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         print(*(shlex.join(_command(name, args)) for name in idle), sep="\n")
         return 0
     with ThreadPoolExecutor(len(states) or 1) as threads:
-        nodes = list(threads.map(lambda one: _ask(*one, args), states.items()))
+        nodes = list(threads.map(lambda name: _ask(name, states[name], args), states))
     _judge(nodes, args)
     free = [node.name for node in nodes if node.state == "free"]
     if args.list:

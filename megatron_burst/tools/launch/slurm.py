@@ -72,7 +72,6 @@ def _submit(args: argparse.Namespace) -> int:
     site.check_run(args.run)
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
-    # By the comment a series finds a job that waits in the queue.
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
     command += ["--comment", str(output), "--output", str(output / "slurm-%j.txt")]
     if script := os.environ.get("BURST_BATCH_SCRIPT"):  # scripts/launch.slurm, with its own options
@@ -110,6 +109,8 @@ def _be_job(args: argparse.Namespace) -> int:
         print(shlex.join(command))
         return 0
     signals = Signals()
+    # A series knows the job by its comment, also one that sbatch was given without us.
+    subprocess.call(["scontrol", "update", f"JobId={job}", f"Comment={output}"])
     log = output / "log.txt"
     before = log.stat().st_size if log.exists() else 0
     restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
