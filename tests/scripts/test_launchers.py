@@ -126,7 +126,7 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--run", "huge"), "no flags for --run huge"),
+        (("--run", "huge"), "plan --run huge --flags has no answer: plan: no such run"),
         (("--output",), "argument --output: expected one argument"),
     ],
 )
@@ -399,8 +399,9 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
             *("--master-port", "10042"),
         ]
         assert given[-len(AWKWARD) :] == list(AWKWARD)
-    assert machine.text("out/status") == "0\n" and machine.text("out/job") == "42\n"
-    assert "requeue" not in machine.text("slurm.log")
+    assert machine.text("out/status") == "0\n"
+    log = machine.text("slurm.log")
+    assert f"update JobId=42 Comment={machine.folder}/out\n" in log and "requeue" not in log
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,20 @@
 """`megatron-burst doctor`: what is installed, and whether a training command will run."""
 
 import argparse
-import contextlib
-import io
-import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron_burst.kernels import Request
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools import hardware, options
-from megatron_burst.tools.doctor import judge, kernels, machine
-from megatron_burst.tools.doctor.check import Finding, Level, Target
+from megatron_burst.tools.doctor import judge, machine
+from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.launch_line import LaunchLine, split
 from megatron_burst.tools.doctor.report import Report, as_json, as_text
+from megatron_burst.tools.doctor.situation import Finding, Level, Target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ABOUT = """What is installed, what serves, and whether a training command will run. It starts none.
@@ -31,10 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the verb; return its exit status."""
     own, words = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
     given = _parser().parse(own)
-    if given.list_checks:
-        for check in judge.CHECKS:
-            print(f"{check.name:<20} {check.about} ({check.seen})")
-        return 0
     report = _report(given, words)
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here
         print((as_json if given.json else as_text)(report, given.strict))
@@ -66,7 +60,6 @@ def _parser() -> options.Parser:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
     add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
     options.add_json(parser)
-    add("--list-checks", action="store_true", help="print the checks on command lines and leave")
     return parser
 
 
@@ -79,7 +72,7 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     if line is not None and line.folder is not None:
         sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
     parts = machine.parts()  # before the CPU platform hides some
-    verdict = _judged(line, target)
+    verdict = judge.judge(line, target) if line else judge.Verdict()
     own = _shape(given, target)
     request, kernel = (own, "auto") if own else (verdict.request, verdict.kernel)
     return Report(
@@ -88,28 +81,17 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
         hardware=here,
         settings=hardware.settings(environment),
         shape=_described(request),
-        kernels=kernels.served(request, target, kernel) if request else (),
+        kernels=served(request, target, kernel) if request else (),
         findings=[*findings, *verdict.findings],
         has_command=words is not None,
     )
 
 
 def _split(words: Sequence[str] | None) -> tuple[LaunchLine | None, list[Finding]]:
-    if words is None:
-        return None, []
     try:
-        return split(words, torch.cuda.device_count()), []
+        return (None if words is None else split(words, torch.cuda.device_count())), []
     except ValueError as error:
         return None, [Finding("command", Level.ERROR, str(error))]
-
-
-def _judged(line: LaunchLine | None, target: Target) -> judge.Verdict:
-    if line is None:
-        return judge.Verdict()
-    with _quiet():
-        found = judge.judge(line, target)
-    found.findings[:0] = judge.contradictions(line, target)
-    return found
 
 
 def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
@@ -143,14 +125,3 @@ def _described(request: Request | None) -> str:
         f"{request.kv_heads} kv heads of {' and '.join(map(str, sorted(sizes, reverse=True)))} "
         f"a rank{', with bands' if request.is_banded else ''}"
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what importing Megatron prints and logs out of the report."""
-    logging.disable(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

@@ -5,7 +5,7 @@ import io
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
@@ -67,48 +67,33 @@ def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
             name, _, value = word.partition("=")
             environment[name] = value
         elif Path(word).name == "torchrun" or (word == "-m" and rest[:1] and rest[0] in _LAUNCHERS):
-            return _of_torchrun(rest[word == "-m" :], environment, gpus_here)
-        elif word == "-m" and rest:
-            return _program(rest[0], rest[1:], environment)
-        elif word.endswith(".py"):
-            return _program(word, rest, environment)
+            return replace(_of_torchrun(rest[word == "-m" :], gpus_here), environment=environment)
+        elif (word == "-m" and rest) or word.endswith(".py"):
+            return replace(_program(*words[i + (word == "-m") :]), environment=environment)
     raise ValueError(f"there is no training program in: {' '.join(words)}")
 
 
-def _of_torchrun(words: Sequence[str], environment: dict[str, str], gpus_here: int) -> LaunchLine:
+def _of_torchrun(words: Sequence[str], gpus_here: int) -> LaunchLine:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             options = get_args_parser().parse_args(list(words))
     except SystemExit as leaving:
         raise ValueError(f"torchrun: {said.getvalue().strip().splitlines()[-1]}") from leaving
-    program = _program(options.training_script, options.training_script_args, environment)
-    ranks = str(options.nproc_per_node)
-    return LaunchLine(
-        program.program,
-        program.flags,
-        program.starts_us,
-        int(str(options.nnodes).split(":")[0]),  # elastic: the fewest
-        _ranks_per_node(ranks, gpus_here),
-        environment,
-    )
+    nodes = int(str(options.nnodes).split(":")[0])  # elastic: the fewest
+    ranks = str(options.nproc_per_node)  # None where those are the GPUs of another machine
+    meant = {"gpu": gpus_here or None, "auto": gpus_here or os.cpu_count(), "cpu": os.cpu_count()}
+    per_node = int(ranks) if ranks.isdigit() else meant.get(ranks)
+    program = _program(options.training_script, *options.training_script_args)
+    return replace(program, nodes=nodes, ranks_per_node=per_node)
 
 
-def _ranks_per_node(text: str, gpus_here: int) -> int | None:
-    """As torchrun counts; None where that are the GPUs of another machine."""
-    if text.isdigit():
-        return int(text)
-    if text == "gpu":
-        return gpus_here or None
-    return (text == "auto" and gpus_here) or os.cpu_count() or 1
-
-
-def _program(name: str, flags: Sequence[str], environment: dict[str, str]) -> LaunchLine:
-    if name == OUR_RUNNER:
-        if not flags:
-            raise ValueError(f"{OUR_RUNNER} wants a script: {OUR_RUNNER} PATH/pretrain_gpt.py")
-        return LaunchLine(flags[0], tuple(flags[1:]), environment=environment)
-    return LaunchLine(name, tuple(flags), _runs_with_us(name), environment=environment)
+def _program(name: str, *flags: str) -> LaunchLine:
+    if name != OUR_RUNNER:
+        return LaunchLine(name, flags, _runs_with_us(name))
+    if not flags:
+        raise ValueError(f"{OUR_RUNNER} wants a script: {OUR_RUNNER} PATH/pretrain_gpt.py")
+    return LaunchLine(flags[0], flags[1:])
 
 
 def _runs_with_us(program: str) -> bool:

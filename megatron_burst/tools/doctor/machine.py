@@ -10,12 +10,13 @@ import torch
 from megatron_burst.kernels import flash2, flash3, flash4
 from megatron_burst.kernels.package import Package
 from megatron_burst.plugin import compat
-from megatron_burst.tools.doctor.check import Finding, Level
+from megatron_burst.tools.doctor.situation import Finding, Level
 from megatron_burst.tools.hardware import Hardware, installed
 
 PINNED_TRANSFORMER_ENGINE = "2.17.1"  # by Megatron-Core 0.19
 _FLASH: tuple[Package, ...] = (flash2.PACKAGE, flash3.PACKAGE, flash4.PACKAGE)
 _OTHERS: Mapping[str, str] = {
+    "apex": "norms and sums, where TransformerEngine is missing",
     "einops": "Megatron's hierarchical groups",
     "psutil": "Megatron's checkpoints",
     "tensorboard": "Megatron's log of losses",
@@ -30,7 +31,6 @@ _SLOW = {
     "NCCL_IB_DISABLE": "messages between nodes go over TCP sockets",
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel, so nothing overlaps",
 }
-_FAR = "SYS"  # nvidia-smi's word for a way between CPU sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +44,19 @@ class Part:
 
 def parts() -> list[Part]:
     """Return every package that we, or Megatron around us, may use."""
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    nccl = torch.version.cuda and torch.distributed.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
     return [
         Part("Python", platform.python_version(), ""),
         Part("megatron-burst", installed("megatron-burst") or "from its folder", ""),
-        Part("torch", torch.__version__, _torch_use()),
-        Part("NCCL", _nccl(), "messages between GPUs" if _nccl() else "this torch has none"),
+        Part("torch", torch.__version__, f"{cuda}; {torch.cuda.device_count()} GPUs here"),
+        Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
         _megatron(),
         _transformer_engine(),
-        _apex(),
         *(Part(p.distribution, installed(p.distribution), _flash_use(p)) for p in _FLASH),
         *(Part(name, installed(name), use) for name, use in _OTHERS.items()),
     ]
-
-
-def _torch_use() -> str:
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return f"{built}; {count} GPUs here"
-
-
-def _nccl() -> str:
-    if not torch.version.cuda or not torch.distributed.is_nccl_available():
-        return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _megatron() -> Part:
@@ -78,24 +68,12 @@ def _megatron() -> Part:
 
 def _transformer_engine() -> Part:
     version = installed("transformer-engine")
+    use = "linear layers, norms and rotary embeddings"
     if importlib.util.find_spec("transformer_engine") is None:
         use = "Megatron's local layers are used; its own context parallelism needs it"
     elif version != PINNED_TRANSFORMER_ENGINE:
-        use = f"linear layers, norms and rotary embeddings; {PINNED_TRANSFORMER_ENGINE} was checked"
-    else:
-        use = "linear layers, norms and rotary embeddings; core attention is ours"
+        use = f"{use}; {PINNED_TRANSFORMER_ENGINE} was checked"
     return Part("transformer-engine", version, use)
-
-
-def _apex() -> Part:
-    if importlib.util.find_spec("apex") is None:
-        return Part("apex", "", "torch's norms and sums are used without TransformerEngine")
-    there = [
-        extension
-        for extension in compat.APEX_EXTENSIONS.values()
-        if importlib.util.find_spec(extension) is not None
-    ]
-    return Part("apex", installed("apex") or "there", f"extensions: {', '.join(there) or 'none'}")
 
 
 def _flash_use(package: Package) -> str:
@@ -108,7 +86,8 @@ def devices(hardware: Hardware) -> Iterator[str]:
     if not hardware.gpus:
         yield "nvidia-smi finds no GPU"
     for i, gpu in enumerate(hardware.gpus):
-        yield f"GPU {i}: {gpu['name']}, {', '.join(_known(gpu))}"
+        known = [f"{k} {v}" for k, v in gpu.items() if k != "name" and "N/A" not in v]
+        yield f"GPU {i}: {gpu['name']}, {', '.join(known)}"
     kinds: dict[str, list[str]] = {}
     for pair, link in hardware.links.items():
         kinds.setdefault(link, []).append(pair)
@@ -116,10 +95,6 @@ def devices(hardware: Hardware) -> Iterator[str]:
     yield from (f"{port['name']}: {port['rate']}, {port['state']}" for port in hardware.network)
     if not any(":" in port["name"] for port in hardware.network):
         yield "no InfiniBand or RoCE port"
-
-
-def _known(gpu: Mapping[str, str]) -> list[str]:
-    return [f"{k} {v}" for k, v in gpu.items() if k != "name" and "N/A" not in v]
 
 
 def device_findings(hardware: Hardware) -> Iterator[Finding]:
@@ -131,7 +106,7 @@ def device_findings(hardware: Hardware) -> Iterator[Finding]:
     if any(gpu.get("mig.mode.current") == "Enabled" for gpu in hardware.gpus):
         text = "GPUs are cut up (MIG): their parts have no links to each other"
         yield Finding("mig", Level.WARNING, text, "nvidia-smi -mig 0")
-    if apart := [pair for pair, link in hardware.links.items() if link == _FAR]:
+    if apart := [pair for pair, link in hardware.links.items() if link == "SYS"]:
         text = f"{len(apart)} pairs of GPUs reach each other only between CPU sockets"
         yield Finding("far-gpus", Level.WARNING, text)
 
@@ -146,17 +121,3 @@ def variable_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         if environment.get(name) == "0":
             text = f"{name}=0: torch ends no job whose rank is lost or stalls"
             yield Finding("stalls-unseen", Level.WARNING, text, f"unset {name}")
-
-
-def timeout_finding(environment: Mapping[str, str], minutes: int) -> Finding:
-    """Compare the time limit of messages with the monitors that may end the process earlier."""
-    heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
-    if heartbeat.isdigit() and 0 < int(heartbeat) < 60 * minutes:
-        text = (
-            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} ends the process before the time limit "
-            f"of {60 * minutes} s, and without the name of the message that stalls"
-        )
-        remedy = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={120 * minutes}"
-        return Finding("timeouts", Level.WARNING, text, remedy)
-    text = f"a message that takes longer than {minutes} minutes ends the job"
-    return Finding("timeouts", Level.NOTE, text, "--distributed-timeout-minutes")

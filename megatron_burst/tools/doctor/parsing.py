@@ -7,13 +7,13 @@ import argparse
 import contextlib
 import copy
 import io
+import logging
 import os
 import sys
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
@@ -21,65 +21,57 @@ from unittest.mock import patch
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.tools.doctor.check import Finding, Level, Target, names_our_spec
-from megatron_burst.tools.doctor.kernels import on_the_target
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.situation import Finding, Level, Target, names_our_spec
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """What the parser made of the flags.
+@contextlib.contextmanager
+def as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
+    """Be the first rank of the job; yield what Megatron prints, which the report leaves out."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
+    ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
+    said = io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            patch.dict(os.environ, {**line.environment, **ranks}),
+            patch.object(sys, "argv", [line.program, *line.flags]),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+            target.pretended(),
+        ):
+            yield said
+    finally:
+        logging.disable(logging.NOTSET)
 
-    Attributes:
-        given: the arguments as they were given, before anything was derived; None where a flag is
-            unknown or has no value that it can have.
-        findings: why the program would stop, and what Megatron warns of.
+
+def parse(
+    line: LaunchLine, target: Target, said: io.StringIO
+) -> tuple[Namespace | None, list[Finding]]:
+    """Parse and validate as the program would on the first rank of the job.
+
+    Returns:
+        The arguments as they were given, before anything was derived, None where a flag is unknown
+        or has a wrong value; and why the program would stop, with what Megatron warns of.
     """
-
-    given: Namespace | None = None
-    findings: list[Finding] = field(default_factory=list)
-
-
-def parse(line: LaunchLine, target: Target) -> Parsed:
-    """Parse and validate as the program would on the first rank of the job."""
     try:
         compat.check_megatron_version()
     except ValueError as error:
-        return Parsed(findings=[Finding("megatron", Level.ERROR, str(error))])
+        return None, [Finding("megatron", Level.ERROR, str(error))]
     if not target.is_cluster and cpu_platform.cpu_platform_wanted():
         cpu_platform.activate()
-    with _as_first_rank(line, target) as said, warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
         import megatron.training  # noqa: F401
 
         warnings.simplefilter("always")
         given = _given(line)
-        missing = [] if given is None else _missing_checkpoint(given, target)
-        stopped = _validate(line, target, said, None if missing else given)
-    findings = [Finding("validation", Level.ERROR, stopped)] if stopped else []
-    findings += missing
-    findings += [
-        Finding("megatron-warns", Level.NOTE, text)
-        for text in dict.fromkeys(
-            str(w.message).strip() for w in warned if issubclass(w.category, UserWarning)
-        )
-    ]
-    return Parsed(given, findings)
-
-
-@contextlib.contextmanager
-def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
-    ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
-    said = io.StringIO()
-    with (
-        patch.dict(os.environ, {**line.environment, **ranks}),
-        patch.object(sys, "argv", [line.program, *line.flags]),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
-        on_the_target(target),
-    ):
-        yield said
+        findings = [] if given is None else _missing_checkpoint(given, target)
+        if stopped := validate(line, target, said, None if findings else given):
+            findings.insert(0, Finding("validation", Level.ERROR, stopped))
+    texts = [str(w.message).strip() for w in warned if issubclass(w.category, UserWarning)]
+    findings += [Finding("megatron-warns", Level.NOTE, text) for text in dict.fromkeys(texts)]
+    return given, findings
 
 
 def _given(line: LaunchLine) -> Namespace | None:
@@ -115,21 +107,7 @@ def _missing_checkpoint(given: Namespace, target: Target) -> list[Finding]:
     return [Finding("checkpoint-args", Level.NOTE, text, "also pass the model's flags")]
 
 
-def _add_from_checkpoint(args: Namespace) -> None:
-    """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
-    from megatron.training.checkpointing import load_args_from_checkpoint
-
-    from megatron_burst.plugin.arguments import leave_out_checkpoints_dropout
-
-    if args.use_checkpoint_args:
-        if args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-        leave_out_checkpoints_dropout(args)
-
-
-def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespace | None) -> str:
+def validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespace | None) -> str:
     """Return why the program would stop before it trains; "" where it would not.
 
     What a checkpoint says of the model is added to `given`. Without it the parser alone runs.
@@ -159,8 +137,23 @@ def _validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namesp
     except SystemExit as leaving:
         return _last_words(leaving, said)
     except Exception as error:  # whatever ends the program is what is asked for
-        return _reason(error)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return str(error) or f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
     return ""
+
+
+def _add_from_checkpoint(args: Namespace) -> None:
+    """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    from megatron_burst.plugin.arguments import leave_out_checkpoints_dropout
+
+    if args.use_checkpoint_args:
+        if args.load is None and args.pretrained_checkpoint is None:
+            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+        leave_out_checkpoints_dropout(args)
 
 
 def _build_configs(line: LaunchLine, args: Namespace) -> None:
@@ -187,10 +180,3 @@ def _last_words(leaving: SystemExit, said: io.StringIO) -> str:
         return leaving.code.removeprefix("megatron_burst: ")
     _, found, error = said.getvalue().rpartition("error: ")
     return error.strip() if found else f"it ends with status {leaving.code}"
-
-
-def _reason(error: Exception) -> str:
-    if str(error):
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"

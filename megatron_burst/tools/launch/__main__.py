@@ -16,20 +16,14 @@ PLACES = {
     "check": check,
     "node": node,
 }
-USAGE = """usage: megatron-burst launch local|ssh|slurm|series [options] [Megatron flags]
-       megatron-burst launch check [options]
+USAGE = """usage: megatron-burst launch PLACE [options] [Megatron flags]
 
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
   megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800
   megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
 
-local   trains on this machine
-ssh     trains on a list of nodes over ssh, bare or by docker run
-slurm   submits itself, and in the job trains on every node, bare or by pyxis
-series  trains every combination of sizes, methods and ablations by one of these
-check   says which nodes are free and healthy
-
-Each has --help."""
+Each has --help:
+"""
 REST = """
 Everything else, and all that follows --, goes to Megatron. The settings of your site are read from
 scripts/env.sh, or from the file that BURST_ENV names; scripts/env.example.sh explains them.
@@ -40,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its status."""
     place, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if place not in PLACES:
-        print(USAGE)
+        print(
+            USAGE, *(f"  {name:<7} {module.__doc__}" for name, module in PLACES.items()), sep="\n"
+        )
         return 0 if place in ("-h", "--help") else 2
     args = parse(place, rest)
     try:

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -41,6 +41,12 @@ done
 """
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 ROW = "{:<20} {:<10} {:>5} {:>12} {:>16} {:>9}  {}"
+COMPARED = {
+    "gpus": "GPUs",
+    "nvlinks": "NVLinks",
+    "ports": "active ports",
+    "rate_gbit": "Gbit/s a NIC",
+}
 
 
 @dataclass(slots=True)
@@ -61,11 +67,10 @@ class Node:
     def row(self) -> str:
         """Return the line of the table."""
         n = self.numbers
-        gpus, memory, clock = "-", "-", "-"
+        gpus, memory = "-", "-"
         if n.get("gpus"):
             gpus, memory = f"{n['gpus']:.0f}", f"{n['memory_mib']:.0f} MiB"
-        if "time" in n:
-            clock = f"{self.skew_ms:+.0f} ms"
+        clock = f"{self.skew_ms:+.0f} ms" if n else "-"
         links = f"{n['ports']:.0f} x {n['rate_gbit']:g} Gbit/s" if n.get("ports") else "-"
         why = "; ".join(self.faults + self.occupied)
         return ROW.format(self.name, self.state, gpus, memory, links, clock, why).rstrip()
@@ -93,25 +98,20 @@ def run(args: argparse.Namespace) -> int:
     if not names and not args.slurm:
         raise LaunchError('say which nodes: --nodes "HOST ...", BURST_NODES or --slurm')
     states = _slurm_states(names) if args.slurm else dict.fromkeys(names, "idle")
-    commands = {name: _ask(name, args) for name, state in states.items() if state == "idle"}
     if args.dry_run:
-        for command in commands.values():
-            print(shlex.join(command))
+        idle = (name for name, state in states.items() if state == "idle")
+        print(*(shlex.join(_command(name, args)) for name in idle), sep="\n")
         return 0
-    with ThreadPoolExecutor(len(commands) or 1) as threads:
-        asked = threads.map(lambda name: _answer(name, commands[name], args.timeout), commands)
-        nodes = {node.name: node for node in asked}
-    for name, state in states.items() - dict.fromkeys(nodes, "idle").items():
-        nodes[name] = _not_idle(name, state)
-    judged = [nodes[name] for name in states]
-    _judge(judged, args)
-    free = [node.name for node in judged if node.state == "free"]
+    with ThreadPoolExecutor(len(states) or 1) as threads:
+        nodes = list(threads.map(lambda name: _ask(name, states[name], args), states))
+    _judge(nodes, args)
+    free = [node.name for node in nodes if node.state == "free"]
     if args.list:
         print(*free)
         return 0 if free else 1
     print(ROW.format("node", "state", "GPUs", "memory used", "links", "clock", "").rstrip())
-    print(*(node.row() for node in judged), sep="\n")
-    return 0 if len(free) == len(judged) else 1
+    print(*(node.row() for node in nodes), sep="\n")
+    return 0 if len(free) == len(nodes) else 1
 
 
 def _slurm_states(names: Sequence[str]) -> dict[str, str]:
@@ -122,16 +122,10 @@ def _slurm_states(names: Sequence[str]) -> dict[str, str]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise LaunchError("sinfo failed")
-    states = dict(line.split() for line in done.stdout.splitlines())
-    return dict(sorted(states.items(), key=lambda item: _natural(item[0])))
+    return dict(line.split() for line in done.stdout.splitlines())
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which n2 comes before n10."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
-
-
-def _ask(name: str, args: argparse.Namespace) -> list[str]:
+def _command(name: str, args: argparse.Namespace) -> list[str]:
     if not args.slurm:
         return [*site.words("BURST_SSH", SSH), name, "sh", "-s"]
     command = ["srun", "--quiet", "--nodes=1", "--ntasks=1", f"--nodelist={name}", "--mpi=none"]
@@ -142,70 +136,68 @@ def _ask(name: str, args: argparse.Namespace) -> list[str]:
     return [*command, *site.words("BURST_SRUN_OPTIONS"), "sh", "-s"]
 
 
-def _answer(name: str, command: Sequence[str], timeout: float) -> Node:
+def _ask(name: str, state: str, args: argparse.Namespace) -> Node:
     """Ask one node, with our own clock before and after."""
+    if state != "idle":
+        lost = state.startswith(("down", "drain", "fail", "unknown"))
+        reason = [f"Slurm says {state}"]
+        return Node(name, faults=reason) if lost else Node(name, occupied=reason)
     before = time.time()
     try:
-        done = subprocess.run(
-            command, input=PROBE, capture_output=True, text=True, timeout=timeout, check=True
-        )
+        said = subprocess.run(
+            _command(name, args),
+            input=PROBE,
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+            check=True,
+        ).stdout
     except subprocess.TimeoutExpired:
-        return Node(name, faults=[f"no answer within {timeout:g} s"])
+        return Node(name, faults=[f"no answer within {args.timeout:g} s"])
     except subprocess.CalledProcessError as error:
         first = (error.stderr.splitlines() or [f"status {error.returncode}"])[0]
         return Node(name, faults=[f"no answer: {first}"])
     after = time.time()
-    said: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        key, _, value = line.partition("=")
-        said.setdefault(key, []).append(value)
-    node = Node(name, _numbers(said), faults=said.get("fault", []))
+    node = Node(name, _numbers(said), faults=re.findall("^fault=(.*)", said, re.MULTILINE))
     off, around = node.numbers["time"] - 500 * (before + after), 500 * (after - before)
     node.skew_ms = max(off - around, 0) + min(off + around, 0)
     return node
 
 
-def _numbers(said: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def _numbers(said: str) -> dict[str, float]:
     """Return the numbers of an answer; of GPUs the most used one's."""
-    simple = ("time", "cpus", "load", "nvlinks")
-    found = {key: float(said[key][0]) for key in simple if key in said}
-    rows = [row.split(", ") for row in said.get("gpu", []) if re.match(r"\d+, ", row)]
-    names = ("memory_mib", "busy", "ecc_errors")
-    for name, column in zip(names, zip(*rows, strict=True), strict=False):
-        values = [float(cell) if cell.isdigit() else 0 for cell in column]
-        found[name] = sum(values) if name == "ecc_errors" else max(values)
-    active = [port for port in said.get("port", []) if "ACTIVE" in port]
-    rates = [float(port.split(": ", 1)[1].split()[1]) for port in active]
-    return found | {"gpus": len(rows), "ports": len(rates), "rate_gbit": max(rates, default=0)}
-
-
-def _not_idle(name: str, state: str) -> Node:
-    lost = state.startswith(("down", "drain", "fail", "unknown"))
-    reason = [f"Slurm says {state}"]
-    return Node(name, faults=reason) if lost else Node(name, occupied=reason)
+    simple = re.findall(r"^(time|cpus|load|nvlinks)=(.+)", said, re.MULTILINE)
+    gpus = re.findall(r"^gpu=(\d+), (\S+), (\S+)", said, re.MULTILINE)
+    rates = [*map(float, re.findall(r"^port=\d+: ACTIVE ([\d.]+)", said, re.MULTILINE))]
+    rows = [[int(cell) if cell.isdigit() else 0 for cell in row] for row in gpus] or [[0, 0, 0]]
+    used, busy, errors = zip(*rows, strict=True)
+    return {
+        **{name: float(value) for name, value in simple},
+        **{
+            "gpus": len(gpus),
+            "memory_mib": max(used),
+            "busy": max(busy),
+            "ecc_errors": sum(errors),
+        },
+        **{"ports": len(rates), "rate_gbit": max(rates, default=0)},
+    }
 
 
 def _judge(nodes: Sequence[Node], args: argparse.Namespace) -> None:
     """Add what is wrong with nodes that answered, also compared with each other."""
-    compared = {
-        "gpus": "GPUs",
-        "nvlinks": "NVLinks",
-        "ports": "active ports",
-        "rate_gbit": "Gbit/s a NIC",
-    }
-    most = {key: max((n.numbers.get(key, 0) for n in nodes), default=0) for key in compared}
+    most = {key: max((n.numbers.get(key, 0) for n in nodes), default=0) for key in COMPARED}
     for node in (node for node in nodes if node.numbers):
         n = node.numbers
         if abs(node.skew_ms) > args.skew_ms:
             node.faults.append(f"its clock is off by {node.skew_ms:+.0f} ms")
-        for key, what in compared.items():
+        for key, what in COMPARED.items():
             if (here := n.get(key, 0)) < most[key]:
                 node.faults.append(f"{here:g} {what}, another node has {most[key]:g}")
-        if n.get("ecc_errors"):
+        if n["ecc_errors"]:
             node.faults.append(f"{n['ecc_errors']:.0f} uncorrected ECC errors")
-        if n.get("memory_mib", 0) > args.memory_mib:
+        if n["memory_mib"] > args.memory_mib:
             node.occupied.append(f"{n['memory_mib']:.0f} MiB in use")
-        elif n.get("busy", 0) > 5:
+        elif n["busy"] > 5:
             node.occupied.append(f"a GPU is at work, {n['busy']:.0f} %")
         elif not n["gpus"] and n["load"] > n["cpus"] / 2:
             node.occupied.append(f"load {n['load']:g} on {n['cpus']:.0f} CPUs")

@@ -26,18 +26,16 @@ def main() -> None:
     """Be one rank of torchrun's."""
     parser = argparse.ArgumentParser(prog="megatron-burst launch --measure-links")
     parser.add_argument("--output", type=Path, required=True, metavar="JSON")
-    parser.add_argument(
-        "--bytes", type=int, default=LARGE, help="of a message (default %(default)s)"
-    )
     args = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     device = common_device()
     group = dist.new_group(backend="nccl") if device.type == "cuda" else None
-    result = measure(args.bytes, device, group)
+    result = measure(LARGE, device, group)
     if dist.get_rank() == 0:
+        text = json.dumps(result, indent=2)
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-        print(json.dumps(result, indent=2))
+        args.output.write_text(f"{text}\n")
+        print(text)
     dist.destroy_process_group()
 
 
@@ -68,29 +66,26 @@ def measure(
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     rank, world = dist.get_rank(), dist.get_world_size()
     first = rank - rank % local
-    result: dict[str, object] = {
-        "backend": dist.get_backend(group),
-        "ranks": world,
-        "ranks_per_node": local,
-        "bytes": size,
-    }
+    result: dict[str, object] = {"backend": dist.get_backend(group), "ranks": world}
+    result |= {"ranks_per_node": local, "bytes": size}
     steps = {"within_nodes": [first + (rank - first + s) % local for s in (1, -1)]}
     steps["between_nodes"] = [(rank + s * local) % world for s in (1, -1)]
     for name, (target, source) in steps.items():
         if target == rank:  # a single rank on the node, or a single node
             continue
-        latency = exchange(SMALL, target, source, device, group)
-        seconds = exchange(size, target, source, device, group)
+        latency, seconds = (
+            _exchange(torch.zeros(n, dtype=torch.uint8, device=device), target, source, group)
+            for n in (SMALL, size)
+        )
         result[f"{name}_gbit_per_s"] = round(8e-9 * size / seconds, 3)
         result[f"{name}_latency_us"] = round(1e6 * latency, 1)
     return result
 
 
-def exchange(
-    size: int, target: int, source: int, device: torch.device, group: dist.ProcessGroup | None
+def _exchange(
+    sent: torch.Tensor, target: int, source: int, group: dist.ProcessGroup | None
 ) -> float:
     """Return what the slowest rank takes, in seconds, to send to one rank and hear from another."""
-    sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     transfers = [
         dist.P2POp(dist.irecv, received, source, group),
@@ -99,20 +94,19 @@ def exchange(
     times = []
     for _ in range(WARM_UP + REPETITIONS):
         dist.barrier(group)
-        synchronize(device)
+        _synchronize(sent)
         start = time.perf_counter()
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
-        synchronize(device)
+        _synchronize(sent)
         times.append(time.perf_counter() - start)
-    slowest = torch.tensor(median(times[WARM_UP:]), dtype=torch.float64, device=device)
+    slowest = torch.tensor(median(times[WARM_UP:]), dtype=torch.float64, device=sent.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return slowest.item()
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
         torch.cuda.synchronize()
 
 

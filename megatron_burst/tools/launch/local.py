@@ -4,7 +4,7 @@ import argparse
 import subprocess
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import Signals, run_logged, supervise
+from megatron_burst.tools.launch.processes import Signals, run_logged
 
 ABOUT = """Trains on this machine, on its GPUs, or on the CPU with MEGATRON_BURST_CPU=1.
 
@@ -22,10 +22,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train to the end; return the status."""
     output = site.prepare_output(args)
-    command = [site.python_of_training(), *node.command(args, output, node.Meeting(1, "", 0))]
+    more = "--dry-run" if args.dry_run else "--end-with-input"
+    command = [site.python_of_training(), *node.command(args, output, more)]
     if args.dry_run:
-        command.insert(command.index("--output"), "--dry-run")
         return subprocess.call(command)
-    command.insert(command.index("--output"), "--end-with-input")
-    signals = Signals()
-    return run_logged(lambda log: supervise(command, signals, output=log, hold_input=True), output)
+    return run_logged([("this machine", command)], Signals(), output, by_input=True)

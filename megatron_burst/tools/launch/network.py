@@ -10,27 +10,26 @@ from typing import Any
 
 from megatron_burst.tools import hardware
 
-SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-
 
 def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
     device = device_towards(master)
-    found = dict(zip(SETTINGS, (device, device, fastest_cards(hardware.SYSFS)), strict=True))
+    found = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
+    found["NCCL_IB_HCA"] = fastest_cards(hardware.SYSFS)
     return {name: value for name, value in found.items() if value and not os.environ.get(name)}
 
 
 def device_towards(host: str) -> str:
     """Return the device by which this node reaches a host; on it, the one with its address."""
     try:
-        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        address = str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError:
         return ""
     if ipaddress.ip_address(address).is_loopback:  # /etc/hosts gives many hosts' own names so
         rows = _ip("route", "show", "default")
     else:
-        own = [row for row in _ip("address", "show", "to", str(address)) if row]
-        rows = own or _ip("route", "get", str(address))
+        own = [row for row in _ip("address", "show", "to", address) if row]
+        rows = own or _ip("route", "get", address)
     return next((str(row.get("dev") or row["ifname"]) for row in rows), "")
 
 

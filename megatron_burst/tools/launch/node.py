@@ -6,19 +6,23 @@ import os
 import platform
 import shlex
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import network, site
-from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
+from megatron_burst.tools.launch.processes import (
+    LaunchError,
+    Process,
+    Signals,
+    say,
+    supervise,
+)
 
 ABOUT = """Started by the launchers: the ranks of one node.
 
@@ -54,23 +58,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of several nodes meet."""
-
-    nodes: int
-    master: str
-    port: int
-
-    def options(self) -> list[str]:
-        """Return them as options of a node."""
-        values = ("--nodes", self.nodes, "--master", self.master, "--port", self.port)
-        return [*map(str, values)] if self.nodes > 1 else []
+def meeting(nodes: int, master: str, port: int) -> list[str]:
+    """Return the options that say where the ranks of several nodes meet."""
+    return ["--nodes", str(nodes), "--master", master, "--port", str(port)]
 
 
-def command(args: argparse.Namespace, output: Path, meeting: Meeting, *more: str) -> list[str]:
+def command(args: argparse.Namespace, output: Path, *more: str) -> list[str]:
     """Return the command that runs a node, less its Python, with what the user gave a launcher."""
-    return [*site.LAUNCH, "node", *meeting.options(), *more, "--output", str(output), *given(args)]
+    return [*site.LAUNCH, "node", *more, "--output", str(output), *given(args)]
 
 
 def given(args: argparse.Namespace) -> list[str]:
@@ -83,15 +78,15 @@ def given(args: argparse.Namespace) -> list[str]:
 
 
 def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
-    python = os.environ.get("BURST_PYTHON") or sys.executable
     ranks = args.ranks_per_node or os.environ.get("BURST_RANKS_PER_NODE") or "gpu"
-    if ranks == "gpu" and not args.dry_run and not _has_gpus():
+    on_cpu = os.environ.get("MEGATRON_BURST_CPU") == "1"
+    if ranks == "gpu" and not args.dry_run and (on_cpu or not hardware.gpus()):
         raise LaunchError(
             "no GPU is used here: say how many ranks with --ranks-per-node N or "
             "BURST_RANKS_PER_NODE"
         )
     settings = _settings(args)
-    torchrun = _torchrun(args, python, ranks)
+    torchrun = _torchrun(args, ranks)
     if args.dry_run:
         print(shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), *torchrun]))
         return 0
@@ -101,13 +96,10 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
     mark = str(uuid.uuid4())
     # torchrun would die of the warning that Slurm sends to every process of a job.
     deaf = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *torchrun]
+    environment = {**os.environ, "BURST_MARK": mark}
+    warn = partial(_warn_ranks, command=torchrun, who=who)
     try:
-        return supervise(
-            deaf,
-            signals,
-            environment={**os.environ, "BURST_MARK": mark},
-            on_warning=lambda pid: _warn_ranks(pid, torchrun, who),
-        )
+        return supervise([(who, deaf)], signals, environment=environment, on_warning=warn)
     finally:
         _end_leftovers(f"BURST_MARK={mark}", who)
 
@@ -121,17 +113,24 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
     return found | (network.network_settings(args.master) if args.nodes > 1 else {})
 
 
-def _torchrun(args: argparse.Namespace, python: str, ranks: str) -> list[str]:
+def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
     meeting = ["--standalone"]
     if args.nodes > 1:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
-    start = [python, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks]
+    start = [
+        site.python_of_training(),
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        "--nproc-per-node",
+        ranks,
+    ]
     if args.measure_links:
         links = str(args.output / "links.json")
         return [*start, "-m", "megatron_burst.tools.launch.links", "--output", links]
     program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
-    named = site.flags_of_run(python, args.run) if args.run else []
+    named = site.plan("--run", args.run, "--flags") if args.run else []
     board = ["--tensorboard-dir", str(args.output / "tensorboard")]
     return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
 
@@ -145,24 +144,16 @@ def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> Non
         say(f"no description of this node was written: {error}", who=who)
 
 
-def _has_gpus() -> bool:
-    if os.environ.get("MEGATRON_BURST_CPU") == "1":
-        return False
-    with suppress(OSError):
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
-    return False
-
-
 # ---- other processes
 
 
-def _warn_ranks(torchrun: int, command: Sequence[str], who: str) -> None:
+def _warn_ranks(torchrun: Process, command: Sequence[str], who: str) -> None:
     """Send every rank the signal on which Megatron saves and ends, once."""
     if "--exit-signal-handler" not in command:
         say("its time is soon over; with --exit-signal-handler Megatron would save", who=who)
         return
     name = dict(pairwise(command)).get("--exit-signal", "SIGTERM")
-    ranks = [pid for pid in _processes("LOCAL_RANK=") if _parent(pid) == torchrun]
+    ranks = [pid for pid in _processes("LOCAL_RANK=") if _parent(pid) == torchrun.pid]
     say(f"its time is soon over: {name} to {len(ranks)} rank(s)", who=who)
     for pid in ranks:
         with suppress(ProcessLookupError):

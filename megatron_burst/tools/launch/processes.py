@@ -14,6 +14,9 @@ POLL_SECONDS = 0.1
 TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
 
+type Process = subprocess.Popen[bytes]
+type Commands = Sequence[tuple[str, Sequence[str]]]  # by the name of where they run
+
 
 class LaunchError(Exception):
     """What a user has to change before anything can be launched."""
@@ -47,77 +50,96 @@ class Signals:
         self.ended = True
 
 
-def warn(pid: int) -> None:
-    """Tell a process that its time is soon over."""
-    os.kill(pid, signal.SIGUSR1)
-
-
 def supervise(
-    command: Sequence[str],
+    commands: Commands,
     signals: Signals,
     *,
+    by_input: bool = False,
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
-    hold_input: bool = False,
-    on_warning: Callable[[int], None] = warn,
+    on_warning: Callable[[Process], None] | None = None,
 ) -> int:
-    """Run a command to its end and return its status, as a shell counts it.
+    """Run commands to their ends; return the status of the first that failed (128 + a signal).
 
-    It runs in a session of its own: it gets one SIGTERM, from here, and no second one from a
-    terminal or from Slurm, which would interrupt torchrun while it ends its ranks.
+    When one fails, or this process is told to end, all are. Each has a session of its own: it gets
+    one SIGTERM, from here, and no second one from a terminal or from Slurm, which would interrupt
+    torchrun while it ends its ranks.
 
     Args:
-        command: the program and its arguments.
+        commands: and the names of where they run.
         signals: what this process is told; it is passed on.
-        output: the descriptor for what the command prints; by default it shares this process's.
+        by_input: whether they are told through their input instead of signals: a line means that
+            their time is soon over, its end that they shall end. It is a pipe that only this
+            process writes to, so it ends with this process, however that ends.
+        output: the descriptor for what they print; by default they share this process's.
         environment: by default this process's.
-        hold_input: whether its input stays open until this process ends, instead of being empty.
-        on_warning: what is done with the number of the process when its time is soon over.
+        on_warning: what is done with a process when its time is soon over, instead of telling it.
     """
     if signals.ended:
         return TERMINATED
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE if hold_input else subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=environment,
-        start_new_session=True,
-    )
-    told = False
-    while process.poll() is None:
-        if signals.ended and not told:
+    running = {
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if by_input else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        ): name
+        for name, command in commands
+    }
+    failed, told = 0, False
+    while running:
+        for process in [one for one in running if one.poll() is not None]:
+            name, code = running.pop(process), process.returncode
+            if code and not failed:
+                failed = code if code > 0 else 128 - code
+                if len(commands) > 1:
+                    say(f"{name} ended with status {failed}, so all nodes are ended", output=output)
+        if (failed or signals.ended) and not told:
             told = True
-            process.terminate()
+            for process in running:
+                _end(process)
         elif signals.warned:
             signals.warned = False
-            on_warning(process.pid)
+            for process in running:
+                (on_warning or _warn)(process)
         time.sleep(POLL_SECONDS)
-    return status_of(process)
+    return failed
 
 
-def status_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the status of a process that has ended, as a shell counts it: 128 + a signal."""
-    code = process.returncode
-    return code if code >= 0 else 128 - code
+def _end(process: Process) -> None:
+    if process.stdin is None:
+        process.terminate()
+        return
+    with suppress(OSError):
+        process.stdin.close()
 
 
-def say(text: str, *, who: str = "launch", output: int = STANDARD_ERROR) -> None:
+def _warn(process: Process) -> None:
+    with suppress(OSError):
+        if process.stdin is None:
+            process.send_signal(signal.SIGUSR1)
+        else:
+            os.write(process.stdin.fileno(), b"the time is soon over\n")
+
+
+def say(text: str, *, who: str = "launch", output: int | None = None) -> None:
     """Print a line at once; nobody may be left to read it."""
     with suppress(OSError):
-        os.write(output, f"{who}: {text}\n".encode())
+        os.write(STANDARD_ERROR if output is None else output, f"{who}: {text}\n".encode())
 
 
-def run_logged(run: Callable[[int], int], directory: Path) -> int:
-    """Run a function and return its status, which goes to directory/status, too.
+def run_logged(commands: Commands, signals: Signals, directory: Path, *, by_input: bool) -> int:
+    """Supervise commands and return the status, which goes to directory/status, too.
 
-    What is written to the descriptor that it gets is shown and added to directory/log.txt.
+    What they print is shown and added to directory/log.txt.
     """
     # It ends after all that write to it, whatever signals come.
-    command = ["tee", "-ai", "--", str(directory / "log.txt")]
-    tee = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    tee_command = ["tee", "-ai", "--", str(directory / "log.txt")]
+    tee = subprocess.Popen(tee_command, stdin=subprocess.PIPE, start_new_session=True)
     assert tee.stdin is not None
-    status = run(tee.stdin.fileno())
+    status = supervise(commands, signals, by_input=by_input, output=tee.stdin.fileno())
     tee.stdin.close()
     tee.wait()
     (directory / "status").write_text(f"{status}\n")

@@ -2,14 +2,12 @@
 
 import argparse
 import fcntl
-import os
 import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_burst.tools.launch import node, site
 from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
@@ -47,17 +45,6 @@ ABLATIONS = {
 INTERRUPTED = 130
 
 
-class Case(NamedTuple):
-    """One combination; "-" is none."""
-
-    size: str
-    method: str
-    ablation: str
-
-    def __str__(self) -> str:
-        return ".".join(part for part in self if part != "-") or "run"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what is combined, and what starts a run."""
 
@@ -76,18 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run what has not finished; return 0 if nothing failed."""
-    defined = METHODS | ABLATIONS | {"-": ""} | dict(d.split("=", 1) for d in args.define)
-    for name in (*args.methods.split(), *args.ablations.split()):
-        if name not in defined:
-            raise LaunchError(f"no method or ablation {name}; there are {', '.join(defined)}")
     output = (args.output or Path("runs/series")).absolute()
-    sizes = [size for word in args.sizes.split() for size in _expand(word)]
-    cases = [*map(Case._make, product(sizes, args.methods.split(), args.ablations.split()))]
+    commands = _commands(args, output)
     if args.list:
-        for case in cases:
-            print(f"{case}: {_status(output / str(case))}")
+        print(*(f"{name}: {_status(output / name)}" for name in commands), sep="\n")
         return 0
-    commands = {case: _command(args, output, case, defined) for case in cases}
     if args.dry_run:
         for command in commands.values():
             subprocess.run(command)
@@ -101,17 +81,37 @@ def run(args: argparse.Namespace) -> int:
         return _run_all(output, commands)
 
 
-def _run_all(output: Path, commands: dict[Case, list[str]]) -> int:
+def _commands(args: argparse.Namespace, output: Path) -> dict[str, list[str]]:
+    """Return what starts each combination, by its name."""
+    defined = METHODS | ABLATIONS | {"-": ""} | dict(d.split("=", 1) for d in args.define)
+    sizes = [size for word in args.sizes.split() for size in _expand(word)]
+    start = shlex.split(args.launcher) or [site.python_of_training(), *site.LAUNCH, "local"]
+    start += ["--dry-run"] if args.dry_run else []
+    found = {}
+    for case in product(sizes, args.methods.split(), args.ablations.split()):
+        if unknown := set(case[1:]) - defined.keys():
+            names = ", ".join(defined)
+            raise LaunchError(f"no method or ablation {', '.join(unknown)}; there are {names}")
+        name = ".".join(part for part in case if part != "-") or "run"
+        size, *flags = case
+        found[name] = [*start, "--output", str(output / name)]
+        found[name] += ["--run", size] if size != "-" else []
+        found[name] += [word for each in flags for word in shlex.split(defined[each])]
+        found[name] += node.given(args)
+    return found
+
+
+def _run_all(output: Path, commands: dict[str, list[str]]) -> int:
     signals, failed = Signals(), 0
-    for case, command in commands.items():
-        status = _status(output / str(case))
+    for name, command in commands.items():
+        status = _status(output / name)
         if not status.startswith(("to do", "failed")):
-            print(f"{case}: {status}", flush=True)
+            print(f"{name}: {status}", flush=True)
             continue
-        print(f"-- {case}", flush=True)
-        failed += supervise(command, signals) != 0
+        print(f"-- {name}", flush=True)
+        failed += supervise([(name, command)], signals) != 0
         if signals.ended:
-            say(f"stopped in {case}; the same command goes on")
+            say(f"stopped in {name}; the same command goes on")
             return INTERRUPTED
     collect = ["-m", "megatron_burst", "compare", "--collect", str(output)]
     subprocess.run([site.python_of_training(), *collect], check=True)
@@ -120,47 +120,26 @@ def _run_all(output: Path, commands: dict[Case, list[str]]) -> int:
     return 1 if failed else 0
 
 
-def _command(
-    args: argparse.Namespace, output: Path, case: Case, defined: dict[str, str]
-) -> list[str]:
-    local = [site.python_of_training(), *site.LAUNCH, "local"]
-    start = shlex.split(args.launcher) or local
-    options = ["--output", str(output / str(case)), *(["--dry-run"] if args.dry_run else [])]
-    options += [] if case.size == "-" else ["--run", case.size]
-    flags = shlex.split(f"{defined[case.method]} {defined[case.ablation]}")
-    return [*start, *options, *flags, *node.given(args)]
-
-
 def _expand(word: str) -> Sequence[str]:
     """Return the named runs that a shell pattern means."""
-    if not re.search(r"[*?[]", word):
-        return [word]
-    command = [site.python_of_training(), "-m", "megatron_burst", "plan", "--list", word]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode or not done.stdout.strip():
-        raise LaunchError(f"no run of configs/ matches {word}")
-    return done.stdout.split()
+    return site.plan("--list", word) if re.search(r"[*?[]", word) else [word]
 
 
 def _status(directory: Path) -> str:
     """Say whether a run finished, failed with a status, is in Slurm's queue, or is still to do."""
-    found = {name: _text(directory / name) for name in ("status", "job")}
-    if found["status"] == "0":
+    file = directory / "status"
+    status = file.read_text().strip() if file.exists() else ""
+    if status == "0":
         return "finished"
-    if (found["job"] and any(_queue("-j", found["job"], "-o", "%T"))) or (
-        str(directory) in _queue("--me", "-o", "%k")
-    ):
+    if str(directory) in _comments():
         return "in the queue"
-    return f"failed with status {found['status']}" if found["status"] else "to do"
+    return f"failed with status {status}" if status else "to do"
 
 
-def _queue(*options: str) -> list[str]:
+def _comments() -> list[str]:
+    """Return the comments of our jobs in Slurm's queue: `launch slurm` writes the output there."""
     try:
-        done = subprocess.run(["squeue", "-h", *options], capture_output=True, text=True)
+        command = ["squeue", "-h", "--me", "-o", "%k"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     except OSError:  # no Slurm here
         return []
-    return done.stdout.split("\n") if done.returncode == 0 else []
-
-
-def _text(path: Path) -> str:
-    return path.read_text().strip() if os.access(path, os.R_OK) else ""

@@ -80,16 +80,16 @@ def prepare_output(args: argparse.Namespace, default: str = "") -> Path:
     return output
 
 
-def flags_of_run(python: str, name: str) -> list[str]:
-    """Return the Megatron flags of a named run.
+def plan(*words: str) -> list[str]:
+    """Return the lines of `megatron-burst plan`, by the Python of the training.
 
     Raises:
-        LaunchError: there is no such run, or it cannot be read.
+        LaunchError: it fails, or has nothing to say.
     """
-    command = [python, "-m", "megatron_burst", "plan", "--run", name, "--flags"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise LaunchError(f"no flags for --run {name}")
+    command = [python_of_training(), "-m", "megatron_burst", "plan", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not done.stdout.strip():
+        raise LaunchError(f"plan {shlex.join(words)} has no answer: {done.stderr.strip()}")
     return done.stdout.removesuffix("\n").split("\n")
 
 
@@ -99,12 +99,9 @@ def check_run(name: str | None) -> None:
     Raises:
         LaunchError: there is no such run; the message names all.
     """
-    command = [python_of_training(), "-m", "megatron_burst", "plan", "--list"]
-    if name is None:
-        return
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        names = plan("--list") if name else []
+    except (OSError, LaunchError):
         return  # without the Python of the training here, the nodes find out
-    if name not in (names := done.stdout.split()):
+    if name and name not in names:
         raise LaunchError(f"configs/ has no run {name}; it has: {', '.join(names)}")

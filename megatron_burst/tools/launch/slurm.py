@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import LaunchError, Signals, run_logged, say, supervise
+from megatron_burst.tools.launch.processes import LaunchError, Signals, run_logged, say
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     return _be_job(args) if "SLURM_JOB_ID" in os.environ else _submit(args)
 
 
-def _srun(args: argparse.Namespace, output: Path, meeting: node.Meeting) -> list[str]:
+def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port: int) -> list[str]:
     """Return the command of the job: one task a node."""
     container: list[str] = []
     if image := os.environ.get("BURST_IMAGE"):
@@ -59,8 +59,8 @@ def _srun(args: argparse.Namespace, output: Path, meeting: node.Meeting) -> list
     options = ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none"]
     options += ["--mpi=none", *site.words("BURST_SRUN_OPTIONS"), *container]
     python = site.python_of_training(in_container=bool(image))
-    task = [python, *node.command(args, output, meeting)]
-    return ["srun", f"--nodes={meeting.nodes}", *options, *task]
+    task = [python, *node.command(args, output, *node.meeting(nodes, master, port))]
+    return ["srun", f"--nodes={nodes}", *options, *task]
 
 
 # ---- outside of a job
@@ -72,7 +72,6 @@ def _submit(args: argparse.Namespace) -> int:
     site.check_run(args.run)
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
-    # By the comment a series finds a job that waits in the queue.
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
     command += ["--comment", str(output), "--output", str(output / "slurm-%j.txt")]
     if script := os.environ.get("BURST_BATCH_SCRIPT"):  # scripts/launch.slurm, with its own options
@@ -83,11 +82,11 @@ def _submit(args: argparse.Namespace) -> int:
     os.environ["BURST_ROOT"] = str(site.ROOT)
     if not args.dry_run:
         os.execvp(command[0], command)
-    meeting = node.Meeting(args.nodes, "FIRST_NODE", 10000)
+    where = (args.nodes, "FIRST_NODE", 10000)
     print(shlex.join(["env", f"BURST_ROOT={site.ROOT}", *command]))
-    print("# in the job:", shlex.join(_srun(args, output, meeting)), sep="\n")
+    print("# in the job:", shlex.join(_srun(args, output, *where)), sep="\n")
     print("# on every node:", flush=True)
-    task = node.command(args, output, meeting, "--dry-run")
+    task = node.command(args, output, *node.meeting(*where), "--dry-run")
     return subprocess.call([site.python_of_training(), *task])
 
 
@@ -105,12 +104,13 @@ def _be_job(args: argparse.Namespace) -> int:
     nodes = os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True).split()
     master = os.environ.get("BURST_MASTER") or hosts[0]
-    command = _srun(args, output, node.Meeting(size, master, 10000 + int(job) % 20000))
+    command = _srun(args, output, size, master, 10000 + int(job) % 20000)
     if args.dry_run:
         print(shlex.join(command))
         return 0
     signals = Signals()
-    (output / "job").write_text(f"{job}\n")
+    # A series knows the job by its comment, also one that sbatch was given without us.
+    subprocess.call(["scontrol", "update", f"JobId={job}", f"Comment={output}"])
     log = output / "log.txt"
     before = log.stat().st_size if log.exists() else 0
     restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -119,7 +119,7 @@ def _be_job(args: argparse.Namespace) -> int:
     for _ in range(restarts):
         subprocess.call(["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true"])
     say(f"job {job} on {nodes}, started {restarts} time(s) before")
-    status = run_logged(lambda shown: supervise(command, signals, output=shown), output)
+    status = run_logged([(nodes, command)], signals, output, by_input=False)
     if status == 0 or os.environ.get("ENVIRONMENT") != "BATCH":
         return status
     return 0 if _requeue(job, restarts, log, before) else status

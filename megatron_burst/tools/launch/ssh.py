@@ -4,22 +4,10 @@ import argparse
 import os
 import random
 import shlex
-import subprocess
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import (
-    POLL_SECONDS,
-    TERMINATED,
-    LaunchError,
-    Signals,
-    run_logged,
-    say,
-    status_of,
-)
+from megatron_burst.tools.launch.processes import LaunchError, Signals, run_logged
 
 ABOUT = """Trains on a list of nodes over ssh.
 
@@ -35,8 +23,6 @@ nodes even if this is killed: the ranks end with the connection that started the
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 DOCKER = "--gpus all --ipc host"
 
-type Connections = Sequence[subprocess.Popen[bytes]]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the list of nodes."""
@@ -50,25 +36,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train on all nodes to the end; return the status of the first that failed."""
-    nodes = (args.nodes or os.environ.get("BURST_NODES", "")).split()
-    if not nodes:
+    hosts = (args.nodes or os.environ.get("BURST_NODES", "")).split()
+    if not hosts:
         raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
     site.check_run(args.run)
     output = site.prepare_output(args)
-    master = os.environ.get("BURST_MASTER") or nodes[0].rpartition("@")[2]
-    port = int(os.environ.get("BURST_PORT") or random.randrange(10000, 30000))
-    meeting = node.Meeting(len(nodes), master, port)
-    commands = [_connect(args, output, meeting, *one) for one in enumerate(nodes)]
+    master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
+    port = os.environ.get("BURST_PORT") or random.randrange(10000, 30000)
+    meeting = node.meeting(len(hosts), master, int(port))
+    commands = [
+        (host, _connect(args, output, host, *meeting, "--node-rank", str(rank)))
+        for rank, host in enumerate(hosts)
+    ]
     if args.dry_run:
-        print(*map(shlex.join, commands), sep="\n")
+        print(*(shlex.join(command) for _, command in commands), sep="\n")
         return 0
-    signals = Signals()
-    return run_logged(lambda log: _run_nodes(nodes, commands, signals, log), output)
+    return run_logged(commands, Signals(), output, by_input=True)
 
 
-def _connect(
-    args: argparse.Namespace, output: Path, meeting: node.Meeting, rank: int, host: str
-) -> list[str]:
+def _connect(args: argparse.Namespace, output: Path, host: str, *more: str) -> list[str]:
     """Return the command that starts a node from here."""
     image = os.environ.get("BURST_IMAGE")
     here, variables = Path.cwd(), site.variables_for_nodes()
@@ -80,52 +66,7 @@ def _connect(
         container += [*site.words("BURST_DOCKER_OPTIONS", DOCKER), *settings, *volumes]
         container += ["--workdir", str(here), image]
     python = site.python_of_training(in_container=bool(image))
-    more = ("--node-rank", str(rank), "--end-with-input")
     given = [f"{name}={value}" for name, value in variables.items()]
-    remote = ["env", *given, *container, python, *node.command(args, output, meeting, *more)]
-    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(remote)}"
+    task = [python, *node.command(args, output, *more, "--end-with-input")]
+    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(['env', *given, *container, *task])}"
     return [*site.words("BURST_SSH", SSH), host, shlex.join(["bash", "-c", line])]
-
-
-def _run_nodes(
-    nodes: Sequence[str], commands: Sequence[Sequence[str]], signals: Signals, log: int
-) -> int:
-    """Run a command for each node to its end.
-
-    Every connection's input is a pipe that only this process writes to. When it lets go of it,
-    however it ends, the input of every node ends, and with it the ranks there.
-    """
-    connections = [
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-        )
-        for command in commands
-    ]
-    running, failed = dict(zip(connections, nodes, strict=True)), 0
-    while running:
-        for connection in [one for one in running if one.poll() is not None]:
-            name, status = running.pop(connection), status_of(connection)
-            if status and not failed:
-                failed = status
-                say(f"{name} ended with status {status}, so all nodes are ended", output=log)
-        if failed or signals.ended:
-            _let_go(connections)
-        elif signals.warned:
-            signals.warned = False
-            _warn(connections)
-        time.sleep(POLL_SECONDS)
-    return failed or (TERMINATED if signals.ended else 0)
-
-
-def _let_go(connections: Connections) -> None:
-    for connection in connections:
-        assert connection.stdin is not None
-        with suppress(OSError):
-            connection.stdin.close()
-
-
-def _warn(connections: Connections) -> None:
-    for connection in connections:
-        assert connection.stdin is not None
-        with suppress(OSError):
-            os.write(connection.stdin.fileno(), b"the time is soon over\n")

@@ -1,6 +1,7 @@
 """Every known silent error is found where it is, and not in a clean command line. (fast tier)"""
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.doctor import divisibility, judge, machine, nodes
-from megatron_burst.tools.doctor.check import Level, Situation, Target
+from megatron_burst.tools.doctor import checks, machine
+from megatron_burst.tools.doctor.attention import grid_findings
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.situation import Level, Situation, Target
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron_burst.plugin.arguments import (  # noqa: E402
@@ -38,14 +40,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def look(
-    parser: argparse.ArgumentParser, flags: str, attached: bool = True, drop: str = ""
+    parser: argparse.ArgumentParser,
+    flags: str,
+    attached: bool = True,
+    drop: str = "",
+    **environment: str,
 ) -> dict[str, Level]:
     words = shlex.split(CLEAN.replace(drop, "") + flags)
     line = LaunchLine(OUR_ENTRY if attached else "pretrain_gpt.py", tuple(words), attached)
     args = parser.parse_args(words)
     set_dropouts(args)
-    situation = Situation(args, line, CLUSTER, {})
-    return {finding.check: finding.level for finding in judge.silent_errors(situation)}
+    situation = Situation(args, line, CLUSTER, environment)
+    return {finding.check: finding.level for finding in checks.findings(situation)}
 
 
 def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +87,16 @@ CASES = [
         "",
     ),
     ("te-hang", N, "", ""),
+    ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
+    ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
+    (
+        "divisibility",
+        E,
+        "--num-experts 16 --expert-model-parallel-size 16 --expert-tensor-parallel-size 2",
+        "",
+    ),
+    ("divisibility", E, "--seq-length 80 --fp8-format hybrid", ""),
+    ("divisibility", E, "--seq-length 128 --fp8-format hybrid --fp8-recipe mxfp8", ""),
     ("no-length", E, OURS, "--train-iters 10"),
     ("no-length", E, OURS, "--eval-interval 10"),
     ("lost-data", N, f"{OURS} --data-path 0.3 nowhere/corpus", "--mock-data"),
@@ -120,39 +136,18 @@ def test_a_mask_that_transformer_engine_does_not_read(
 
 
 def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
-    names = [check.name for check in judge.CHECKS]
-    assert len(set(names)) == len(names)
+    source = Path(checks.__file__).read_text()
+    names = set(re.findall(r'Finding\("([\w-]+)"', source) + re.findall(r'"(te-\w+)": \(', source))
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert rows == names
-    assert set(names) - {case[0] for case in CASES} == {"not-attached", "lost-spec", "idle-mask"}
+    assert len(set(rows)) == len(rows) and set(rows) == names
+    others = {"not-attached", "lost-spec", "idle-mask", "timeouts"}
+    assert names - {case[0] for case in CASES} == others
 
 
-@pytest.mark.parametrize(
-    ("flags", "wrong"),
-    [
-        ("", []),
-        ("--context-parallel-size 3", ["the ranks of the job, 16,", "--seq-length, 65536,"]),
-        ("--tensor-model-parallel-size 32", ["the ranks of the job", "--num-attention-heads, 16,"]),
-        ("--group-query-attention --num-query-groups 5", ["--num-attention-heads, 16,"]),
-        ("--num-experts 6 --expert-model-parallel-size 4", ["--num-experts, 6,"]),
-        (
-            "--num-experts 16 --expert-model-parallel-size 16 --expert-tensor-parallel-size 2",
-            ["the ranks of the job, 16,"],
-        ),
-        ("--global-batch-size 7", ["--global-batch-size, 7,"]),
-        ("--global-batch-size 7 --decrease-batch-size-if-needed", []),
-        ("--num-layers 7 --pipeline-model-parallel-size 2", ["--num-layers, 7,"]),
-        ("--seq-length 80 --fp8-format hybrid", ["a rank's tokens of a micro-batch"]),
-    ],
-)
-def test_divisions(parser: argparse.ArgumentParser, flags: str, wrong: list[str]) -> None:
-    args = parser.parse_args(shlex.split(f"{CLEAN} {OURS} {flags}"))
-    found = [f for f in divisibility.findings(args, CLUSTER.ranks) if f.level is Level.ERROR]
-    assert [f.text.startswith(start) for f, start in zip(found, wrong, strict=True)] == [
-        True for _ in wrong
-    ]
-    assert all("make it" in f.remedy for f in found)
+def test_a_monitor_that_ends_the_process_first(parser: argparse.ArgumentParser) -> None:
+    for seconds, found in (("300", {"timeouts": W}), ("600", {}), ("", {})):
+        assert look(parser, OURS, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=seconds) == found
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,7 @@ def test_divisions(parser: argparse.ArgumentParser, flags: str, wrong: list[str]
 )
 def test_the_grid(parser: argparse.ArgumentParser, flags: str, said: str) -> None:
     args = parser.parse_args(shlex.split(f"{CLEAN} {OURS} {flags}"))
-    (found,) = nodes.findings(args, burst_config_from_args(args), CLUSTER)
+    (found,) = grid_findings(args, burst_config_from_args(args), CLUSTER)
     assert said in found.text
 
 
@@ -185,6 +180,3 @@ def test_variables_that_harm() -> None:
     assert [f.check for f in machine.variable_findings(bad)] == ["slow-links", "stalls-unseen"]
     assert not [*machine.variable_findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"})]
     assert list(hardware.settings(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-    early = machine.timeout_finding({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300"}, 10)
-    assert (early.level, early.remedy) == (W, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1200")
-    assert machine.timeout_finding({}, 10).level is N

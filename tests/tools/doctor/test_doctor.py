@@ -15,11 +15,11 @@ import torch
 from megatron_burst.kernels import KERNELS, Request
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import parsing
-from megatron_burst.tools.doctor.check import Target
+from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
-from megatron_burst.tools.doctor.kernels import served
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
 from megatron_burst.tools.doctor.machine import parts
+from megatron_burst.tools.doctor.situation import Target
 from tests.training.launcher import MODEL
 
 ROOT = Path(__file__).parents[3]
@@ -116,7 +116,9 @@ def test_a_model_that_a_checkpoint_describes(
     [
         ("--attention-dropout 0.1", "validation", "attention_dropout = 0.1"),
         ("--no-such-flag 3", "validation", "unrecognized arguments: --no-such-flag 3"),
-        ("--seq-length 100", "divisibility", "does not divide by 2 x --context-parallel-size"),
+        ("--seq-length 100", "validation", "divisible by 2 x 16 ranks = 32, got 100 tokens"),
+        ("--context-parallel-size 3", "validation", "2 x 3 ranks = 6, got 128"),
+        ("--tensor-model-parallel-size 3", "validation", "world size (16) is not divisible"),
         pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
         ("--window-size 4,4 --seq-length 100", "refused", "window_size = (4, 4)"),
         pytest.param(
@@ -199,8 +201,9 @@ def test_cpus_of_several_nodes_have_to_be_asked_for(
         ({cpu_platform.REQUEST: "1"}, "no-such"),
     ):
         line = replace(line, environment=environment)
-        with parsing._as_first_rank(line, target) as said:
-            assert found in parsing._validate(line, target, said, None)
+        with parsing.as_first_rank(line, target) as said:
+            stopped = parsing.validate(line, target, said, None)
+        assert found in stopped
 
 
 def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,13 @@
 
 import importlib.util
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from unittest.mock import patch
+
+import torch
 
 from megatron_burst.plugin.arguments import MEGATRON
 from megatron_burst.tools.doctor.launch_line import LaunchLine
@@ -17,7 +21,6 @@ class Level(StrEnum):
     WRONG = "wrong"  # it runs, and its numbers are not what was meant
     WARNING = "warning"
     NOTE = "note"
-    OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,6 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""  # the flag or variable to set
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """Return the worst level among the findings."""
-    return min((finding.level for finding in findings), key=list(Level).index, default=Level.OK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,24 @@ class Target:
         major, minor = self.capability
         return f"for the cluster: {ranks}, GPUs of compute capability {major}.{minor}"
 
+    @contextmanager
+    def pretended(self) -> Iterator[None]:
+        """Let torch answer as on a cluster's GPUs."""
+        with ExitStack() as stack:
+            if self.capability is not None:
+                major, minor = self.capability
+                answers = {
+                    "is_available": True,
+                    "device_count": 1,  # cuDNN's version comes after a look at every device
+                    "get_device_capability": self.capability,
+                    "get_device_properties": type("P", (), {"major": major, "minor": minor}),
+                }
+                for name, answer in answers.items():
+                    stack.enter_context(
+                        patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+                    )
+            yield
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -72,19 +88,9 @@ class Situation:
     environment: Mapping[str, str]
 
     @property
-    def has_our_spec(self) -> bool:
-        """Whether --spec names our layers, which needs no launcher of ours."""
-        return names_our_spec(self.args)
-
-    @property
     def is_ours(self) -> bool:
         """Whether our attention runs."""
-        return self.has_our_spec or str(self.args.context_parallel_algo) != MEGATRON
-
-    @property
-    def on_megatrons_ring(self) -> bool:
-        """Whether TransformerEngine's context parallelism runs."""
-        return not self.is_ours and self.args.context_parallel_size > 1
+        return names_our_spec(self.args) or str(self.args.context_parallel_algo) != MEGATRON
 
     @property
     def comm_types(self) -> set[str]:
@@ -101,21 +107,3 @@ class Situation:
 def names_our_spec(args: Namespace) -> bool:
     """Whether Megatron's --spec names our layers."""
     return bool(args.spec) and args.spec[0] == "megatron_burst.plugin.spec"
-
-
-type Answer = tuple[Level, str, str] | None  # how bad, why, and what to set
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One known error of command lines that Megatron's parser lets pass."""
-
-    name: str  # by which findings and the documentation call it
-    about: str  # what goes wrong
-    seen: str  # where it was reported; MC is Megatron-LM, TE is TransformerEngine
-    look: Callable[[Situation], Answer]  # None where a command line is not concerned
-
-
-def check(name: str, about: str, seen: str) -> Callable[[Callable[[Situation], Answer]], Check]:
-    """Make a check of a function that looks at a command line; see `Check`."""
-    return lambda look: Check(name, about, seen, look)
