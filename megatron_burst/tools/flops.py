@@ -132,18 +132,18 @@ def attention_flops(
     return 2.0 * pairs * heads * dims
 
 
-def logged_step_flops(arguments: Mapping[str, str]) -> tuple[float | None, str]:
-    """Return the model FLOPs of a step of a run with these arguments, or None and the reason.
+def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
+    """Return the model FLOPs of a step of a run, None where the formula does not hold for it.
 
     Args:
         arguments: Megatron's, as a run logs them, by name with underscores.
     """
     logged = {name.replace("_", "-"): text for name, text in arguments.items()}
     given = {name: text for name, text in logged.items() if text not in ("None", "False")}
-    if others := [f"--{name}" for name in (*UNCOUNTED, "window-size") if name in given]:
-        return None, f"the formula does not hold with {', '.join(others)}"
+    if any(name in given for name in (*UNCOUNTED, "window-size")):
+        return None
     # It is padded already.
     whole = {"vocab-size": given["padded-vocab-size"], "make-vocab-size-divisible-by": 1}
     model, tokens = model_of(given | whole | {"tensor-model-parallel-size": 1}), given["seq-length"]
     pairs = visible_pairs(Mask.causal(), int(tokens))
-    return int(given["global-batch-size"]) * model.step_flops(int(tokens), pairs), ""
+    return int(given["global-batch-size"]) * model.step_flops(int(tokens), pairs)

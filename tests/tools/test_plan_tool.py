@@ -345,6 +345,7 @@ def test_another_model_leaves_nothing_of_the_runs_own() -> None:
         assert name in asked("--run llama3_8b_256k_8gpu_h100") and name not in flags
     assert flags["num-attention-heads"] == CONFIGS.model("14b")["num-attention-heads"]
     assert flags["max-position-embeddings"] == flags["seq-length"] == 262144
+    assert "lm-head-memory-mb" not in asked("--run ablation-baseline --model 7b"), "taken back"
 
 
 def test_every_data_parallel_rank_has_a_sequence_and_the_positions_suffice() -> None:

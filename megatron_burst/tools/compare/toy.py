@@ -26,7 +26,7 @@ def ranks() -> int:
 
 
 def make_toy(directory: Path, inputs: Sequence[Path]) -> tuple[list[str], float]:
-    """Write the corpus unless it is there; return the toy's flags and the text's unigram entropy.
+    """Write the corpus; return the toy's flags and the text's unigram entropy.
 
     In a process of its own: Megatron, which writes it, warns of much that is not used here.
 

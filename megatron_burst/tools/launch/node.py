@@ -132,7 +132,7 @@ def _torchrun(args: argparse.Namespace, python: str, ranks: str) -> list[str]:
         return [*start, "-m", "megatron_burst.tools.launch.links", "--output", links]
     program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
     named = site.flags_of_run(python, args.run) if args.run else []
-    board = ["--tensorboard-dir", str(args.output / "tensorboard")]
+    board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
     return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
 
 

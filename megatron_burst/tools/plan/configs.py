@@ -3,7 +3,7 @@
 import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Configs:
     models: Table
     clusters: Table
     published: Table
-    tables: Mapping[str, Table] = field(repr=False)  # runs
+    tables: Mapping[str, Table]  # runs
 
     @classmethod
     def read(cls) -> "Configs":
@@ -64,14 +64,14 @@ class Configs:
             name=name,
             cluster=table["cluster"],
             gpus=table["gpus"],
-            flags={key: value for key, value in given.items() if value is not False},
+            flags=_set(given),
             published=table.get("published", ()),
             note=table.get("note", ""),
         )
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""
-        return dict(_inherited(self.tables, name)["flags"])
+        return _set(_inherited(self.tables, name)["flags"])
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the flags of a model."""
@@ -120,10 +120,9 @@ class Configs:
 def arguments(flags: Flags) -> list[str]:
     """Write flags as a command line has them; those that are False are left out."""
     words = []
-    for name, value in flags.items():
-        if value is not False:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
+    for name, value in _set(flags).items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)]
     return words
 
 
@@ -146,6 +145,11 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
         name: True if not values else values[0] if len(values) == 1 else values
         for name, values in found.items()
     }
+
+
+def _set(flags: Flags) -> dict[str, Any]:
+    """Those that are not taken back by False."""
+    return {name: value for name, value in flags.items() if value is not False}
 
 
 def _names(tables: Table) -> list[str]:
