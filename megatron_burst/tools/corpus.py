@@ -52,7 +52,6 @@ def prepare(inputs: Sequence[Path], output: Path) -> str:
         ],
         "documents": len(texts),
         "tokens": tokens,
-        "unigram_entropy_nats": _entropy_nats(texts),
         "source": digest.hexdigest(),
     }
     prefix.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
@@ -98,14 +97,6 @@ def _write(texts: Iterable[bytes], prefix: Path) -> None:
         tokens = np.append(np.frombuffer(text, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
         builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{prefix}.idx")
-
-
-def _entropy_nats(texts: Sequence[bytes]) -> float:
-    """Of the tokens one by one: the loss of a model that knows their frequencies alone."""
-    counts = np.bincount(np.frombuffer(b"".join(texts), dtype=np.uint8), minlength=VOCAB_SIZE)
-    counts[END_OF_DOCUMENT] = len(texts)
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
 
 
 def main(argv: list[str] | None = None) -> int:

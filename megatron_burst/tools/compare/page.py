@@ -1,4 +1,4 @@
-"""The report of a comparison: one table, in the terminal and on a page with a picture, one JSON."""
+"""The report of a comparison: one table, in the terminal and on a page, and one JSON."""
 
 import json
 import shlex
@@ -7,14 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.compare.results import (
-    FAILED,
-    RAN,
-    Difference,
-    Result,
-    differences,
-    learned_too_little,
-)
+from megatron_burst.tools.compare.results import FAILED, RAN, Difference, Result, differences
 from megatron_burst.tools.compare.variants import REFERENCES
 
 # Each with where its figure is in a result, what it is multiplied by, and its form.
@@ -31,7 +24,7 @@ _FIGURES = {
 COLUMNS = ("loss apart", "last loss", *_FIGURES)
 _WORDS = """
 * **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
-  judged: training amplifies the last bit of a float.
+  judged: training amplifies the last bit of a float. `tensorboard --logdir runs` shows all steps.
 * **step**: the median time of a step, the first five left out where there are ten.
 * **MFU**: model FLOPs of a step (attention's causal half counted as a half, nothing counted twice
   that is recomputed) over time x GPUs x peak; n/a where the peak is not known (`--peak-tflops`), or
@@ -53,7 +46,6 @@ class Comparison:
     results: Sequence[Result]
     judged_steps: int
     tolerance: float
-    entropy: float | None = None  # of the toy's text
 
     @property
     def ran(self) -> list[Result]:
@@ -75,7 +67,6 @@ class Comparison:
     def faults(self) -> list[str]:
         """What is wrong, a sentence each."""
         found = [f"{r.name} failed: {r.reason}" for r in self.results if r.status == FAILED]
-        found += filter(None, (learned_too_little(each, self.entropy) for each in self.results))
         return found + [
             f"{name} differs from {self.reference} by {far.relative:.1e} at step {far.step} "
             f"(allowed: {self.tolerance:.0e})"
@@ -101,13 +92,8 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
-    """Write compare.md, compare.svg and compare.json; return the page."""
+    """Write compare.md and compare.json; return the page."""
     page = directory / "compare.md"
-    if comparison.ran:
-        from megatron_burst.tools.compare.pictures import draw  # matplotlib: not for --collect
-
-        picture = directory / "compare.svg"
-        draw(comparison.ran, comparison.reference, comparison.entropy, picture)
     page.write_text(_page(comparison))
     (directory / "compare.json").write_text(json.dumps(as_json(comparison), indent=2) + "\n")
     return page
@@ -128,7 +114,6 @@ def _page(comparison: Comparison) -> str:
         f"# Context parallelism compared: {count}",
         "\n".join(f"**{text}.**  " for text in comparison.verdict),
         _table(["", *COLUMNS], rows(comparison)),
-        "![losses, and how far they are apart](compare.svg)" if comparison.ran else "",
         _WORDS.strip(),
     ]
     if others:

@@ -17,8 +17,6 @@ from megatron_burst.tools.runlog import RunLogError
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
 WARM_UP = 5
 """How many of the first iteration times are left out, where twice as many exist."""
-ENTROPY_MARGIN_NATS = 0.5
-_LAST, _STEPS_TO_LEARN = 10, 100  # of which losses the mean is judged, in runs that are this long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,19 +117,6 @@ def differences(results: Sequence[Result], reference: str, first: int) -> dict[s
         relative, step = max(apart, key=lambda x: math.inf if math.isnan(x[0]) else x[0])
         found[name] = Difference(relative=relative, step=step)
     return found
-
-
-def learned_too_little(result: Result, entropy: float | None) -> str:
-    """Return why a long run of the toy did not learn: nothing where it did, or was short."""
-    if entropy is None or result.status != RAN or result.steps < _STEPS_TO_LEARN:
-        return ""
-    mean, wanted = fmean(loss for _, loss in result.losses[-_LAST:]), entropy - ENTROPY_MARGIN_NATS
-    if mean <= wanted:
-        return ""
-    return (
-        f"{result.name} ends at a loss of {mean:.3f}, not {wanted:.3f} or less, "
-        f"{ENTROPY_MARGIN_NATS} nat under the unigram entropy: train longer"
-    )
 
 
 def gpus() -> int:
