@@ -71,5 +71,5 @@ usage: {NAME} VERB ...   or: python -m megatron_burst VERB ...
 def _what_to_install(package: str) -> str:
     return (
         f"{package} is not installed: pip install {_DISTRIBUTIONS.get(package, package)}, "
-        "or all that this needs: megatron-burst[train,plot]"
+        "or all that this needs: megatron-burst[train]"
     )

@@ -15,43 +15,46 @@ does not count: that is work of the method, not of the model. The backward is tw
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.mask import Mask
 
-PEAK_TFLOPS = (
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800 PCIe", 756.0),
-    ("H800", 989.0),
-    ("H200 NVL", 835.0),
-    ("H200", 989.0),
-    ("H20", 148.0),
-    ("GH200", 989.0),
-    ("B200", 2250.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("A40", 150.0),
-)
+type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
+
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIe": 756.0,
+    "H800": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "A40": 150.0,
+}
 """Dense bfloat16 peaks by words of a device's name; the first that fits counts."""
 
-_UNCOUNTED = {
-    "num_experts": "None",
-    "multi_latent_attention": "False",
-    "hybrid_layer_pattern": "None",
-    "experimental_attention_variant": "None",
-    "mtp_num_layers": "None",
-    "dataloader_inter_document_masking": "False",
-    "burst_block_mask": "None",
-    "window_size": "None",
-}
+UNCOUNTED = (
+    "num-experts",
+    "multi-latent-attention",
+    "hybrid-layer-pattern",
+    "experimental-attention-variant",
+    "mtp-num-layers",
+    "dataloader-inter-document-masking",
+    "burst-block-mask",
+)
+"""Flags of models and masks that the formula does not hold for."""
 
 
 def peak_tflops(device: str) -> float | None:
     """Return the peak of a device by its name, None where it is not known, as of a CPU."""
-    found = (peak for name, peak in PEAK_TFLOPS if re.search(rf"\b{name}\b", device))
+    found = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device))
     return next(found, None)
 
 
@@ -93,6 +96,34 @@ class Model:
         return 3 * (tokens * products + attention)
 
 
+def model_of(given: Flags) -> Model:
+    """Read the shape of a model from Megatron's flags.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    needed = ("num-layers", "hidden-size", "num-attention-heads", "vocab-size")
+    if missing := [f"--{name}" for name in needed if name not in given]:
+        raise ValueError(f"the model is not known without {', '.join(missing)}")
+
+    def number(name: str, default: int = 1) -> int:
+        return int(given.get(name, default))
+
+    hidden, heads = number("hidden-size"), number("num-attention-heads")
+    padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
+    return Model(
+        layers=number("num-layers"),
+        hidden=hidden,
+        ffn=number("ffn-hidden-size", 4 * hidden),
+        gated=bool(given.get("swiglu")),
+        heads=heads,
+        kv_heads=number("num-query-groups") if given.get("group-query-attention") else heads,
+        head_dim=number("kv-channels", hidden // heads),
+        vocabulary=-(-number("vocab-size") // padding) * padding,
+        tied=not given.get("untie-embeddings-and-output-weights"),
+    )
+
+
 def attention_flops(
     pairs: int, heads: int, head_dim: int, value_head_dim: int, *, backward: bool = False
 ) -> float:
@@ -101,30 +132,18 @@ def attention_flops(
     return 2.0 * pairs * heads * dims
 
 
-def logged_step_flops(arguments: Mapping[str, str]) -> tuple[float | None, str]:
-    """Return the model FLOPs of a step of a run with these arguments, or None and the reason.
+def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
+    """Return the model FLOPs of a step of a run, None where the formula does not hold for it.
 
     Args:
         arguments: Megatron's, as a run logs them, by name with underscores.
     """
-    others = [
-        f"--{name.replace('_', '-')}"
-        for name, plain in _UNCOUNTED.items()
-        if arguments.get(name, plain) != plain
-    ]
-    if others:
-        return None, f"the formula does not hold with {', '.join(others)}"
-    heads, length = int(arguments["num_attention_heads"]), int(arguments["seq_length"])
-    grouped = arguments.get("group_query_attention") == "True"
-    model = Model(
-        layers=int(arguments["num_layers"]),
-        hidden=int(arguments["hidden_size"]),
-        ffn=int(arguments["ffn_hidden_size"]),
-        gated=arguments.get("swiglu") == "True",
-        heads=heads,
-        kv_heads=int(arguments["num_query_groups"]) if grouped else heads,
-        head_dim=int(arguments["kv_channels"]),
-        vocabulary=int(arguments["padded_vocab_size"]),
-    )
-    pairs = visible_pairs(Mask.causal(), length)
-    return int(arguments["global_batch_size"]) * model.step_flops(length, pairs), ""
+    logged = {name.replace("_", "-"): text for name, text in arguments.items()}
+    given = {name: text for name, text in logged.items() if text not in ("None", "False")}
+    if any(name in given for name in (*UNCOUNTED, "window-size")):
+        return None
+    # It is padded already.
+    whole = {"vocab-size": given["padded-vocab-size"], "make-vocab-size-divisible-by": 1}
+    model, tokens = model_of(given | whole | {"tensor-model-parallel-size": 1}), given["seq-length"]
+    pairs = visible_pairs(Mask.causal(), int(tokens))
+    return int(given["global-batch-size"]) * model.step_flops(int(tokens), pairs)

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -35,13 +35,11 @@ class Hardware:
     gpus: Sequence[dict[str, str]]  # by nvidia-smi's names of its fields
     links: dict[str, str]  # "0-1": by what two GPUs are joined
     network: Sequence[dict[str, str]]
-    cpu: dict[str, str | int]
 
 
 def read(sysfs: Path = SYSFS) -> Hardware:
     """Read this machine."""
-    cpu: dict[str, str | int] = {"model": cpu_model(), "count": len(os.sched_getaffinity(0))}
-    return Hardware(gpus(), gpu_links(_output("nvidia-smi", "topo", "-m")), network(sysfs), cpu)
+    return Hardware(gpus(), gpu_links(_output("nvidia-smi", "topo", "-m")), network(sysfs))
 
 
 def describe(run: str, command: Sequence[str]) -> dict[str, object]:
@@ -57,14 +55,14 @@ def describe(run: str, command: Sequence[str]) -> dict[str, object]:
         "versions": versions(),
         "gpus": found.gpus,
         "gpu_links": found.links,
-        "cpu": found.cpu,
+        "cpu": {"model": cpu_model(), "count": len(os.sched_getaffinity(0))},
         "kernel": platform.release(),
         "links": found.network,
         "settings": settings(os.environ),
     }
 
 
-def settings(environment: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that NCCL, torch, CUDA and the launchers read, sorted."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(SETTINGS)}
 

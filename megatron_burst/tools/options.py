@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_burst.tools import terminal
@@ -86,18 +85,6 @@ def add_shape(parser: Parser, *, heads: int | None = None, head_dim: int | None 
     number("--head-dim", head_dim, "of Q and K")
     number("--value-head-dim", None, "of V (default: that of --head-dim)")
     number("--batch", 1, "sequences")
-
-
-def add_run(parser: Parser, configs: Path) -> None:
-    """Add --run NAME and --configs DIR, the folder that describes it."""
-    parser.add("--run", metavar="NAME", help="a named run of configs/runs.toml")
-    text = "a folder like configs/ (default: that of this package)"
-    parser.add("--configs", type=Path, default=configs, metavar="DIR", help=text)
-
-
-def add_output(parser: Parser, text: str, default: Path | None = None) -> None:
-    """Add --output PATH, where files are written."""
-    parser.add("--output", type=Path, default=default, metavar="PATH", help=text)
 
 
 def add_json(parser: Parser) -> None:

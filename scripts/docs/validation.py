@@ -14,15 +14,10 @@ from megatron_burst.config import (
     GradientReturn,
     LayoutName,
 )
-from megatron_burst.tools.flops import Model
+from megatron_burst.tools.flops import Model, model_of
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import Configs, Table
-from megatron_burst.tools.plan.workload import (
-    Cluster,
-    Workload,
-    burst_config_of,
-    model_of,
-)
+from megatron_burst.tools.plan.workload import Cluster, Workload, config_of
 
 ROOT = Path(__file__).parents[2]
 GAP = 1.1  # a measured gap that the prediction has to order
@@ -135,7 +130,7 @@ def compare_two_nodes(configs: Configs) -> list[Compared]:
         phases = {row["phase"]: row for row in each}
         step, seconds = phases["step"], {p: float(row["kernels_s"]) for p, row in phases.items()}
         setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
-        load = _two_nodes(machine, step, seconds, burst_config_of(setting))
+        load = _two_nodes(machine, step, seconds, config_of(BurstConfig, setting))
         forward, _, backward = timing.attention_passes(load)
         kernels = seconds["forward"] + seconds["backward"]
         share = 1 - kernels / (forward.seconds + backward.seconds)
@@ -231,7 +226,7 @@ def _row(configs: Configs, name: str, table: Table) -> Row:
 
 def _setting(configs: Configs, table: Table) -> BurstConfig:
     """What a row ran: its gradients return by a chain; half is kept in a striped layout."""
-    given = burst_config_of(configs.published["settings"][table["setting"]])
+    given = config_of(BurstConfig, configs.published["settings"][table["setting"]])
     if given.algorithm is Algorithm.ULYSSES:
         return given
     share, wide = table.get("recompute", 1), table.get("code") == "InternEvo"

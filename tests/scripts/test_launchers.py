@@ -85,6 +85,7 @@ def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine
     assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
     start = given.index("megatron_burst.pretrain_gpt") + 1
     assert given[start:] == [
+        "--log-timers-to-tensorboard",
         *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),
         *("--num-layers", "2", "--data-path", "a b"),
         *AWKWARD,

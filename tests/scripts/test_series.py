@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.compare import collect
@@ -249,59 +250,46 @@ def test_slurm_is_asked_only_for_idle_nodes(machine: Machine) -> None:
 
 # ---- results
 
-LOG = """
-  context_parallel_algo ........................... burst
-  seq_length ...................................... 128
-  global_batch_size ............................... 4
-  world_size ...................................... 4
-"""
-STEP = (
-    " [2026-01-01 00:00:00] iteration {:8d}/       9 | consumed samples: 4 | elapsed time per "
-    "iteration (ms): {:.1f} | throughput per GPU (TFLOP/s/GPU): {:.1f} | global batch size: 4 | "
-    "lm loss: {:.6E} | loss scale: 1.0 | grad norm: 2.5 |\n"
-)
-MEMORY = (
-    "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: {:.2f} | "
-    "reserved: 9.00 | max reserved: {:.2f}\n"
-)
 
-
-def write_run(directory: Path, log: str, host: str = "n1") -> None:
+def write_run(directory: Path, **arguments: object) -> None:
+    """What a launcher leaves; with arguments also what TensorBoard has of nine steps."""
     directory.mkdir(parents=True)
     (directory / "command.txt").write_text("scripts/launch_local.sh --x\n")
-    (directory / "log.txt").write_text(log)
     (directory / "status").write_text("0\n")
     node = hardware.describe("toy", ["python"])
-    changes = {"host": host, "versions": {"torch": "2.11"}, "gpus": [], "links": []}
+    changes = {"host": "n1", "versions": {"torch": "2.11"}, "gpus": [], "links": []}
     (directory / "node-0.json").write_text(json.dumps(node | changes))
+    if arguments:
+        with SummaryWriter(str(directory / "tensorboard")) as writer:
+            for name, value in arguments.items():
+                writer.add_text(name, str(value), 0)
+            for step in range(1, 10):
+                writer.add_scalar("lm loss", 6 - step / 8, step)
+                writer.add_scalar("iteration-time", 1 + step / 8, step)
+            writer.add_scalar("burst/peak-memory-bytes", 2.0**30, 9)
 
 
-def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
-    steps = [(1, 9000.0), (2, 2000.0), (3, 1000.0), (4, 1100.0)]  # the first two do not count
-    log = LOG + "".join(STEP.format(n, ms, 100.0 + n, 6.0 - n / 8) for n, ms in steps)
-    log += MEMORY.format(11, 13) + MEMORY.format(12, 14)
-    # it died and started again from step 4, with a slow start
-    log += LOG + "".join(STEP.format(n, ms, 50, 5.0) for n, ms in [(4, 8e3), (5, 7e3), (6, 1200.0)])
-    write_run(tmp_path / "a/burst", log)
+def test_figures_are_those_of_compare(tmp_path: Path) -> None:
+    sizes = {"seq_length": 128, "global_batch_size": 4, "world_size": 4, "num_experts": 8}
+    write_run(tmp_path / "a/burst", **sizes, context_parallel_algo="burst")
     (tmp_path / "a/links.json").write_text('{"between_nodes_gbit_per_s": 12.5}')
     assert collect.write([tmp_path / "a"], tmp_path / "out/results") == 0
     (row,) = json.loads((tmp_path / "out/results.json").read_text())
     expected = {
-        "name": "burst", "status": "0", "steps": 6, "planned_steps": 9,
-        "first_loss": 5.875, "last_loss": 5.0, "seconds_per_step": 1.1,
-        "tokens_per_second": 512 / 1.1, "tokens_per_second_per_rank": 128 / 1.1,
-        "max_allocated_mib": 12.0, "max_reserved_mib": 14.0, "context_parallel_algo": "burst",
+        "name": "burst", "status": "0", "steps": 9, "first_loss": 5.875, "last_loss": 4.875,
+        "seconds_per_step": 1.625, "tokens_per_second_per_gpu": 512 / 1.625 / 4,
+        "peak_memory_bytes": 2.0**30, "context_parallel_algo": "burst", "world_size": "4",
         "torch": "2.11", "hosts": "n1", "nodes": 1, "run": "toy",
         "link_between_nodes_gbit_per_s": 12.5, "command": "scripts/launch_local.sh --x",
     }  # fmt: skip
     assert {key: row[key] for key in expected} == pytest.approx(expected)
     with (tmp_path / "out/results.csv").open() as file:
         (line,) = csv.DictReader(file)
-    assert line["seconds_per_step"] == "1.1" and line["hosts"] == "n1"
+    assert line["seconds_per_step"] == "1.625" and line["hosts"] == "n1"
 
 
 def test_a_run_without_a_step_is_a_row_too(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "Traceback\n")
+    write_run(tmp_path / "a")
     (tmp_path / "a/status").unlink()
     assert collect.write([tmp_path], None) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())

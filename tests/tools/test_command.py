@@ -69,7 +69,7 @@ def test_a_missing_package_is_named_with_what_to_install(
     assert main(["compare"]) == 1
     assert capsys.readouterr().err == (
         "megatron-burst compare: megatron is not installed: pip install 'megatron-core==0.19.*', "
-        "or all that this needs: megatron-burst[train,plot]\n"
+        "or all that this needs: megatron-burst[train]\n"
     )
 
 

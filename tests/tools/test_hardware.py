@@ -75,7 +75,7 @@ def test_network_ports(tmp_path: Path) -> None:
         {"name": "mlx5_0:1", "state": "", "rate": "400 Gb/sec (4X NDR)"},
         {"name": "eth0", "state": "up", "rate": "25000 Mb/s"},
     ]
-    assert list(machine.devices(Hardware([], {}, hardware.network(tmp_path), {})))[1:] == [
+    assert list(machine.devices(Hardware([], {}, hardware.network(tmp_path))))[1:] == [
         "mlx5_0:1: 400 Gb/sec (4X NDR), ",
         "eth0: 25000 Mb/s, up",
     ]

@@ -12,6 +12,7 @@ from tests.plans.simulator import simulate
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))
+import support_table  # noqa: E402
 import tables  # noqa: E402
 
 
@@ -27,8 +28,8 @@ def test_every_mask_runs_on_every_ring_and_layout(page: str) -> None:
 
 
 def test_the_plans_of_every_cell_are_right() -> None:
-    tables = support_table.Algorithm, support_table.LayoutName, support_table.MASKS.values()
-    for choice in chain.from_iterable(starmap(support_table.choices, product(*tables))):
+    axes = support_table.Algorithm, support_table.LayoutName, support_table.MASKS.values()
+    for choice in chain.from_iterable(starmap(support_table.choices, product(*axes))):
         plans = [choice.plans(rank) for rank in range(support_table.RANKS)]
         pairs = sum(tile.pairs for tile in choice.tiling.all())
         simulate([p.forward for p in plans], backward=False, pairs=pairs)

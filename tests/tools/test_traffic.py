@@ -146,10 +146,11 @@ def test_each_way_is_what_a_context_sends(
         load = workload(*grid, *heads, grad_dtype=grad_dtype, **config)
         settings = BurstConfig(kernel="reference", grad_dtype=grad_dtype, **config)
         channel = Communicator((), {}, 1.0)
-        context = BurstContext(settings, None, load.grid, list(load.nodes), channel)
+        ring = load.ring
+        context = BurstContext(settings, None, ring.grid, list(ring.nodes), channel)
         q, k, v = (
             torch.zeros(1, TOKENS, count, DIM, dtype=torch.bfloat16)
             for count in (heads[0], heads[1], heads[1])
         )
         plan = context.prepare(q, k, v, Mask.causal(), 1.0).backward_plan
-        assert counted(load)[1][0] == bytes_sent(plan, load.shape.item_bytes()), config
+        assert counted(load)[1][0] == bytes_sent(plan, ring.shape.item_bytes()), config

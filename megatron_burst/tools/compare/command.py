@@ -2,12 +2,11 @@
 
 Runs megatron_burst.pretrain_gpt once for each variant: the same seed, data and model, another
 --context-parallel-algo. --dry-run lists the variants, and why some cannot run here. What is
-finished is kept: the same command goes on where it was interrupted. The report is DIR/compare.md,
-with a picture, and DIR/compare.json.
+finished is kept: the same command goes on where it was interrupted. The report is DIR/compare.md
+and DIR/compare.json; tensorboard --logdir DIR/runs shows the losses over each other.
 
 Ends with status 1 if a variant failed, or if in the first --judged-steps the losses of one differ
-from those of the reference, one context-parallel rank, by more than --tolerance; with --toy also if
-a run of 100 steps or more learned nothing.
+from those of the reference, one context-parallel rank, by more than --tolerance.
 """
 
 import argparse
@@ -15,57 +14,73 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.compare import collect
 from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows, write_report
-from megatron_burst.tools.compare.results import (
-    FAILED,
-    LEFT_OUT,
-    RAN,
-    Difference,
-    Result,
-    device_name,
-    differences,
-    gpus,
-    learned_too_little,
-    machine,
-)
-from megatron_burst.tools.compare.running import Report, Series
+from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
+from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
-from megatron_burst.tools.compare.variants import REFERENCES, Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flops import peak_tflops
+from megatron_burst.tools.plan.configs import parsed
 
-_OURS = (
-    "--context-parallel-algo",
-    "--cp-comm-type",
-    "--hierarchical-context-parallel-sizes",
-    "--attention-backend",
-    "--burst-backward",
-    "--burst-topology",
-    "--burst-ranks-per-node",
-    "--burst-head-parallel-size",
-    "--burst-trace",
-    "--profile",
-    "--tensorboard-dir",
-    "--save",
-)
+_OURS = """
+    context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
+    burst-backward burst-topology burst-ranks-per-node burst-head-parallel-size burst-trace profile
+    tensorboard-dir save
+""".split()
 """What the comparison sets itself; with --save the variants would read each other's checkpoints."""
 _COMPARABLE = ("--calculate-per-token-loss", "--attention-dropout", "0", "--hidden-dropout", "0")
-
-
 _EXAMPLES = (
     "megatron-burst compare --toy",
     "megatron-burst compare --ranks 8 --output DIR -- MEGATRON-FLAGS",
     "megatron-burst compare --collect runs/series",
 )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status.
+
+    Raises:
+        ValueError: a flag cannot be what it is; the message says why.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser().parse(words)
+    if args.collect:
+        return collect.write(args.collect, args.output, as_json=args.json)
+    console = Console(stderr=True, quiet=True) if args.json else terminal.console()
+    _fill(args)
+    series, chosen = _asked(args)
+    if args.dry_run:
+        for variant in chosen:
+            what = variant.why_not and f"{LEFT_OUT}: {variant.why_not}"
+            console.print(f"# {variant.name}\n{what or shlex.join(series.command(variant))}\n")
+        return 0
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        results = _run_all(series, chosen, console)
+    except KeyboardInterrupt:
+        terminal.complain("compare", ["interrupted; the same command goes on from here"])
+        return 130
+    comparison = Comparison(
+        command=shlex.join(["megatron-burst", "compare", *words]),
+        flags=args.flags,
+        machine=machine(),
+        results=results,
+        judged_steps=args.judged_steps,
+        tolerance=args.tolerance,
+    )
+    _show(comparison, write_report(comparison, args.output), console)
+    if args.json:
+        print(json.dumps(as_json(comparison), indent=2))
+    terminal.complain("compare", comparison.faults)
+    return 1 if comparison.faults else 0
 
 
 def _parser() -> options.Parser:
@@ -75,7 +90,8 @@ def _parser() -> options.Parser:
     add("--toy", action="store_true", help=text)
     text = "with --toy, train on this text, directory or JSONL file; may be given again"
     add("--input", type=Path, action="append", default=[], metavar="PATH", help=text)
-    options.add_output(parser, "a directory (default: runs/compare, or runs/compare-toy)")
+    text = "a directory (default: runs/compare, or runs/compare-toy)"
+    add("--output", type=Path, metavar="PATH", help=text)
     text = "default: as many as GPUs; with --toy up to 4"
     add("--ranks", type=number, metavar="N", help=text)
     text = "take the ranks as nodes of L, as --burst-ranks-per-node does (default: one node)"
@@ -99,70 +115,78 @@ def _parser() -> options.Parser:
     return parser
 
 
-def job_of(args: argparse.Namespace, flags: Sequence[str]) -> Job:
-    """Return the sizes that the flags give.
+def _fill(args: argparse.Namespace) -> None:
+    """Replace what was not given by its default."""
+    args.output = args.output or Path("runs") / ("compare-toy" if args.toy else "compare")
+    args.output = args.output.resolve()
+    if args.toy:
+        args.ranks = args.ranks or ranks_of_the_toy()
+        if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
+            args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
+        args.flags = [*make_toy(args.output / "corpus", args.input), *args.flags]
+    args.ranks = args.ranks or gpus()
+    if not args.ranks:
+        raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
+    if args.tolerance is None:
+        args.tolerance = 1e-2 if {"--bf16", "--fp16"} & set(args.flags) else 1e-4
+
+
+def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
+    """The runs and the variants.
 
     Raises:
         ValueError: a flag is set by the comparison itself, or sizes do not fit.
     """
-    names = {flag.split("=")[0] for flag in flags}
-    if taken := sorted(names & set(_OURS)):
-        raise ValueError(f"{', '.join(taken)}: the comparison sets it itself; drop it")
-    ranks = args.ranks or gpus()
-    if not ranks:
-        raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
-    given = _sizes().parse_known_args(flags)[0]
-    tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
-    return Job(
-        ranks=ranks,
+    given = parsed(args.flags)
+    if taken := sorted(set(given) & set(_OURS)):
+        named = ", ".join(f"--{name}" for name in taken)
+        raise ValueError(f"{named}: the comparison sets it itself; drop it")
+
+    def number(name: str, default: int = 1) -> int:
+        return int(given.get(name, default))
+
+    tensor, pipeline = (number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline"))
+    job = Job(
+        ranks=args.ranks,
         tensor=tensor,
         pipeline=pipeline,
-        context=given.context_parallel_size or max(ranks // (tensor * pipeline), 1),
-        heads=given.num_attention_heads,
-        kv_heads=given.num_query_groups if given.group_query_attention else None,
+        context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
+        heads=number("num-attention-heads", 0) or None,
+        kv_heads=number("num-query-groups") if "group-query-attention" in given else None,
         ranks_per_node=args.gpus_per_node,
         without_megatrons=_why_no_megatron(),
     )
-
-
-def _sizes() -> argparse.ArgumentParser:
-    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size"):
-        sizes.add_argument(f"--{name}", type=int, default=1)
-    for name in ("context-parallel-size", "num-attention-heads", "num-query-groups"):
-        sizes.add_argument(f"--{name}", type=int)
-    sizes.add_argument("--group-query-attention", action="store_true")
-    return sizes
+    series = Series(
+        directory=args.output,
+        flags=[*_COMPARABLE, *args.flags],
+        ranks=args.ranks,
+        launcher=shlex.split(args.launcher),
+        peak_tflops=args.peak_tflops or peak_tflops(machine()["device"]),
+        traced=not args.no_trace,
+    )
+    patterns = [name.strip() for name in args.variants.split(",") if name.strip()]
+    return series, choose(variants(job), patterns)
 
 
 def _why_no_megatron() -> str:
+    needs = "Megatron's context parallelism needs TransformerEngine, "
     if not gpus():
-        return "Megatron's context parallelism needs TransformerEngine, and that a GPU"
-    if find_spec("transformer_engine") is None:
-        return "Megatron's context parallelism needs TransformerEngine, which is not installed"
-    return ""
+        return f"{needs}and that a GPU"
+    return "" if find_spec("transformer_engine") else f"{needs}which is not installed"
 
 
-def _run_all(series: Series, rows: Sequence[Variant], console: Console) -> list[Result]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    results, runs = [], [variant for variant in rows if not variant.why_not]
-    with Progress(*columns, console=console, transient=True) as progress:
-        for variant in rows:
-            if variant.why_not:
-                results.append(series.run(variant, print))
-                continue
-            number = f"[{runs.index(variant) + 1}/{len(runs)}]"
-            again = " (finished before)" if series.is_finished(variant) else ""
-            task = progress.add_task(f"{number} {variant.name}")
-            result = series.run(variant, _shown(progress, task, f"{number} {variant.name}"))
-            progress.remove_task(task)
-            results.append(result)
-            console.print(f"{number} {variant.name}{again}: {_line(result)}")
+def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> list[Result]:
+    results, runs = [], [variant for variant in chosen if not variant.why_not]
+    for variant in chosen:
+        if variant.why_not:
+            results.append(series.run(variant))
+            continue
+        name = f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}"
+        again = " (finished before)" if series.is_finished(variant) else ""
+        with console.status(f"{name}, see {series.folder(variant)}/log.txt"):
+            results.append(series.run(variant))
+        console.print(f"{name}{again}: {_line(results[-1])}")
     return results
-
-
-def _shown(progress: Progress, task: TaskID, name: str) -> Report:
-    return lambda text: progress.update(task, description=f"{name}: {text}")
 
 
 def _line(result: Result) -> str:
@@ -172,126 +196,13 @@ def _line(result: Result) -> str:
     return f"loss {result.losses[-1][1]:.4f}" + (f", {seconds:.3f} s a step" if seconds else "")
 
 
-def _faults(
-    results: Sequence[Result], reference: str, apart: dict[str, Difference], setup: "_Setup"
-) -> list[str]:
-    found = [f"{r.name} failed: {r.reason}" for r in results if r.status == FAILED]
-    found += filter(None, (learned_too_little(result, setup.entropy) for result in results))
-    return found + [
-        f"{name} differs from {reference} by {far.relative:.1e} at step {far.step} "
-        f"(allowed: {setup.tolerance:.0e})"
-        for name, far in apart.items()
-        if not far.relative <= setup.tolerance
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setup:
-    """What the command line asks for."""
-
-    output: Path
-    flags: Sequence[str]
-    variants: Sequence[Variant]
-    series: Series
-    entropy: float | None
-    tolerance: float
-    judged_steps: int
-
-
-def _setup(args: argparse.Namespace) -> _Setup:
-    output: Path = args.output or Path("runs") / ("compare-toy" if args.toy else "compare")
-    output, flags, entropy = output.resolve(), list(args.flags), None
-    if args.toy:
-        args.ranks = args.ranks or ranks_of_the_toy()
-        if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
-            args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
-        toy, entropy = make_toy(output / "corpus", args.input)
-        flags = [*toy, *flags]
-    job = job_of(args, flags)
-    patterns = [name.strip() for name in args.variants.split(",") if name.strip()]
-    series = Series(
-        output,
-        [*_COMPARABLE, *flags],
-        job.ranks,
-        launcher=shlex.split(args.launcher),
-        peak_tflops=args.peak_tflops or peak_tflops(device_name()),
-        traced=not args.no_trace,
-    )
-    chosen = choose(variants(job), patterns)
-    tolerance = args.tolerance
-    if tolerance is None:
-        tolerance = 1e-2 if {"--bf16", "--fp16"} & set(flags) else 1e-4
-    return _Setup(
-        output=output,
-        flags=flags,
-        variants=chosen,
-        series=series,
-        entropy=entropy,
-        tolerance=tolerance,
-        judged_steps=args.judged_steps,
-    )
-
-
-def _show(setup: _Setup, console: Console) -> None:
-    for variant in setup.variants:
-        what = variant.why_not and f"{LEFT_OUT}: {variant.why_not}"
-        console.print(f"# {variant.name}\n{what or shlex.join(setup.series.command(variant))}\n")
-
-
-def _compare(words: Sequence[str], setup: _Setup, console: Console) -> Comparison:
-    setup.output.mkdir(parents=True, exist_ok=True)
-    results = _run_all(setup.series, setup.variants, console)
-    ran = [result.name for result in results if result.status == RAN]
-    reference = next((name for name in (*REFERENCES, *ran) if name in ran), None)
-    apart = differences(results, reference, setup.judged_steps) if reference else {}
-    comparison = Comparison(
-        title=f"Context parallelism compared: {len(ran)} of {len(setup.variants)} variants",
-        command=shlex.join(["megatron-burst", "compare", *words]),
-        flags=setup.flags,
-        machine=machine(),
-        results=results,
-        reference=reference,
-        apart=apart,
-        apart_in_all_steps=differences(results, reference) if reference else {},
-        judged_steps=setup.judged_steps,
-        tolerance=setup.tolerance,
-        faults=_faults(results, reference or "", apart, setup),
-        entropy=setup.entropy,
-    )
-    page = write_report(comparison, setup.output)
+def _show(comparison: Comparison, page: Path, console: Console) -> None:
     table = terminal.table(("",), COLUMNS)
-    for name, cells in rows(comparison).items():
-        table.add_row(name, *cells)
+    for cells in rows(comparison):
+        table.add_row(*cells)
     console.print(table)
-    if left := [result.name for result in results if result.status == LEFT_OUT]:
-        console.print(f"{len(left)} variants were not run; the page says why")
+    if left := sum(result.status == LEFT_OUT for result in comparison.results):
+        console.print(f"{left} variants were not run; the page says why")
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")
-    return comparison
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    Raises:
-        ValueError: a flag cannot be what it is; the message says why.
-    """
-    words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse(words)
-    if args.collect:
-        return collect.write(args.collect, args.output, as_json=args.json)
-    console = Console(stderr=True, quiet=True) if args.json else terminal.console()
-    setup = _setup(args)
-    if args.dry_run:
-        _show(setup, console)
-        return 0
-    try:
-        comparison = _compare(words, setup, console)
-    except KeyboardInterrupt:
-        terminal.complain("compare", ["interrupted; the same command goes on from here"])
-        return 130
-    if args.json:
-        print(json.dumps(as_json(comparison), indent=2))
-    terminal.complain("compare", comparison.faults)
-    return 1 if comparison.faults else 0

@@ -1,4 +1,4 @@
-"""The report of a comparison: one table, in the terminal and on a page with a picture, one JSON."""
+"""The report of a comparison: one table, in the terminal and on a page, and one JSON."""
 
 import json
 import shlex
@@ -7,26 +7,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.compare.results import RAN, Difference, Result
+from megatron_burst.tools.compare.results import FAILED, RAN, Difference, Result, differences
+from megatron_burst.tools.compare.variants import REFERENCES
 
-COLUMNS = (
-    "loss apart",
-    "last loss",
-    "step ms",
-    "tokens/s a rank",
-    "MFU %",
-    "memory GiB",
-    "sent MiB",
-    "exposed ms",
-    "exposed %",
-    "hidden %",
-)
+# Each with where its figure is in a result, what it is multiplied by, and its form.
+_FIGURES = {
+    "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
+    "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
+    "MFU %": ("mfu", 100, "{:.1f}"),
+    "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
+    "sent MiB": ("bytes_sent_per_rank_per_step", 2**-20, "{:,.1f}"),
+    "exposed ms": ("exposed", 1e3, "{:,.1f}"),
+    "exposed %": ("share", 100, "{:.0f}"),
+    "hidden %": ("hidden", 100, "{:.0f}"),
+}
+COLUMNS = ("loss apart", "last loss", *_FIGURES)
 _WORDS = """
 * **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
-  judged: training amplifies the last bit of a float.
+  judged: training amplifies the last bit of a float. `tensorboard --logdir runs` shows all steps.
 * **step**: the median time of a step, the first five left out where there are ten.
 * **MFU**: model FLOPs of a step (attention's causal half counted as a half, nothing counted twice
-  that is recomputed) over time x GPUs x peak.
+  that is recomputed) over time x GPUs x peak; n/a where the peak is not known (`--peak-tflops`), or
+  with experts, MLA, MTP, windows, packed sequences and block masks.
 * **memory**: the peak of the fullest rank: of tensors on the GPU; without a GPU of a whole process.
 * **sent**: payload bytes that attention sends, of a rank and step; Megatron's own paths count none.
 * **exposed**: communication that nothing is computed beside, of a rank and step, and its share of
@@ -34,23 +36,16 @@ _WORDS = """
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All that a report says."""
+    """What was compared, and how it is judged."""
 
-    title: str
     command: str
     flags: Sequence[str]
     machine: Mapping[str, str]
     results: Sequence[Result]
-    reference: str | None
-    apart: Mapping[str, Difference]
-    """In the steps that are judged."""
-    apart_in_all_steps: Mapping[str, Difference]
     judged_steps: int
     tolerance: float
-    faults: Sequence[str]
-    entropy: float | None = None
 
     @property
     def ran(self) -> list[Result]:
@@ -58,10 +53,32 @@ class Comparison:
         return [result for result in self.results if result.status == RAN]
 
     @property
+    def reference(self) -> str:
+        """What the losses of all are held against; empty where nothing ran."""
+        names = [result.name for result in self.ran]
+        return next((name for name in (*REFERENCES, *names) if name in names), "")
+
+    @property
+    def apart(self) -> dict[str, Difference]:
+        """How far the others are from it in the steps that are judged."""
+        return differences(self.results, self.reference, self.judged_steps) if self.ran else {}
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, a sentence each."""
+        found = [f"{r.name} failed: {r.reason}" for r in self.results if r.status == FAILED]
+        return found + [
+            f"{name} differs from {self.reference} by {far.relative:.1e} at step {far.step} "
+            f"(allowed: {self.tolerance:.0e})"
+            for name, far in self.apart.items()
+            if not far.relative <= self.tolerance
+        ]
+
+    @property
     def verdict(self) -> list[str]:
-        """What is wrong, a sentence each, or one that says how near all are."""
+        """The faults, or one sentence that says how near all are."""
         if self.faults or not self.apart:
-            return list(self.faults) or ["there was nothing to compare"]
+            return self.faults or ["there was nothing to compare"]
         worst = max(difference.relative for difference in self.apart.values())
         return [
             f"all losses of the first {self.judged_steps} steps agree with those of "
@@ -69,19 +86,14 @@ class Comparison:
         ]
 
 
-def rows(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the cells of every variant that ran, by its name."""
-    return {result.name: list(_cells(result, comparison)) for result in comparison.ran}
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Return the name and the cells of every variant that ran."""
+    return [list(_cells(result, comparison.apart)) for result in comparison.ran]
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
-    """Write compare.md, compare.svg and compare.json; return the page."""
+    """Write compare.md and compare.json; return the page."""
     page = directory / "compare.md"
-    if comparison.reference:
-        from megatron_burst.tools.compare.pictures import draw  # matplotlib: not for --collect
-
-        picture = directory / "compare.svg"
-        draw(comparison.ran, comparison.reference, comparison.entropy, picture)
     page.write_text(_page(comparison))
     (directory / "compare.json").write_text(json.dumps(as_json(comparison), indent=2) + "\n")
     return page
@@ -89,17 +101,19 @@ def write_report(comparison: Comparison, directory: Path) -> Path:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return all that compare.json holds."""
-    return asdict(comparison)
+    apart = {name: asdict(difference) for name, difference in comparison.apart.items()}
+    judged = {"reference": comparison.reference, "apart": apart, "faults": comparison.faults}
+    return asdict(comparison) | judged
 
 
 def _page(comparison: Comparison) -> str:
     others = [result for result in comparison.results if result.status != RAN]
     commands = (f"# {r.name}\n{shlex.join(r.command)}" for r in comparison.results if r.command)
+    count = f"{len(comparison.ran)} of {len(comparison.results)} variants"
     parts = [
-        f"# {comparison.title}",
+        f"# Context parallelism compared: {count}",
         "\n".join(f"**{text}.**  " for text in comparison.verdict),
-        _table(["", *COLUMNS], [[name, *cells] for name, cells in rows(comparison).items()]),
-        "![losses, times, memory and messages](compare.svg)" if comparison.reference else "",
+        _table(["", *COLUMNS], rows(comparison)),
         _WORDS.strip(),
     ]
     if others:
@@ -108,7 +122,7 @@ def _page(comparison: Comparison) -> str:
     parts += [
         "## How it was made",
         f"```bash\n{comparison.command}\n```",
-        _table(["", ""], [list(item) for item in comparison.machine.items()]),
+        _table(["", ""], comparison.machine.items()),
         "```bash\n" + "\n\n".join(commands) + "\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -119,19 +133,11 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
 
 
-def _cells(result: Result, comparison: Comparison) -> Iterable[str]:
-    apart, exposed = comparison.apart.get(result.name), result.exposed or {}
-    yield "reference" if apart is None else f"{apart.relative:.1e}"
+def _cells(result: Result, apart: Mapping[str, Difference]) -> Iterable[str]:
+    yield result.name
+    yield f"{apart[result.name].relative:.1e}" if result.name in apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
-    yield _number(result.seconds_per_step, 1e3, "{:,.0f}")
-    yield _number(result.tokens_per_second_per_gpu, 1, "{:,.0f}")
-    yield _number(result.mfu, 100, "{:.1f}")
-    yield _number(result.peak_memory_bytes, 2**-30, "{:.2f}")
-    yield _number(result.bytes_sent_per_rank_per_step, 2**-20, "{:,.1f}")
-    yield _number(exposed.get("exposed"), 1e3, "{:,.1f}")
-    yield _number(exposed.get("share"), 100, "{:.0f}")
-    yield _number(exposed.get("hidden"), 100, "{:.0f}")
-
-
-def _number(value: float | None, factor: float, form: str) -> str:
-    return "n/a" if value is None else form.format(value * factor)
+    figures = asdict(result) | {"exposed": None, "share": None, "hidden": None}
+    figures |= result.exposed or {}
+    for name, factor, form in _FIGURES.values():
+        yield "n/a" if figures[name] is None else form.format(figures[name] * factor)

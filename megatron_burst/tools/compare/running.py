@@ -8,9 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_burst.tools.compare.results import FAILED, LEFT_OUT, Result, machine, measure
@@ -18,67 +17,52 @@ from megatron_burst.tools.compare.variants import Variant
 from megatron_burst.tools.runlog import RunLogError
 from megatron_burst.tools.trace import TraceError
 
-_LOOK_SECONDS = 0.5
 _LONGEST = 1000  # characters of a reason
-_STEP = re.compile(r"iteration +(\d+)/ *(\d+) .*?lm loss: ([0-9.E+-]+)")
-_PROFILE = tuple(
-    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
-)
+_TRACE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
+_LOG = "--log-interval 1 --tensorboard-log-interval 1 --log-timers-to-tensorboard".split()
 # What says why a run ended, the first that is there: our own refusal, an exception's last line.
 _REASONS = (
     r"^(?:\[.*?\]: *)?megatron_burst: (.+)$",
     r"^(?:\[.*?\]: *)?([\w.]*(?:Error|Exception): .+)$",
 )
+# CUDA_...: Megatron asks for it before it runs context parallelism on GPUs older than Blackwell.
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore::UserWarning",
+}
 
-type Report = Callable[[str], None]
 
-
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """The runs of one comparison, each in a folder of its own.
+    """The runs of one comparison, each in a folder of its own."""
 
-    Args:
-        directory: of the comparison.
-        flags: Megatron's, the same for every variant.
-        ranks: of the job.
-        launcher: the command that starts that many ranks, in place of torchrun on this machine.
-        peak_tflops: of a device, for the MFU.
-        traced: whether our runs profile their second and third step.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        flags: Sequence[str],
-        ranks: int,
-        *,
-        launcher: Sequence[str] = (),
-        peak_tflops: float | None = None,
-        traced: bool = True,
-    ) -> None:
-        self._directory, self._flags, self._launcher = directory, flags, launcher
-        self._ranks, self._peak_tflops, self._traced = ranks, peak_tflops, traced
+    directory: Path
+    flags: Sequence[str]  # Megatron's, the same for every variant
+    ranks: int  # of the job
+    launcher: Sequence[str] = ()  # what starts that many, in place of torchrun on this machine
+    peak_tflops: float | None = None  # of a device, for the MFU
+    traced: bool = True  # whether our runs profile their second and third step
 
     def folder(self, variant: Variant) -> Path:
         """Return where a variant's run is."""
-        return self._directory / "runs" / re.sub(r"[^a-z0-9_]+", "-", variant.name.lower())
+        return self.directory / "runs" / re.sub(r"[^a-z0-9_]+", "-", variant.name.lower())
 
     def command(self, variant: Variant) -> list[str]:
         """Return the command line of a variant."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher = [*torchrun, "--nproc-per-node", str(variant.ranks)]
-        if self._launcher and variant.ranks == self._ranks:
-            launcher = [*self._launcher]
-        folder, ours = self.folder(variant), variant.flags[1] != "megatron"
-        trace = _PROFILE if self._traced and ours else ()
+        launcher = [*self.launcher]
+        if not launcher or variant.ranks != self.ranks:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            launcher += ["--nproc-per-node", str(variant.ranks)]
+        ours = variant.flags[1] != "megatron"
         return [
             *launcher,
             *("-m", "megatron_burst.pretrain_gpt"),
-            *self._flags,
+            *self.flags,
             *variant.flags,
-            *trace,
-            *("--tensorboard-dir", str(folder / "tensorboard")),
-            *("--log-interval", "1", "--tensorboard-log-interval", "1"),
-            "--log-timers-to-tensorboard",
+            *(_TRACE if self.traced and ours else ()),
+            *("--tensorboard-dir", str(self.folder(variant) / "tensorboard")),
+            *_LOG,
         ]
 
     def is_finished(self, variant: Variant) -> bool:
@@ -86,8 +70,8 @@ class Series:
         file = self._mark(variant)
         return file.is_file() and json.loads(file.read_text()) == self._what(variant)
 
-    def run(self, variant: Variant, report: Report) -> Result:
-        """Train a variant, unless that was done; `report` gets a line on how far it is."""
+    def run(self, variant: Variant) -> Result:
+        """Train a variant, unless that was done."""
         if variant.why_not:
             return Result(name=variant.name, status=LEFT_OUT, reason=variant.why_not)
         folder, command = self.folder(variant), self.command(variant)
@@ -95,11 +79,11 @@ class Series:
         if not self.is_finished(variant):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was not finished
             folder.mkdir(parents=True)
-            if status := _train(command, folder / "log.txt", report):
+            if status := _train(command, folder / "log.txt"):
                 return replace(failed, reason=_reason(status, folder / "log.txt"))
             self._mark(variant).write_text(json.dumps(self._what(variant), indent=2) + "\n")
         try:
-            return measure(variant.name, command, variant.ranks, folder, self._peak_tflops)
+            return measure(variant.name, folder, self.peak_tflops, command)
         except (RunLogError, TraceError) as error:
             return replace(failed, reason=str(error))
 
@@ -110,44 +94,28 @@ class Series:
         return {"machine": machine(), "command": self.command(variant)}
 
 
-def _train(command: Sequence[str], log: Path, report: Report) -> int:
-    environment = {
-        **os.environ,
-        # Megatron asks for it before it runs context parallelism on GPUs older than Blackwell.
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::UserWarning"),
-    }
+def _train(command: Sequence[str], log: Path) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_ENVIRONMENT | os.environ,
+            process_group=0,
         )
         try:
-            while process.poll() is None:
-                report(_progress(log))
-                time.sleep(_LOOK_SECONDS)
+            return process.wait()
         finally:
             signal.signal(signal.SIGTERM, before)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
-    return process.returncode
 
 
 def _interrupt(*_: object) -> None:
     """A batch system's SIGTERM is an interruption like Ctrl-C: the training must not outlive us."""
     raise KeyboardInterrupt
-
-
-def _progress(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20000))
-        steps = _STEP.findall(file.read().decode(errors="replace"))
-    if not steps:
-        return "starting"
-    step, last, loss = steps[-1]
-    return f"step {step}/{last}, loss {float(loss):.3f}"
 
 
 def _reason(status: int, log: Path) -> str:

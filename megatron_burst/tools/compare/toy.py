@@ -25,8 +25,8 @@ def ranks() -> int:
     return 2 ** min(gpus().bit_length() - 1, 2) if gpus() else _RANKS
 
 
-def make_toy(directory: Path, inputs: Sequence[Path]) -> tuple[list[str], float]:
-    """Write the corpus unless it is there; return the toy's flags and the text's unigram entropy.
+def make_toy(directory: Path, inputs: Sequence[Path]) -> list[str]:
+    """Write the corpus; return the toy's flags.
 
     In a process of its own: Megatron, which writes it, warns of much that is not used here.
 
@@ -44,5 +44,4 @@ def make_toy(directory: Path, inputs: Sequence[Path]) -> tuple[list[str], float]
     cache = directory / f"cache-{content['source'][:12]}"
     paths = ["--data-path", content["prefix"], "--data-cache-path", str(cache)]
     precision = ["--bf16"] if gpus() else []
-    flags = [*_FLAGS, *precision, *paths, *content["tokenizer_args"]]
-    return flags, float(content["unigram_entropy_nats"])
+    return [*_FLAGS, *precision, *paths, *content["tokenizer_args"]]

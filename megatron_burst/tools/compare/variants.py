@@ -1,6 +1,6 @@
 """Which ways of context parallelism are compared, by which flags, and why one cannot run here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -10,9 +10,6 @@ from megatron_burst.plans.topology import choose_grid
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
-
-_MEGATRON = ("p2p", "all_gather", "a2a", "a2a+p2p")
-_BACKENDS = ("flash", "fused")  # of TransformerEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +41,11 @@ class Job:
         return [rank * self.tensor // on_a_node for rank in range(self.context)]
 
     @property
-    def context_ranks_of_a_node(self) -> int:
-        """How many context-parallel ranks the first node holds."""
-        return self.nodes.count(0)
+    def heads_of_a_rank(self) -> tuple[int, int] | None:
+        """Query and kv heads of a tensor-parallel rank, where they are known."""
+        if self.heads is None:
+            return None
+        return self.heads // self.tensor, max((self.kv_heads or self.heads) // self.tensor, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +60,21 @@ class Variant:
 
 def variants(job: Job) -> list[Variant]:
     """Return every variant, those that cannot run here with the reason; the references first."""
-    return [*_references(job), *_megatrons(job), *_ours(job)]
+
+    def made(name: str, algorithm: str, flags: str, why_not: str = "") -> Variant:
+        words = f"--context-parallel-algo {algorithm} {flags}"
+        return Variant(name=name, flags=tuple(words.split()), ranks=job.ranks, why_not=why_not)
+
+    # One context-parallel rank and no data parallelism: as few ranks as the model allows.
+    fewest = job.tensor * job.pipeline
+    alone = (made(name, name.split()[1], "--context-parallel-size 1") for name in REFERENCES)
+    size = f"--context-parallel-size {job.context}"
+    place = f"{size} --burst-ranks-per-node {job.ranks_per_node}" if job.ranks_per_node else size
+    return [
+        *(replace(variant, ranks=fewest) for variant in alone),
+        *(made(name, "megatron", flags, why) for name, flags, why in _megatrons(job, size)),
+        *(made(name, name.split()[0], f"{place} {more}", why) for name, more, why in _ours(job)),
+    ]
 
 
 def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
@@ -70,63 +83,43 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
     Raises:
         ValueError: a pattern matches none.
     """
+    names = [variant.name for variant in every]
     for pattern in patterns:
-        if not any(fnmatch(variant.name, pattern) for variant in every):
-            names = "', '".join(variant.name for variant in every)
-            raise ValueError(f"--variants '{pattern}' matches none of '{names}'")
-    if not patterns:
-        return list(every)
+        if not any(fnmatch(name, pattern) for name in names):
+            known = "', '".join(names)
+            raise ValueError(f"--variants '{pattern}' matches none of '{known}'")
     return [
         variant
-        if any(fnmatch(variant.name, pattern) for pattern in patterns)
+        if any(fnmatch(variant.name, pattern) for pattern in patterns or ["*"])
         else replace(variant, why_not=variant.why_not or "left out by --variants")
         for variant in every
     ]
 
 
-def _references(job: Job) -> Iterator[Variant]:
-    """One context-parallel rank and no data parallelism: as few ranks as the model allows."""
-    for name, algorithm in zip(REFERENCES, ("megatron", "burst"), strict=True):
-        flags = ("--context-parallel-algo", algorithm, "--context-parallel-size", "1")
-        yield Variant(name=name, flags=flags, ranks=job.tensor * job.pipeline)
-
-
-def _megatrons(job: Job) -> Iterator[Variant]:
-    """Megatron's own context parallelism, by TransformerEngine."""
-    for way in _MEGATRON:
-        for backend in _BACKENDS:
-            more: tuple[str, ...] = ()
-            why_not = job.without_megatrons
-            if "a2a" in way:
-                spread = _spread_of_a2a(job) if way == "a2a+p2p" else job.context
-                why_not = why_not or _why_no_a2a(job, spread)
-                if way == "a2a+p2p":
-                    sizes = (str(spread), str(job.context // spread))
-                    more = ("--hierarchical-context-parallel-sizes", *sizes)
-            yield Variant(
-                name=f"megatron {way} {backend}",
-                flags=(
-                    *("--context-parallel-algo", "megatron", "--cp-comm-type", way),
-                    *("--attention-backend", backend, *_size(job), *more),
-                ),
-                ranks=job.ranks,
-                why_not=why_not,
-            )
-
-
-def _spread_of_a2a(job: Job) -> int:
-    """The heads go over a node's ranks, or on one node over half of them."""
-    local = job.context_ranks_of_a_node
-    return local if local < job.context else max(1, job.context // 2)
+def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
+    """Megatron's own context parallelism, by both backends of TransformerEngine."""
+    # Over several levels the heads go over a node's ranks, or on one node over half of them.
+    local = job.nodes.count(0)
+    spread = local if local < job.context else max(1, job.context // 2)
+    ways = {
+        "p2p": ("", ""),
+        "all_gather": ("", ""),
+        "a2a": ("", _why_no_a2a(job, job.context)),
+        "a2a+p2p": (
+            f" --hierarchical-context-parallel-sizes {spread} {job.context // spread}",
+            _why_no_a2a(job, spread),
+        ),
+    }
+    for way, (more, why_not) in ways.items():
+        for backend in ("flash", "fused"):
+            flags = f"--cp-comm-type {way} --attention-backend {backend} {size}{more}"
+            yield f"megatron {way} {backend}", flags, job.without_megatrons or why_not
 
 
 def _why_no_a2a(job: Job, spread: int) -> str:
     if spread < 2 or job.context % spread:
         return f"{job.context} context-parallel ranks do not divide into groups of {spread}"
-    if job.heads is None:
-        return ""
-    heads = [count // job.tensor for count in (job.heads, job.kv_heads or job.heads)]
-    if any(count % spread for count in heads):
+    if (heads := job.heads_of_a_rank) and any(count % spread for count in heads):
         return (
             f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank do not divide by "
             f"{spread}"
@@ -134,41 +127,30 @@ def _why_no_a2a(job: Job, spread: int) -> str:
     return ""
 
 
-def _ours(job: Job) -> Iterator[Variant]:
-    def ours(name: str, algorithm: str, *flags: str, why_not: str = "") -> Variant:
-        given = ("--context-parallel-algo", algorithm, *_size(job), *_place(job), *flags)
-        return Variant(name=name, flags=given, ranks=job.ranks, why_not=why_not)
+def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Name, which begins with the algorithm; flags; why it cannot run."""
 
-    no_double = _why_no_double(job)
-    yield ours("burst", "burst")
+    def no_heads(size: int) -> str:
+        heads = job.heads_of_a_rank
+        return _refusal(kv_head_copies, *heads, size) if heads else ""
+
+    yield "burst", "", ""
+    topologies = {"flat": "", "double": _why_no_double(job)}
     for backward in ("kv", "query"):
-        for topology, why_not in (("flat", ""), ("double", no_double)):
-            rings = ("--burst-backward", backward, "--burst-topology", topology)
-            yield ours(f"burst {backward} {topology}", "burst", *rings, why_not=why_not)
-    yield ours("ring flat", "ring", "--burst-topology", "flat")
-    yield ours("ring double", "ring", "--burst-topology", "double", why_not=no_double)
-    yield ours("allgather", "allgather")
-    yield ours("ulysses", "ulysses", why_not=_why_no_heads(job, job.context))
-    for size in _head_parallel_sizes(job):
-        spread = ("--burst-head-parallel-size", str(size))
-        why_not = _why_no_heads(job, size) or _why_no_groups(job, size)
-        yield ours(f"burst heads {size}", "burst", *spread, why_not=why_not)
-        flat = (*spread, "--burst-topology", "flat")
-        yield ours(f"ring heads {size}", "ring", *flat, why_not=why_not)
-
-
-def _head_parallel_sizes(job: Job) -> list[int]:
-    """Every power of two below the context-parallel size; on two ranks there is no hybrid."""
-    return [size for size in (2**i for i in range(1, 12)) if size < job.context]
-
-
-def _size(job: Job) -> tuple[str, str]:
-    return "--context-parallel-size", str(job.context)
-
-
-def _place(job: Job) -> tuple[str, ...]:
-    given = job.ranks_per_node
-    return () if given is None else ("--burst-ranks-per-node", str(given))
+        for topology, why_not in topologies.items():
+            flags = f"--burst-backward {backward} --burst-topology {topology}"
+            yield f"burst {backward} {topology}", flags, why_not
+    for topology, why_not in topologies.items():
+        yield f"ring {topology}", f"--burst-topology {topology}", why_not
+    yield "allgather", "", ""
+    yield "ulysses", "", no_heads(job.context)
+    size = 2
+    while size < job.context:  # on two ranks there is no hybrid
+        flags = f"--burst-head-parallel-size {size}"
+        why_not = no_heads(size) or _refusal(head_groups, job.nodes, size)
+        yield f"burst heads {size}", flags, why_not
+        yield f"ring heads {size}", f"{flags} --burst-topology flat", why_not
+        size *= 2
 
 
 def _why_no_double(job: Job) -> str:
@@ -176,26 +158,16 @@ def _why_no_double(job: Job) -> str:
     if why_flat:
         return f"no double ring: {why_flat}"
     if grid.nodes == 1:
-        return "no double ring: all context-parallel ranks are on one node (--ranks-per-node)"
+        return "no double ring: all context-parallel ranks are on one node (--gpus-per-node)"
     if grid.ranks_per_node == 1:
         return "no double ring: every node holds one context-parallel rank"
     return ""
 
 
-def _why_no_heads(job: Job, size: int) -> str:
-    if job.heads is None:
-        return ""
-    kv_heads = max((job.kv_heads or job.heads) // job.tensor, 1)
+def _refusal(check: Callable[..., object], *of: object) -> str:
+    """Return the message of the ValueError that a check raises, if it does."""
     try:
-        kv_head_copies(job.heads // job.tensor, kv_heads, size)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _why_no_groups(job: Job, size: int) -> str:
-    try:
-        head_groups(job.nodes, size)
+        check(*of)
     except ValueError as error:
         return str(error)
     return ""

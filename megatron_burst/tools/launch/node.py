@@ -131,7 +131,7 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
         return [*start, "-m", "megatron_burst.tools.launch.links", "--output", links]
     program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
     named = site.plan("--run", args.run, "--flags") if args.run else []
-    board = ["--tensorboard-dir", str(args.output / "tensorboard")]
+    board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
     return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
 
 

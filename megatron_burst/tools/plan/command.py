@@ -4,16 +4,13 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
-
-from rich.table import Table
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.plan import show
-from megatron_burst.tools.plan.configs import FOLDER, Configs, parsed
-from megatron_burst.tools.plan.memory import GIB
-from megatron_burst.tools.plan.ranking import Candidate, rank, with_rates
+from megatron_burst.tools.plan.configs import Configs, parsed
+from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.workload import Cluster
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
@@ -28,13 +25,25 @@ _RATES = {
     "backward-tflops": ("backward_rate", 1e12, "of attention's backward"),
     "linear-tflops": ("linear_rate", 1e12, "of matrix products"),
 }
+# The columns of numbers: the figure, in what unit and form.
+_COLUMNS = {
+    "heads": ("head_parallel_size", 1, "{}"),
+    "rho": ("recompute_fraction", 1, "{}"),
+    "GiB": ("memory_bytes", 2**30, "{:.1f}"),
+    "MiB": ("sent_bytes_a_layer", 2**20, "{:.0f}"),
+    "NIC": ("sent_between_nodes_bytes_a_layer", 2**20, "{:.0f}"),
+    "exposed": ("exposed_share", 1, "{:.1%}"),
+    "s/step": ("seconds_a_step", 1, "{:.2f}"),
+    "tokens/s/GPU": ("tokens_per_second_per_gpu", 1, "{:.1f}"),
+    "MFU": ("mfu", 1, "{:.1%}"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the verb; return its exit status."""
     own, rest = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
     given = _parser().parse(own)
-    configs = Configs.read(given.configs)
+    configs = Configs.read()
     if given.list is not None:
         print(*configs.names(given.list), sep="\n")
     elif given.flags:
@@ -47,33 +56,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
-    console = terminal.console()
     changed = flags or given.model or given.cluster or given.gpus or given.seq_length
     if given.run and not changed and not given.json:
         run = configs.run(given.run)
-        console.print(*show.lines(configs, run), sep="\n")
-        console.print(f"flags: {shlex.join(run.arguments())}\n")
+        print(*show.lines(configs, run), f"flags: {shlex.join(run.arguments())}\n", sep="\n")
     wanted, cluster, gpus = _asked(configs, given, flags)
     found = rank(wanted, cluster, gpus, given.fractions, configs.constant("working_set"))
     if given.json:
         print(json.dumps([_figures(each) for each in found], indent=2))
-        return
-    load = found[0].load
-    console.print(
-        f"{gpus} GPUs of {cluster.name}: tensor {load.tensor} x context {load.context} x data "
-        f"{load.data}; {load.tokens} tokens, {load.model.parameters / 1e9:.2f} billion parameters"
-    )
-    console.print(_ranking(found[: given.top]))
-    console.print(
-        "MiB: what a rank sends for attention of a layer; NIC: of it, to other nodes; exposed: "
-        "of attention's time"
-    )
+    else:
+        _print(found, given.top)
     if not found[0].fits:
         raise ValueError(
             "nothing fits: more GPUs, a larger --tensor-model-parallel-size, or "
             "--recompute-granularity full"
         )
-    console.print(f"\nthe first of them, on every node:\n{found[0].command()}")
+    if not given.json:
+        print(f"\nthe first of them, on every node:\n{found[0].command()}")
 
 
 def _figures(each: Candidate) -> dict[str, Any]:
@@ -85,9 +84,9 @@ def _figures(each: Candidate) -> dict[str, Any]:
         "recompute_fraction": each.fraction,
         "memory_bytes": each.memory.total,
         "fits": each.fits,
-        "sent_bytes_a_layer": each.time.sent,
-        "sent_between_nodes_bytes_a_layer": each.time.between,
-        "exposed_share": each.time.exposed_share,
+        "sent_bytes_a_layer": each.time.attention.sent,
+        "sent_between_nodes_bytes_a_layer": each.time.attention.between,
+        "exposed_share": each.time.attention.exposed_share,
         "seconds_a_step": each.time.seconds,
         "tokens_per_second_per_gpu": each.time.tokens_per_gpu,
         "mfu": each.time.mfu,
@@ -95,64 +94,54 @@ def _figures(each: Candidate) -> dict[str, Any]:
     }
 
 
-def _ranking(found: Iterable[Candidate]) -> Table:
-    numbers = ("heads", "rho", "GiB", "MiB", "NIC", "exposed", "s/step", "tokens/s/GPU", "MFU")
-    table = terminal.table(("algorithm",), numbers)
-    for each in found:
-        table.add_row(
-            str(each),
-            str(each.load.head_parallel),
-            each.fraction,
-            f"{each.memory.total / GIB:.1f}{'' if each.fits else ' too much'}",
-            f"{each.time.sent / 2**20:.0f}",
-            f"{each.time.between / 2**20:.0f}",
-            f"{each.time.exposed_share:.1%}",
-            f"{each.time.seconds:.2f}",
-            f"{each.time.tokens_per_gpu:.1f}",
-            f"{each.time.mfu:.1%}",
-        )
-    return table
+def _print(found: list[Candidate], most: int) -> None:
+    load, table = found[0].load, terminal.table(("algorithm",), _COLUMNS)
+    for each in found[:most]:
+        figures = _figures(each)
+        cells = {
+            title: form.format(figures[name] if unit == 1 else figures[name] / unit)
+            for title, (name, unit, form) in _COLUMNS.items()
+        }
+        cells["GiB"] += "" if each.fits else " too much"
+        table.add_row(str(each), *cells.values())
+    console = terminal.console()
+    console.print(f"{load.gpus} GPUs of {load.cluster.name}: {show.sizes(load)}")
+    console.print(table)
+    console.print(
+        "MiB: what a rank sends for attention of a layer; NIC: of it, to other nodes; exposed: "
+        "of attention's time"
+    )
 
 
 def _asked(
     configs: Configs, given: argparse.Namespace, own: dict[str, Any]
 ) -> tuple[dict[str, Any], Cluster, int]:
     """The flags, the machines and the number of GPUs that the command line asks for."""
-    flags: dict[str, Any] = {}
-    name, gpus = given.cluster, given.gpus
-    if given.run:
-        run = configs.run(given.run)
-        flags, name, gpus = dict(run.flags), name or run.cluster, gpus or run.gpus
+    run = configs.run(given.run) if given.run else None
+    name, gpus = given.cluster or (run and run.cluster), given.gpus or (run and run.gpus)
+    if not (name and gpus):
+        raise ValueError("say --cluster and --gpus, or --run")
+    flags = dict(run.flags) if run else configs.flags_of(_USUAL)
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
-    elif not given.run:
-        flags = configs.flags_of(_USUAL)
     flags |= own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
     positions = int(flags.get("max-position-embeddings", 0))
     flags["max-position-embeddings"] = max(positions, int(flags.get("seq-length", 0)))
-    if not (name and gpus):
-        raise ValueError("say --cluster and --gpus, or --run")
-    _fill(flags, own, gpus, others_than_the_runs=bool(given.gpus or not given.run))
-    return flags, with_rates(configs.cluster(name), _measured(given)), gpus
-
-
-def _fill(
-    flags: dict[str, Any], own: dict[str, Any], gpus: int, *, others_than_the_runs: bool
-) -> None:
-    """Let all GPUs take part, with a sequence for each data-parallel rank."""
+    # All GPUs take part, with a sequence for each data-parallel rank.
     tensor = int(flags.get("tensor-model-parallel-size", 1))
-    if "context-parallel-size" not in own and others_than_the_runs:
+    if "context-parallel-size" not in own and (given.gpus or not run):
         flags["context-parallel-size"] = gpus // tensor
     if "global-batch-size" not in own:
         data = max(1, gpus // (tensor * int(flags.get("context-parallel-size", 1))))
         flags["global-batch-size"] = data * -(-int(flags.get("global-batch-size", 1)) // data)
-
-
-def _measured(given: argparse.Namespace) -> dict[str, float]:
-    values = {flag: getattr(given, flag.replace("-", "_")) for flag in _RATES}
-    return {_RATES[flag][0]: x * _RATES[flag][1] for flag, x in values.items() if x is not None}
+    measured = {
+        field: unit * value
+        for flag, (field, unit, _) in _RATES.items()
+        if (value := getattr(given, flag.replace("-", "_"))) is not None
+    }
+    return flags, replace(configs.cluster(name), **measured), gpus
 
 
 def _parser() -> options.Parser:
@@ -163,36 +152,23 @@ def _parser() -> options.Parser:
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
         "megatron-burst plan --run toy --flags",
     )
-    _add_runs(parser)
-    _add_predicted(parser)
-    return parser
-
-
-def _add_runs(parser: options.Parser) -> None:
+    add = parser.add
     parser.section("named runs")
-    options.add_run(parser, FOLDER)
+    add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     text = "print the flags of --run alone, a word a line, for scripts"
-    parser.add("--flags", action="store_true", help=text)
+    add("--flags", action="store_true", help=text)
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
-    parser.add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
-
-
-def _add_predicted(parser: options.Parser) -> None:
+    add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
     parser.section("what is predicted")
-    parser.add("--model", metavar="NAME", help="a model of configs/; or flags after --")
-    parser.add("--cluster", metavar="NAME", help="a800, a100, h100, h200, b200")
-    parser.add("--gpus", type=options.positive, metavar="N", help="of the job")
-    parser.add("--seq-length", type=options.positive, metavar="N", help="tokens of a sequence")
-    parser.add(
-        "--fractions",
-        type=float,
-        nargs="+",
-        default=[0, 0.5, 1],
-        metavar="RHO",
-        help="of attention that may be recomputed in recomputed layers (default: 0 0.5 1)",
-    )
+    add("--model", metavar="NAME", help="a model of configs/; or flags after --")
+    add("--cluster", metavar="NAME", help="a800, a100, h100, h200, b200")
+    add("--gpus", type=options.positive, metavar="N", help="of the job")
+    add("--seq-length", type=options.positive, metavar="N", help="tokens of a sequence")
+    text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
+    add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
     for flag, (_, _, what) in _RATES.items():
         was = ("--card-gb-s",) if flag == "nic-gb-s" else ()
-        parser.add(f"--{flag}", was=was, type=float, metavar="X", help=f"measured: {what}")
-    parser.add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
+        add(f"--{flag}", was=was, type=float, metavar="X", help=f"measured: {what}")
+    add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
     options.add_json(parser)
+    return parser

@@ -2,15 +2,15 @@
 
 import fnmatch
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.flops import peak_tflops
-from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
+from megatron_burst.tools.flops import Flags, peak_tflops
+from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
 
-FOLDER = Path(__file__).parents[2] / "configs"
+_FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
 
 
@@ -22,8 +22,7 @@ class Run:
     cluster: str
     gpus: int
     flags: Flags
-    """Of Megatron and ours, without dashes in front; True for those without a value."""
-    published: tuple[str, ...] = ()
+    published: Sequence[str] = ()
     """The rows of published.toml that it is held against."""
     note: str = ""
 
@@ -38,69 +37,46 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Configs:
-    """The files of a folder of configurations."""
+    """The files of configs/; ValueError for a name that they do not have."""
 
     models: Table
     clusters: Table
     published: Table
-    tables: Mapping[str, Table] = field(repr=False)  # runs, those of series written out
+    tables: Mapping[str, Table]  # runs
 
     @classmethod
-    def read(cls, folder: Path = FOLDER) -> "Configs":
-        """Read a folder.
-
-        Raises:
-            ValueError: it is not there, or not such a folder.
-        """
-        try:
-            models, clusters, runs, published = (
-                tomllib.loads((folder / f"{name}.toml").read_text())
-                for name in ("models", "clusters", "runs", "published")
-            )
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"there is no {error.filename}: pass --configs with the repository's configs/"
-            ) from None
-        series = runs.pop("series")
-        for name, table in series.items():
-            runs |= dict(_rows(name, table))
-        return cls(models, clusters, published, runs)
+    def read(cls) -> "Configs":
+        """Read the folder that this package brings."""
+        names = ("models", "clusters", "published", "runs")
+        return cls(*(tomllib.loads((_FOLDER / f"{name}.toml").read_text()) for name in names))
 
     def names(self, pattern: str = "*") -> list[str]:
         """Return the names of the runs that match a shell pattern."""
-        known = [name for name in self.tables if not name.startswith("_")]
-        return fnmatch.filter(known, pattern)
+        return fnmatch.filter(_names(self.tables), pattern)
 
     def run(self, name: str) -> Run:
-        """Return a run.
-
-        Raises:
-            ValueError: there is none of this name.
-        """
-        if name not in self.names():
-            raise ValueError(f"there is no run {name}; there are: {', '.join(self.names())}")
+        """Return a run."""
+        _check("run", name, self.tables)
         table = _inherited(self.tables, name)
-        given = {**self.model(table["model"]), **self.flags_of(name)}
+        given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
         return Run(
             name=name,
             cluster=table["cluster"],
             gpus=table["gpus"],
-            flags={key: value for key, value in given.items() if value is not False},
-            published=tuple(table.get("published", ())),
+            flags=_set(given),
+            published=table.get("published", ()),
             note=table.get("note", ""),
         )
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""
-        return dict(_inherited(self.tables, name)["flags"])
+        return _set(_inherited(self.tables, name)["flags"])
 
     def model(self, name: str) -> dict[str, Any]:
-        """Return the flags of a model; ValueError if there is none of this name."""
-        known = [each for each in self.models if not each.startswith("_")]
-        if name not in known:
-            raise ValueError(f"there is no model {name}; there are: {', '.join(known)}")
-        return _inherited({key: {"flags": t} for key, t in self.models.items()}, name)["flags"]
+        """Return the flags of a model."""
+        _check("model", name, self.models)
+        return _inherited(self.models, name)
 
     def published_rows(self) -> dict[str, Table]:
         """Return the published figures by name; a row takes what it does not say from its group."""
@@ -115,22 +91,22 @@ class Configs:
         return float(self.published["fitted"][name]["value"])
 
     def cluster(self, name: str) -> Cluster:
-        """Return a cluster; ValueError if there is none of this name."""
-        if name not in self.clusters:
-            raise ValueError(f"there is no cluster {name}; there are: {', '.join(self.clusters)}")
+        """Return a cluster."""
+        _check("cluster", name, self.clusters)
         table = self.clusters[name]
-        share = {
-            key: table.get(f"share_{key}", self.constant(f"share_{key}"))
-            for key in ("forward", "backward", "linear")
-        }
         peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table["gpu"]) or 0.0)
+
+        def reached(what: str) -> float:
+            share = f"share_{what}"
+            return peak * float(table.get(share, self.constant(share)))
+
         return Cluster(
             name=name,
             gpus_per_node=table["gpus_per_node"],
             memory=table["memory_gib"] * 2**30,
-            forward_rate=peak * share["forward"],
-            backward_rate=peak * share["backward"],
-            linear_rate=peak * share["linear"],
+            forward_rate=reached("forward"),
+            backward_rate=reached("backward"),
+            linear_rate=reached("linear"),
             memory_rate=1e9 * table["memory_gb_s"],
             within_rate=1e9 * table["within_gb_s"],
             nic_rate=1e9 * table["nic_gb_s"],
@@ -144,56 +120,51 @@ class Configs:
 def arguments(flags: Flags) -> list[str]:
     """Write flags as a command line has them; those that are False are left out."""
     words = []
-    for name, value in flags.items():
-        if value is False:
-            continue
+    for name, value in _set(flags).items():
         values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name}", *map(str, values)]
     return words
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Undo `arguments`: values stay strings; a flag without one is True.
+    """Undo `arguments`: values stay strings, several are a list; a flag without one is True.
 
     Raises:
         ValueError: a word that belongs to no flag.
     """
-    flags: dict[str, Any] = {}
-    name = ""
+    found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
-            flags[name] = value or True
-        elif not name:
+            found[name] = [value] if value else []
+        elif not found:
             raise ValueError(f"{word} belongs to no flag")
         else:
-            before = flags[name]
-            flags[name] = word if before is True else [*_listed(before), word]
-    return flags
+            found[name].append(word)
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _set(flags: Flags) -> dict[str, Any]:
+    """Those that are not taken back by False."""
+    return {name: value for name, value in flags.items() if value is not False}
+
+
+def _names(tables: Table) -> list[str]:
+    return [name for name in tables if not name.startswith("_")]
+
+
+def _check(what: str, name: str, tables: Table) -> None:
+    if name not in _names(tables):
+        raise ValueError(f"there is no {what} {name}; there are: {', '.join(_names(tables))}")
 
 
 def _inherited(tables: Mapping[str, Table], name: str) -> dict[str, Any]:
     """A table with what it does not say from its base; flags are joined."""
     table = dict(tables[name])
-    given = dict(table.get("flags", {}))
-    base = table.pop("base", None) or given.pop("base", None)
-    if base is None:
-        return {**table, "flags": given}
-    below = _inherited(tables, base)
-    return {**below, **table, "flags": {**below["flags"], **given}}
-
-
-def _rows(name: str, series: Table) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The runs of a series: each like its base, or where it is cumulative like the one before."""
-    base = series["base"]
-    for row in series["rows"]:
-        run = {"base": base, "published": [], **row}
-        own = f"{name}-{run.pop('id')}"
-        if series.get("cumulative") and not row.get("aside"):
-            base = own
-        run.pop("aside", None)
-        yield own, run
+    base = table.pop("base", None)
+    below = _inherited(tables, base) if base else {}
+    flags = {**below.get("flags", {}), **table.get("flags", {})}
+    return below | table | ({"flags": flags} if flags else {})

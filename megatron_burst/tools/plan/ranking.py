@@ -5,23 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_burst.config import Algorithm, GradDtype, LayoutName
+from megatron_burst.config import GradDtype, LayoutName
+from megatron_burst.tools.flops import Flags
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import arguments
-from megatron_burst.tools.plan.workload import Cluster, Flags, Workload, workload_of
+from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
 
 _FRACTION = "recompute-attention-fraction"
+_NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
 # What ranking chooses; of these flags those that are given are replaced.
-CHOSEN = (
-    "context-parallel-algo",
-    "burst-backward",
-    "burst-topology",
-    "burst-head-parallel-size",
-    "burst-layout",
-    "burst-segments",
-    _FRACTION,
-)
-
+CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", "burst-segments", _FRACTION)
 _FINALISTS = 4
 
 
@@ -41,14 +34,18 @@ class Candidate:
         """Whether its memory leaves room for what is not counted."""
         return self.memory.fits(self.load.cluster)
 
-    def __str__(self) -> str:
-        return " = ".join((self.name, *self.twins))
-
     @property
     def name(self) -> str:
         """What its flags choose."""
-        names = ("context-parallel-algo", "burst-backward", "burst-topology")
-        return " ".join(str(self.flags[name]) for name in names if name in self.flags)
+        return " ".join(str(self.flags[name]) for name in _NAMING if name in self.flags)
+
+    @property
+    def fraction(self) -> str:
+        """ρ, for a table."""
+        return str(self.flags.get(_FRACTION, "-"))
+
+    def __str__(self) -> str:
+        return " = ".join((self.name, *self.twins))
 
     def is_the_plan_of(self, other: "Candidate") -> bool:
         """Say whether its ranks do what those of `other` do, message by message."""
@@ -57,39 +54,27 @@ class Candidate:
             for each in (self, other)
         )
         # Equal plans take equally long, which is sooner compared.
-        return mine == theirs and timing.plans(self.load) == timing.plans(other.load)
-
-    @property
-    def fraction(self) -> str:
-        """ρ, for a table."""
-        return f"{self.flags.get(_FRACTION, '-')}"
-
-    def place(self) -> tuple[bool, float]:
-        """Return what candidates are ordered by."""
-        return not self.fits, self.time.seconds
+        return mine == theirs and all(
+            timing.plans(self.load.ring, backward=each)
+            == timing.plans(other.load.ring, backward=each)
+            for each in (False, True)
+        )
 
     def command(self) -> str:
         """Return the command line of every node."""
         a_node = min(self.load.cluster.gpus_per_node, self.load.gpus)
-        nodes = self.load.gpus // a_node
-        where = (
-            "--standalone"
-            if nodes == 1
-            else f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
+        nodes, where = self.load.gpus // a_node, "--standalone"
+        if nodes > 1:
+            where = f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
+        # Megatron asks for the setting before it runs context parallelism before Blackwell.
+        return (
+            f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {where} --nproc-per-node {a_node} "
+            f"-m megatron_burst.pretrain_gpt {shlex.join(arguments(self.flags))}"
         )
-        flags = shlex.join(arguments(self.flags))
-        module = "-m megatron_burst.pretrain_gpt"
-        # Megatron asks for it before it runs tensor or context parallelism before Blackwell.
-        setting = "CUDA_DEVICE_MAX_CONNECTIONS=1"
-        return f"{setting} torchrun {where} --nproc-per-node {a_node} {module} {flags}"
 
 
 def rank(
-    given: Flags,
-    cluster: Cluster,
-    gpus: int,
-    fractions: Sequence[float],
-    working_set: float,
+    given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float], working_set: float
 ) -> list[Candidate]:
     """Predict every way; those that fit come first, and of them the fastest; no plan comes twice.
 
@@ -112,15 +97,17 @@ def rank(
         load = workload_of(wanted, cluster, gpus)
         return Candidate(wanted, load, timing.predict(load), memory.predict(load, working_set))
 
+    def place(found: Candidate) -> tuple[bool, float]:
+        return not found.fits, found.time.seconds
+
     simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
     ways = list(_ways(workload_of(flags, cluster, gpus)))
-    found = [predicted(way, fraction) for way in ways for fraction in simple]
-    found.sort(key=Candidate.place)
+    found = sorted((predicted(way, fraction) for way in ways for fraction in simple), key=place)
     best = found[: _FINALISTS * len(simple)]
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
     found += [predicted(way, fraction) for way in chosen for fraction in rest]
-    return _each_once(sorted(found, key=Candidate.place))
+    return _each_once(sorted(found, key=place))
 
 
 def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
@@ -138,7 +125,7 @@ def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
 def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     """The flags of every algorithm, ring and head-parallel size that these ranks can have."""
     if load.context == 1:
-        yield {"context-parallel-algo": Algorithm.BURST.value}
+        yield {"context-parallel-algo": "burst"}
         return
     for size in _head_parallel_sizes(load):
         heads = {"burst-head-parallel-size": size} if size > 1 else {}
@@ -146,30 +133,28 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
         for topology in ("flat", "double") if double else ("flat",):
             ring = {"burst-topology": topology, **heads}
             for backward in ("query", "kv"):
-                burst = {"context-parallel-algo": Algorithm.BURST.value}
-                yield {**burst, "burst-backward": backward, **ring}
-            yield {"context-parallel-algo": Algorithm.RING.value, **ring}
-    yield {"context-parallel-algo": Algorithm.ALLGATHER.value}
+                yield {"context-parallel-algo": "burst", "burst-backward": backward, **ring}
+            yield {"context-parallel-algo": "ring", **ring}
+    yield {"context-parallel-algo": "allgather"}
     if _heads_divide(load, load.context):
-        ulysses = {"context-parallel-algo": Algorithm.ULYSSES.value}
         # No gradient is sent around a ring there, and another dtype than the default is refused.
         narrow = load.config.grad_dtype is not GradDtype.FLOAT32
-        yield ulysses | ({"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {})
+        wide = {"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {}
+        yield {"context-parallel-algo": "ulysses", **wide}
 
 
 def _head_parallel_sizes(load: Workload) -> list[int]:
     """The sizes that a node's ranks and the heads divide by, short of all ranks."""
-    sizes = range(1, load.ranks_per_node + 1)
     return [
         size
-        for size in sizes
-        if load.ranks_per_node % size == 0 and size < load.context and _heads_divide(load, size)
+        for size in range(1, min(load.ranks_per_node, load.context - 1) + 1)
+        if load.ranks_per_node % size == 0 and _heads_divide(load, size)
     ]
 
 
 def _heads_divide(load: Workload, size: int) -> bool:
-    kv_heads = load.kv_heads_of_a_rank
-    return load.heads_of_a_rank % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    heads, kv_heads = load.heads
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def _recompute(fraction: float | None) -> dict[str, Any]:
@@ -178,8 +163,3 @@ def _recompute(fraction: float | None) -> dict[str, Any]:
         return {}
     even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
     return {_FRACTION: fraction, **even}
-
-
-def with_rates(cluster: Cluster, rates: dict[str, float]) -> Cluster:
-    """Return the cluster with measured rates in place of the table's: bytes/s, FLOP/s."""
-    return replace(cluster, **rates)  # type: ignore[arg-type]

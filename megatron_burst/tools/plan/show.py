@@ -13,79 +13,56 @@ def lines(configs: Configs, run: Run) -> Iterator[str]:
     yield f"{run.name}: {run.gpus} GPUs of {run.cluster}"
     if run.note:
         yield f"note: {run.note}"
-    yield _loss(run)
+    chunking = loss_chunking(run.flags)
+    way = chunking or "Megatron's, from all logits at once"
+    products = chunking.products if chunking else 3
+    yield f"loss: {way}; {products} products with the LM head a token"
     try:
         load = run.workload(configs)
     except ValueError as error:
         yield f"not predicted: {error}"
     else:
-        yield _size(load)
-        yield _memory(load, configs.constant("working_set"))
-        yield _time(load)
-    published = configs.published_rows()
+        yield from _predicted(load, configs.constant("working_set"))
     for name in run.published:
-        yield _published(name, published[name])
+        yield _published(name, configs.published_rows()[name])
 
 
-def recomputed(load: Workload) -> str:
-    """Say what of attention is computed again where layers are recomputed."""
-    fraction = load.config.recompute_fraction
-    if not load.recompute:
-        return "nothing is recomputed"
-    if fraction in (None, 0):
-        return "recomputed" if fraction is None else "all results saved"
-    return f"the first {fraction:g} recomputed"
-
-
-def _size(load: Workload) -> str:
-    of_rank, billions = load.local_tokens, load.model.parameters / 1e9
+def sizes(load: Workload) -> str:
+    """Say how the ranks are spread and how much they train."""
     return (
-        f"{billions:.2f} billion parameters; tensor {load.tensor} x context {load.context} x data "
-        f"{load.data}; {load.tokens} tokens, {of_rank} a context-parallel rank, "
-        f"{of_rank // load.tensor} a GPU; attention: {recomputed(load)}"
+        f"tensor {load.tensor} x context {load.context} x data {load.data}; {load.tokens} tokens, "
+        f"{load.model.parameters / 1e9:.2f} billion parameters"
     )
 
 
-def _loss(run: Run) -> str:
-    chunking = loss_chunking(run.flags)
-    if chunking is None:
-        return "loss: Megatron's, from all logits at once; 3 products with the LM head a token"
-    return f"loss: {chunking}; {chunking.products} products with the LM head a token"
-
-
-def _memory(load: Workload, working_set: float) -> str:
+def _predicted(load: Workload, working_set: float) -> Iterator[str]:
+    fraction = load.config.recompute_fraction if load.recompute else 0
+    share = "all" if fraction is None else "none" if not fraction else f"the first {fraction:g}"
+    tokens = load.local_tokens // load.tensor
+    yield f"{sizes(load)}; {tokens} tokens a GPU; of attention recomputed: {share}"
     found = memory.predict(load, working_set)
-    parts = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "inputs of layers": found.inputs,
-        "saved attention": found.saved,
-        "a layer at work": found.layer,
-        "loss": found.loss,
-    }
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    share = found.total / load.cluster.memory
-    return (
-        f"predicted memory: {found.total / GIB:.1f} of {load.cluster.memory / GIB:.0f} GiB "
-        f"({share:.0%}; {'fits' if found.fits(load.cluster) else 'DOES NOT FIT'}): {listed}"
+    parts = ", ".join(
+        f"{name} {getattr(found, name) / GIB:.1f}"
+        for name in ("weights", "gradients", "optimizer", "inputs", "saved", "layer", "loss")
+        if getattr(found, name)
     )
-
-
-def _time(load: Workload) -> str:
-    found = timing.predict(load)
-    return (
-        f"predicted time: {found.seconds:.1f} s a step, {found.tokens_per_gpu:.1f} tokens/s/GPU, "
-        f"MFU {found.mfu:.1%}, {found.exposed_share:.1%} of attention waits for messages"
+    yield (
+        f"predicted memory: {found.total / GIB:.1f} of {load.cluster.memory / GIB:.0f} GiB "
+        f"({'fits' if found.fits(load.cluster) else 'DOES NOT FIT'}): {parts}"
+    )
+    time = timing.predict(load)
+    yield (
+        f"predicted time: {time.seconds:.1f} s a step, {time.tokens_per_gpu:.1f} tokens/s/GPU, "
+        f"MFU {time.mfu:.1%}, {time.attention.exposed_share:.1%} of attention waits for messages"
     )
 
 
 def _published(name: str, row: Table) -> str:
     speed = f"{row['tgs']:g} tokens/s/GPU" if "tgs" in row else f"{row['tflops']:g} TFLOP/s"
-    parts = [f"published {name}: {speed}"]
-    if mfu := row.get("mfu_published"):
-        parts.append(f"MFU {mfu / 1.024:.1f} % (published as {mfu:g} %, 1.024 times too much)")
-    if gib := row.get("gib"):
-        parts.append(f"{gib:g} GiB")
+    mfu, gib = row.get("mfu_published"), row.get("gib")
+    true = ""
+    if mfu:
+        true = f", MFU {mfu / 1.024:.1f} % (published as {mfu:g} %, 1.024 times too much)"
+    memory = f", {gib:g} GiB" if gib else ""
     code = f"; by {row['code']}" if "code" in row else ""
-    return f"{', '.join(parts)}; all ranks context-parallel, ZeRO-3{code}"
+    return f"published {name}: {speed}{true}{memory}; all ranks context-parallel, ZeRO-3{code}"

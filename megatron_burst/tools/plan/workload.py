@@ -1,7 +1,6 @@
 """What is predicted: a model, the machines it runs on and how it is spread over them, as values."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +10,7 @@ from megatron_burst.config import (
     Algorithm,
     BurstConfig,
     GradDtype,
+    LayoutName,
     LmHeadConfig,
     LmHeadLoss,
     Topology,
@@ -24,19 +24,17 @@ from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid
-from megatron_burst.tools.flops import Model
+from megatron_burst.tools.flops import UNCOUNTED, Flags, Model, model_of
 
-type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
-
-# Flags that change what would have to be predicted.
-_NOT_MODELLED = {
-    "num-experts": "experts",
-    "multi-latent-attention": "MLA",
-    "use-megatron-fsdp": "Megatron-FSDP",
-    "dataloader-inter-document-masking": "documents",
-    "burst-block-mask": "block masks",
-    "fp16": "float16",
+_NOT_MODELLED = (*UNCOUNTED, "use-megatron-fsdp", "fp16")
+_ONE_VALUE = {
+    "pipeline-model-parallel-size": 1,
+    "micro-batch-size": 1,
+    "recompute-granularity": "full",
+    "recompute-method": "uniform",
+    "recompute-num-layers": 1,
 }
+"""Flags that are predicted with this value alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +54,30 @@ class Cluster:
     contention: float  # seconds of computing lost for each second of messages
     copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
     peak: float  # FLOP/s, for the MFU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """What the plans of a layer's attention follow from."""
+
+    config: BurstConfig
+    tokens: int  # of a sequence
+    mask: Mask
+    nodes: tuple[int, ...]  # of each rank
+    shape: Shape  # of a rank's tensors
+
+    @property
+    def grid(self) -> Grid:
+        """Of the ranks."""
+        topology = self.config.topology
+        if topology is Topology.AUTO and self.config.algorithm is not Algorithm.BURST:
+            topology = Topology.FLAT
+        return choose_grid(topology, self.nodes)[0]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which tokens the ranks hold."""
+        return make_layout(self.config, self.tokens, len(self.nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +105,18 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Check that the ranks fit on the nodes."""
-        if self.gpus % (self.tensor * self.context):
-            raise ValueError(
-                f"{self.gpus} GPUs do not divide over --tensor-model-parallel-size {self.tensor} x "
-                f"--context-parallel-size {self.context}"
-            )
-        node = min(self.cluster.gpus_per_node, self.gpus)
-        ranks = self.context * self.tensor
+        sizes = (
+            f"--tensor-model-parallel-size {self.tensor} x --context-parallel-size {self.context}"
+        )
+        ranks, node = self.context * self.tensor, min(self.cluster.gpus_per_node, self.gpus)
+        if self.gpus % ranks:
+            raise ValueError(f"{self.gpus} GPUs do not divide over {sizes}")
         if node % self.tensor or (ranks % node and node % ranks):
+            raise ValueError(f"nodes of {node} GPUs are not filled evenly by {sizes}")
+        if node % self.beside:
             raise ValueError(
-                f"nodes of {node} GPUs are not filled evenly by --tensor-model-parallel-size "
-                f"{self.tensor} x --context-parallel-size {self.context}"
-            )
-        if node % (self.tensor * self._spread):
-            raise ValueError(
-                f"--burst-head-parallel-size {self._spread} needs as many ranks of a node, of "
-                f"{node // self.tensor}"
+                f"--burst-head-parallel-size {self.head_parallel} needs as many ranks of a node, "
+                f"of {node // self.tensor}"
             )
 
     @property
@@ -107,30 +125,20 @@ class Workload:
         return self.gpus // (self.tensor * self.context)
 
     @property
-    def head_parallel(self) -> int:
-        """U, over how many ranks the heads are spread."""
-        ulysses = self.config.algorithm is Algorithm.ULYSSES
-        return self.context if ulysses else self.config.head_parallel_size
-
-    @property
-    def _spread(self) -> int:
-        return 1 if self.config.algorithm is Algorithm.ULYSSES else self.head_parallel
-
-    @property
     def local_tokens(self) -> int:
         """Of a context-parallel rank."""
         return self.tokens // self.context
 
-    @cached_property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank of a ring."""
-        ring = self.context // self.head_parallel
-        return tuple(rank // self.ring_ranks_per_node for rank in range(ring))
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and kv heads of a tensor-parallel rank."""
+        return self.model.heads // self.tensor, max(self.model.kv_heads // self.tensor, 1)
 
     @property
-    def ring_ranks_per_node(self) -> int:
-        """How many ranks of one ring a node holds."""
-        return max(1, self.ranks_per_node // self._spread)
+    def head_parallel(self) -> int:
+        """U, over how many ranks the heads are spread."""
+        ulysses = self.config.algorithm is Algorithm.ULYSSES
+        return self.context if ulysses else self.config.head_parallel_size
 
     @property
     def ranks_per_node(self) -> int:
@@ -138,95 +146,55 @@ class Workload:
         return min(self.context, self.cluster.gpus_per_node // self.tensor)
 
     @property
-    def rings_beside(self) -> int:
+    def beside(self) -> int:
         """How many GPUs that follow each other on a node are in the same place of their rings."""
-        return self.tensor * self._spread
-
-    @property
-    def grid(self) -> Grid:
-        """Of the ranks of one ring."""
-        topology = self.config.topology
-        if topology is Topology.AUTO and self.config.algorithm is not Algorithm.BURST:
-            topology = Topology.FLAT
-        return choose_grid(topology, self.nodes)[0]
+        ulysses = self.config.algorithm is Algorithm.ULYSSES
+        return self.tensor * (1 if ulysses else self.head_parallel)
 
     @cached_property
-    def layout(self) -> Layout:
-        """Which tokens the ranks of one ring hold."""
-        return make_layout(self.config, self.tokens, self.context // self.head_parallel)
-
-    @property
-    def mask(self) -> Mask:
-        """Causal, with or without a window."""
-        return Mask.causal(window=self.window)
-
-    @cached_property
-    def shape(self) -> Shape:
-        """Of a rank's tensors in its ring."""
-        heads, kv_heads, size = self.heads_of_a_rank, self.kv_heads_of_a_rank, self.head_parallel
-        copies = kv_head_copies(heads, kv_heads, size)
-        width = self.element_bytes if self.config.grad_dtype is GradDtype.MODEL else 4
-        return Shape(
+    def ring(self) -> Ring:
+        """The ring of a rank, without a fraction that changes no plan: so equal ones are known."""
+        size, config = self.head_parallel, self.config
+        if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
+            config = replace(config, recompute_fraction=None)
+        on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
+        heads, kv_heads = self.heads
+        shape = Shape(
             tokens=self.local_tokens * size,
             query_heads=heads // size,
-            kv_heads=kv_heads * copies // size,
+            kv_heads=kv_heads * kv_head_copies(heads, kv_heads, size) // size,
             head_dim=self.model.head_dim,
             value_head_dim=self.model.head_dim,
             element_bytes=self.element_bytes,
-            gradient_bytes=width,
+            gradient_bytes=self.element_bytes if config.grad_dtype is GradDtype.MODEL else 4,
+        )
+        return Ring(
+            config=config,
+            tokens=self.tokens,
+            mask=Mask.causal(window=self.window),
+            nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
+            shape=shape,
         )
 
-    @property
-    def exchange_bytes(self) -> int:
-        """What a rank sends in the all-to-alls of one pass over the heads; 0 without any."""
-        size, heads, kv_heads = self.head_parallel, self.heads_of_a_rank, self.kv_heads_of_a_rank
-        held = heads + kv_heads * kv_head_copies(heads, kv_heads, size)
-        row = 2 * held * self.model.head_dim * self.element_bytes  # of q, k, v and the output
-        return self.local_tokens * row * (size - 1) // size
 
-    @property
-    def heads_of_a_rank(self) -> int:
-        """Query heads of a tensor-parallel rank."""
-        return self.model.heads // self.tensor
-
-    @property
-    def kv_heads_of_a_rank(self) -> int:
-        """Kv heads of a tensor-parallel rank."""
-        return max(self.model.kv_heads // self.tensor, 1)
-
-
-def model_of(given: Flags) -> Model:
-    """Read the shape of a model from Megatron's flags."""
-    needed = ("num-layers", "hidden-size", "num-attention-heads", "vocab-size")
-    if missing := [f"--{name}" for name in needed if name not in given]:
-        raise ValueError(f"the model is not known without {', '.join(missing)}")
-    hidden, heads = int(given["hidden-size"]), int(given["num-attention-heads"])
-    tensor = int(given.get("tensor-model-parallel-size", 1))
-    multiple = int(given.get("make-vocab-size-divisible-by", 128)) * tensor
-    return Model(
-        layers=int(given["num-layers"]),
-        hidden=hidden,
-        ffn=int(given.get("ffn-hidden-size", 4 * hidden)),
-        gated=bool(given.get("swiglu", False)),
-        heads=heads,
-        kv_heads=int(given.get("num-query-groups", heads)),
-        head_dim=int(given.get("kv-channels", hidden // heads)),
-        vocabulary=-(-int(given["vocab-size"]) // multiple) * multiple,
-        tied=not given.get("untie-embeddings-and-output-weights", False),
-    )
-
-
-def burst_config_of(given: Flags) -> BurstConfig:
-    """Read our configuration from the flags; burst where they do not say."""
-    return _config_of(BurstConfig, given)
-
-
-def _config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
+def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
+    """Read one of our configurations from the flags, with its defaults where they do not say."""
     names = {flag: flag.name.removeprefix("--") for flag in flags(config)}
     values: dict[str, Any] = {
         flag.field: flag.type(given[name]) for flag, name in names.items() if name in given
     }
     return config(**values)
+
+
+def _number(given: Flags, name: str) -> int:
+    return int(given.get(name, 1))
+
+
+def _widths(given: Flags) -> tuple[int, int]:
+    """Bytes of an element of weights and activations, and of the gradients that are summed."""
+    if not given.get("bf16"):
+        return 4, 4
+    return 2, 2 if given.get("grad-reduce-in-bf16") else 4
 
 
 def loss_chunking(given: Flags) -> Chunking | None:
@@ -235,17 +203,15 @@ def loss_chunking(given: Flags) -> Chunking | None:
     Raises:
         ValueError: they cannot be.
     """
-    config = _config_of(LmHeadConfig, given)
+    config = config_of(LmHeadConfig, given)
     if config.loss is not LmHeadLoss.CHUNKED:
         return None
-    model, tensor = model_of(given), int(given.get("tensor-model-parallel-size", 1))
-    samples, context = (
-        int(given.get(name, 1)) for name in ("micro-batch-size", "context-parallel-size")
-    )
+    model, tensor = model_of(given), _number(given, "tensor-model-parallel-size")
+    tokens = _number(given, "micro-batch-size") * int(given["seq-length"])
     call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
     element_bytes, gradient_bytes = _widths(given)
     sizes = Sizes(
-        tokens=samples * int(given["seq-length"]) // context,
+        tokens=tokens // _number(given, "context-parallel-size"),
         vocabulary=model.vocabulary // tensor,
         hidden=model.hidden,
         dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
@@ -256,49 +222,33 @@ def loss_chunking(given: Flags) -> Chunking | None:
     return call.chunking(sizes)
 
 
-def _widths(given: Flags) -> tuple[int, int]:
-    """Bytes of an element of weights and activations, and of the gradients that are summed."""
-    if not given.get("bf16", False):
-        return 4, 4
-    return 2, 2 if given.get("grad-reduce-in-bf16", False) else 4
-
-
 def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     """Read a step of training from Megatron's and our flags.
 
     Raises:
         ValueError: something is missing, is not modelled or does not fit together.
     """
-    for name, what in _NOT_MODELLED.items():
-        if given.get(name):
-            raise ValueError(f"--{name} {given[name]}: {what} cannot be predicted here")
-    if int(given.get("pipeline-model-parallel-size", 1)) > 1:
-        raise ValueError("--pipeline-model-parallel-size: pipelines cannot be predicted here")
-    if "seq-length" not in given:
-        raise ValueError("--seq-length is missing")
-    granularity = given.get("recompute-granularity", "none")
-    _refuse_other_ways(given, granularity)
-    window = given.get("window-size")
-    left = -1 if window is None else int(str(window).split(",")[0])
+    _refuse(given)
+    left = int(str(given.get("window-size", -1)).split(",")[0])
     element_bytes, gradient_bytes = _widths(given)
     chunking = loss_chunking(given)
     load = Workload(
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
-        tensor=int(given.get("tensor-model-parallel-size", 1)),
-        context=int(given.get("context-parallel-size", 1)),
+        tensor=_number(given, "tensor-model-parallel-size"),
+        context=_number(given, "context-parallel-size"),
         tokens=int(given["seq-length"]),
-        sequences=int(given.get("global-batch-size", 1)),
-        config=burst_config_of(given),
+        sequences=_number(given, "global-batch-size"),
+        config=config_of(BurstConfig, given),
         window=None if left < 0 else left + 1,
-        recompute=granularity == "full",
+        recompute="recompute-granularity" in given,
         chunked_loss=chunking is not None,
         loss_bytes=chunking.peak if chunking else 0,
         head_products=chunking.products if chunking else 3,
-        sharded=bool(given.get("use-distributed-optimizer", False)),
+        sharded=bool(given.get("use-distributed-optimizer")),
         gradient_bytes=gradient_bytes,
-        offload=bool(given.get("optimizer-cpu-offload", False)),
+        offload=bool(given.get("optimizer-cpu-offload")),
         element_bytes=element_bytes,
     )
     if load.sequences % load.data:
@@ -306,32 +256,23 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
             f"--global-batch-size {load.sequences} does not divide over {load.data} data-parallel "
             "ranks of one sequence each"
         )
-    if (
-        load.context * load.data > 1
-        and element_bytes == 2
-        and not given.get("use-distributed-optimizer")
-    ):
+    if load.context * load.data > 1 and element_bytes == 2 and not load.sharded:
         raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
     return load
 
 
-def _refuse_other_ways(given: Flags, granularity: str) -> None:
-    """Raise ValueError for flags that change memory or time in a way that is not modelled."""
-    if granularity == "selective":
-        raise ValueError("--recompute-granularity selective cannot be predicted here: full or none")
-    method = given.get("recompute-method", "uniform"), given.get("recompute-num-layers", 1)
-    if granularity == "full" and (method[0] != "uniform" or int(method[1]) != 1):
-        raise ValueError(
-            f"--recompute-method {method[0]} --recompute-num-layers {method[1]} cannot be "
-            "predicted here: uniform and 1"
-        )
-    if int(given.get("micro-batch-size", 1)) != 1:
-        raise ValueError(
-            f"--micro-batch-size {given['micro-batch-size']} cannot be predicted here: give 1, and "
-            "more sequences a step by --global-batch-size"
-        )
-    tensor = int(given.get("tensor-model-parallel-size", 1))
+def _refuse(given: Flags) -> None:
+    """Raise ValueError for what would have to be predicted otherwise, or is missing."""
+    for name in _NOT_MODELLED:
+        if given.get(name):
+            raise ValueError(f"--{name} {given[name]} cannot be predicted here")
+    for name, only in _ONE_VALUE.items():
+        if str(given.get(name, only)) != str(only):
+            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {only} alone")
+    tensor = _number(given, "tensor-model-parallel-size")
     if tensor > 1 and not given.get("sequence-parallel"):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} cannot be predicted without --sequence-parallel"
         )
+    if "seq-length" not in given:
+        raise ValueError("--seq-length is missing")
