@@ -1,18 +1,17 @@
 """Lets Megatron's own training loop run on a machine without a GPU."""
 
+import functools
 import importlib
 import logging
 import os
 import socket
 import sys
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_burst.plugin.cpu import table as cpu_platform_table
-from megatron_burst.plugin.cpu.table import MEGATRON_STAND_INS, TORCH_STAND_INS, StandIn
+from megatron_burst.plugin.cpu.table import STAND_INS, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def _place() -> str:
 
 def cpu_platform_active() -> bool:
     """Whether `activate` has been called in this process."""
-    return torch.cuda.current_device is cpu_platform_table.current_device
+    return torch.cuda.current_device is current_device
 
 
 def activate() -> None:
@@ -77,43 +76,28 @@ def activate() -> None:
     _set_environment()
     _hide_gpu_packages()
     _silence_warnings_of_the_platform()
-    for stand_in in (*TORCH_STAND_INS, *MEGATRON_STAND_INS):
-        _install(stand_in)
+    for target, make in STAND_INS.items():
+        holder, name = resolve(target)
+        setattr(holder, name, make(getattr(holder, name)))
     logger.warning(
-        "%s runs on the CPU platform, over gloo (%s): %d names of torch and %d of Megatron "
-        "stand in for CUDA",
+        "%s runs on the CPU platform, over gloo (%s): %d names of torch and Megatron stand in for "
+        "CUDA",
         _place(),
         f"{REQUEST}=1" if _is_requested() else "there is no CUDA device",
-        len(TORCH_STAND_INS),
-        len(MEGATRON_STAND_INS),
+        len(STAND_INS),
     )
 
 
 def resolve(target: str) -> tuple[Any, str]:
-    """The object that holds a dotted name, imported as far as needed, and the name's last part.
+    """The object that holds the name in "module:name", imported, and the name's last part.
 
-    AttributeError, naming the target, where it does not exist.
+    ImportError or AttributeError, naming what is missing, where it does not exist.
     """
-    *path, name = target.split(".")
-    holder: Any = importlib.import_module(path[0])
-    for depth, part in enumerate(path[1:], start=2):
-        if not hasattr(holder, part):
-            module = ".".join(path[:depth])
-            try:
-                importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                if error.name != module:
-                    raise
-                raise AttributeError(f"{target} does not exist: {module} is no module") from error
-        holder = getattr(holder, part)
-    if not hasattr(holder, name):
-        raise AttributeError(f"{target} does not exist in this version")
+    module, _, path = target.partition(":")
+    *outer, name = path.split(".")
+    holder = functools.reduce(getattr, outer, importlib.import_module(module))
+    getattr(holder, name)
     return holder, name
-
-
-def _install(stand_in: StandIn) -> None:
-    holder, name = resolve(stand_in.target)
-    setattr(holder, name, stand_in.make(getattr(holder, name)))
 
 
 def _set_environment() -> None:
@@ -151,7 +135,7 @@ def _silence_warnings_of_the_platform() -> None:
     for message in _WARNINGS_OF_THE_PLATFORM:
         warnings.filterwarnings("ignore", message=message)
     for name, line in _LOG_LINES_OF_THE_PLATFORM.items():
-        logging.getLogger(name).addFilter(partial(_is_another_line, line))
+        logging.getLogger(name).addFilter(functools.partial(_is_another_line, line))
 
 
 def _is_another_line(line: str, record: logging.LogRecord) -> bool:
