@@ -9,9 +9,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.norms import block_spec, with_sequence_parallel_norm
 from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class LayerSpecProvider:
                 self.shared.get_megatrons(model_config.transformer)
             spec = burst_layer_spec(spec, self.shared)
         if not transformer_block.HAVE_TE:
-            return compat.block_spec(spec, model_config.transformer, vp_stage)
+            return block_spec(spec, model_config.transformer, vp_stage)
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
-        return compat.with_sequence_parallel_norm(spec)
+        return with_sequence_parallel_norm(spec)
 
     def _original(self, model_config: "GPTModelConfig", vp_stage: int | None) -> Any:
         if self._spec is None:

@@ -22,7 +22,7 @@ from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.simulator import simulate
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, Limit
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -176,8 +176,8 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _limit_rows(limits: Iterable[Limit]) -> Iterator[list[str]]:
-    return ([f"`{limit.name}`", limit.reason] for limit in limits)
+def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
+    return ([f"`{name}`", reason] for name, reason in limits.items())
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.config import Algorithm
-from megatron_burst.plugin.compat import SequenceParallelNorm
+from megatron_burst.plugin.norms import SequenceParallelNorm
 from tests import oracle
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
