@@ -4,14 +4,16 @@ Nothing here imports Megatron until it is called: `cpu_platform.activate` has to
 """
 
 import argparse
+import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.plugin.files import dataset_helpers
+from megatron_burst.plugin.files.dataset_helpers import compile_on_every_node
 from megatron_burst.plugin.torch_adam import with_torch_adam
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,35 @@ def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> 
     )
 
 
+def around_parse_args(
+    parse_args: Callable[..., Any],
+    prepare: Callable[[argparse.ArgumentParser], object],
+    settle: Callable[[argparse.Namespace], object],
+) -> Callable[..., argparse.Namespace]:
+    """Megatron's `parse_args` with `prepare` after all flags are known and `settle` before it ends.
+
+    A ValueError of `settle` ends the process with its text.
+    """
+
+    @functools.wraps(parse_args)
+    def parse(
+        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider else parser
+            prepare(parser)
+            return parser
+
+        args: argparse.Namespace = parse_args(add_arguments, ignore_unknown_args)
+        try:
+            settle(args)
+        except ValueError as error:
+            sys.exit(f"megatron_burst: {error}")
+        return args
+
+    return parse
+
+
 def mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the bare percent signs in help texts, one of Megatron's, that make `--help` fail."""
     for action in parser._actions:
@@ -74,14 +105,11 @@ def mend_wheel() -> None:
     Called by the launchers on any platform, before Megatron's training loop starts; again it does
     nothing.
     """
-    from megatron.core.datasets import utils
     from megatron.training import initialize, training
 
-    if utils.compile_helpers is dataset_helpers.compile_helpers:
-        return
-    utils.compile_helpers = dataset_helpers.compile_helpers
-    initialize._compile_dependencies = dataset_helpers.compile_on_every_node
-    training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
+    if initialize._compile_dependencies is not compile_on_every_node:
+        initialize._compile_dependencies = compile_on_every_node
+        training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
 
 
 def check_megatron_version() -> str:
@@ -116,12 +144,8 @@ def megatron_folder() -> Path | None:
 
 
 def _first_on_path(subpackage: str) -> Path | None:
-    megatron = importlib.util.find_spec("megatron")
-    places = megatron.submodule_search_locations if megatron else None
-    found = (Path(place) / subpackage for place in places or [])
-    folder = next((folder for folder in found if (folder / "__init__.py").is_file()), None)
-    if folder is None and megatron is not None:
-        # An editable install: the place is not a folder, and a finder of its own knows the parts.
+    try:
         spec = importlib.util.find_spec(f"megatron.{subpackage}")
-        folder = Path(spec.origin).parent if spec and spec.origin else None
-    return folder
+    except ModuleNotFoundError:  # there is no megatron at all
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None

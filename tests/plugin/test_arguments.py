@@ -22,7 +22,7 @@ from megatron_burst.plugin.arguments import (
     checks_files,
     configure,
     lm_head_config_from_args,
-    say_dropouts,
+    settle_dropouts,
 )
 from megatron_burst.plugin.limits import (
     LIMITS,
@@ -617,9 +617,8 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
     args = parse(parser, line)
     configure(args)
     assert (args.attention_dropout, args.hidden_dropout) == dropouts
-    args.rank = 0
-    say_dropouts(args)
-    say_dropouts(args)  # no more
+    settle_dropouts(args)
+    settle_dropouts(args)  # no more
     assert caplog.messages == [
         f"--{name}-dropout is 0: it was not given; without our attention 0.1"
         for name in said.split()

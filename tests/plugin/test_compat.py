@@ -15,7 +15,7 @@ gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs"
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
-from megatron_burst.plugin import norms  # noqa: E402
+from megatron_burst.plugin import layer_spec  # noqa: E402
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -34,7 +34,7 @@ def config(**changes: object) -> SimpleNamespace:
     [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)],
 )
 def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -> None:
-    ours = norms.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
+    ours = layer_spec.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
     torchs = expected(12, eps=1e-3)
     x = torch.randn(5, 2, 12).requires_grad_()
     y = x.detach().clone().requires_grad_()
@@ -48,7 +48,7 @@ def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
-    norm = norms.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
+    norm = layer_spec.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
 
 
@@ -58,7 +58,7 @@ def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bo
 )
 def test_norm_refuses_what_torch_cannot_do(name: str) -> None:
     with pytest.raises(AssertionError, match=f"{name.removeprefix('layernorm_')} not supported"):
-        norms.SequenceParallelNorm(config(**{name: True}), 4)
+        layer_spec.SequenceParallelNorm(config(**{name: True}), 4)
 
 
 def leaves(spec: object) -> list[object]:
@@ -87,26 +87,28 @@ def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, ob
     layer = gpt_layer_specs.get_gpt_layer_local_spec(**options)
     block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)
     before = copy.deepcopy(leaves(block))
-    after = leaves(norms.with_sequence_parallel_norm(block))
+    after = leaves(layer_spec.with_sequence_parallel_norm(block))
     assert before.count(WrappedTorchNorm) >= 5
-    expected = [norms.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before]
+    expected = [
+        layer_spec.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
+    ]
     assert after == expected
     assert leaves(block) == before
 
 
 def test_norms_inside_partials_lists_and_dicts_are_replaced() -> None:
     spec = {"a": [functools.partial(int, WrappedTorchNorm, base=(WrappedTorchNorm, 1))]}
-    built = norms.with_sequence_parallel_norm(spec)["a"][0]
-    assert built.args == (norms.SequenceParallelNorm,)
-    assert built.keywords == {"base": (norms.SequenceParallelNorm, 1)}
+    built = layer_spec.with_sequence_parallel_norm(spec)["a"][0]
+    assert built.args == (layer_spec.SequenceParallelNorm,)
+    assert built.keywords == {"base": (layer_spec.SequenceParallelNorm, 1)}
 
 
 def test_a_block_spec_keeps_its_layers_and_gets_our_last_norm() -> None:
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
     block = TransformerBlockSubmodules(layer_specs=[layer] * 3, layer_norm=WrappedTorchNorm)
-    ours = norms.block_spec(block, config())
+    ours = layer_spec.block_spec(block, config())
     assert len(ours.layer_specs) == 3
-    assert ours.layer_norm is norms.SequenceParallelNorm
+    assert ours.layer_norm is layer_spec.SequenceParallelNorm
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,8 @@ def test_apexs_norm_stays_the_last_one_where_it_can_be(
     monkeypatch.setattr(f"{block}.LayerNormImpl", FusedLayerNorm)
     monkeypatch.setattr(f"{block}.get_num_layers_to_build", lambda *_: 1)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization)
-    found = norms.block_spec(layer, config(normalization=normalization)).layer_norm
-    assert found is (norms.SequenceParallelNorm if ours else FusedLayerNorm)
+    found = layer_spec.block_spec(layer, config(normalization=normalization)).layer_norm
+    assert found is (layer_spec.SequenceParallelNorm if ours else FusedLayerNorm)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +215,12 @@ def fake_megatron(folder, minor: int, parts=("core", "training")) -> str:
 
 
 def use_megatron(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    spec = SimpleNamespace(submodule_search_locations=list(places)) if places else None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    def find_spec(name: str) -> SimpleNamespace | None:
+        files = [Path(place, *name.split(".")[1:], "__init__.py") for place in places]
+        found = next((file for file in files if file.is_file()), None)
+        return found and SimpleNamespace(origin=str(found))
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
 
 
 def test_the_installed_version_is_supported() -> None:

@@ -23,7 +23,8 @@ def test_the_readme_is_up_to_date() -> None:
 def test_every_flag_has_a_row_that_begins_with_its_default() -> None:
     rows = flags_table.table().splitlines()[2:]
     for flag, row in zip(all_flags(), rows, strict=True):
-        default = "megatron" if flag.field == "algorithm" else flag.shown_default
+        default = "none" if flag.default is None else flag.default
+        default = "megatron" if flag.field == "algorithm" else default
         assert row.startswith(f"| `{flag.name}` | `{default}`")
 
 

@@ -1,8 +1,6 @@
 """What Megatron's arguments have to be without a GPU: other defaults, and refusals."""
 
 import argparse
-import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,23 +14,11 @@ def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     It leaves --yaml-cfg, which knows no defaults, to Megatron.
     """
 
-    @functools.wraps(parse_args)
-    def parse(
-        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
-        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            set_cpu_defaults(parser)
-            return extra_args_provider(parser) if extra_args_provider else parser
+    def check(args: argparse.Namespace) -> None:
+        if args.yaml_cfg is None:
+            check_cpu_arguments(args)
 
-        args = parse_args(add_arguments, ignore_unknown_args)
-        try:
-            if args.yaml_cfg is None:
-                check_cpu_arguments(args)
-        except ValueError as error:
-            sys.exit(f"megatron_burst: {error}")
-        return args
-
-    return parse
+    return compat.around_parse_args(parse_args, set_cpu_defaults, check)
 
 
 CPU_DEFAULTS: dict[str, Any] = {

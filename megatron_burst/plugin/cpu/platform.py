@@ -35,15 +35,14 @@ def check_job() -> None:
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     here = os.environ.get("LOCAL_WORLD_SIZE")
-    if _is_requested() or ranks <= int(here or 1):
-        return
     share = (
         f"{here} of them on this node" if here else "LOCAL_WORLD_SIZE does not say how many here"
     )
-    raise ValueError(
-        f"{_place()} has no CUDA device, and the job has {ranks} ranks, {share}: see what "
-        f"nvidia-smi says on that node, or set {REQUEST}=1 on every node to train on CPUs"
-    )
+    if not _is_requested() and ranks > int(here or 1):
+        raise ValueError(
+            f"{_place()} has no CUDA device, and the job has {ranks} ranks, {share}: see what "
+            f"nvidia-smi says on that node, or set {REQUEST}=1 on every node to train on CPUs"
+        )
 
 
 def _is_requested() -> bool:
@@ -108,33 +107,28 @@ def _set_environment() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-# Megatron takes their layers, norms and optimizers wherever they can be imported. Without the first
-# the second, which Megatron also imports by itself, fails for symbols that only the first loads.
-_GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex")
-
-
 def _hide_gpu_packages() -> None:
-    for name in _GPU_PACKAGES:
+    """Megatron takes their layers, norms and optimizers wherever they can be imported.
+
+    Without the first the second, which Megatron also imports by itself, fails for its symbols.
+    """
+    for name in ("transformer_engine", "transformer_engine_torch", "apex"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # to import it fails from now
 
 
-_WARNINGS_OF_THE_PLATFORM = (
-    "'pin_memory' argument is set as true but no accelerator is found",
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "Only transformer-engine>=",
-)
-_LOG_LINES_OF_THE_PLATFORM = {
-    "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # One generator serves as the CPU's and as CUDA's, so this is true at every dropout.
-    "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
-}
-
-
 def _silence_warnings_of_the_platform() -> None:
-    for message in _WARNINGS_OF_THE_PLATFORM:
+    for message in (
+        "'pin_memory' argument is set as true but no accelerator is found",
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "Only transformer-engine>=",
+    ):
         warnings.filterwarnings("ignore", message=message)
-    for name, line in _LOG_LINES_OF_THE_PLATFORM.items():
+    for name, line in (
+        ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+        # One generator serves as the CPU's and as CUDA's, so this is true at every dropout.
+        ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
+    ):
         logging.getLogger(name).addFilter(functools.partial(_is_another_line, line))
 
 

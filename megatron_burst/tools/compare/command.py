@@ -52,7 +52,6 @@ _OURS = (
     "--burst-topology",
     "--burst-ranks-per-node",
     "--burst-head-parallel-size",
-    "--burst-trace",
     "--profile",
     "--tensorboard-dir",
     "--save",
