@@ -6,7 +6,7 @@ import functools
 import inspect
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Algorithm(StrEnum):
@@ -73,6 +73,13 @@ class FileChecks(StrEnum):
     OFF = "off"
 
 
+def refuse(*cases: tuple[bool, str]) -> None:
+    """Raise a ValueError with the text of the first case that holds, if one does."""
+    for holds, text in cases:
+        if holds:
+            raise ValueError(text)
+
+
 def check_fraction(fraction: float) -> None:
     """Raise a ValueError if the share that is recomputed is not within 0 and 1."""
     if not 0 <= fraction <= 1:
@@ -126,7 +133,7 @@ class BurstConfig:
     """Into how many equal pieces segmented-zigzag cuts the sequence. With
     --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
 
-    block_mask: str | None = field(default=None, metadata={"shown": "none"})
+    block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
     block of queries may see, a block being an equal part of --seq-length. The causal mask, windows
     and packed sequences hold as well (default: none). The same file on every rank."""
@@ -182,33 +189,34 @@ class BurstConfig:
     def __post_init__(self) -> None:
         """Check every value; strings become members of their enum."""
         _settle_enums(self)
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"--burst-ranks-per-node must be positive, got {self.ranks_per_node}")
-        if self.head_parallel_size < 1:
-            raise ValueError(
-                f"--burst-head-parallel-size must be positive, got {self.head_parallel_size}"
-            )
-        if self.segments < 2 and self.layout is LayoutName.SEGMENTED_ZIGZAG:
-            raise ValueError(f"--burst-segments must be at least 2, got {self.segments}")
-        if self.segments != 2 and self.layout is not LayoutName.SEGMENTED_ZIGZAG:
-            raise ValueError(
-                f"--burst-segments {self.segments} has no effect under --burst-layout "
-                f"{self.layout}; take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
-            )
-        if self.segments != 2 and self.cuts_for_recompute:
-            raise ValueError(
-                f"--burst-segments {self.segments} has no effect under "
-                f"--recompute-attention-fraction {self.recompute_fraction}, which cuts the "
-                "sequence in two itself: drop it"
-            )
-        if self.recompute_fraction is not None:
-            check_fraction(self.recompute_fraction)
-        elif self.recompute_offload:
-            raise ValueError(
-                "--recompute-attention-offload has no effect without --recompute-attention-fraction"
-            )
+        layout, segments, fraction = self.layout, self.segments, self.recompute_fraction
+        segmented = layout is LayoutName.SEGMENTED_ZIGZAG
+        for name, value in (
+            ("timeout_seconds", self.timeout_seconds),
+            ("--burst-ranks-per-node", self.ranks_per_node),
+            ("--burst-head-parallel-size", self.head_parallel_size),
+        ):
+            refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
+        refuse(
+            (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
+            (
+                segments != 2 and not segmented,
+                f"--burst-segments {segments} has no effect under --burst-layout {layout}; take "
+                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
+            ),
+            (
+                segments != 2 and self.cuts_for_recompute,
+                f"--burst-segments {segments} has no effect under --recompute-attention-fraction "
+                f"{fraction}, which cuts the sequence in two itself: drop it",
+            ),
+            (
+                self.recompute_offload and fraction is None,
+                "--recompute-attention-offload has no effect without "
+                "--recompute-attention-fraction",
+            ),
+        )
+        if fraction is not None:
+            check_fraction(fraction)
         self._check_preset()
 
     @property
@@ -232,11 +240,11 @@ class BurstConfig:
             fixed["head_parallel_size"] = (1,)
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if value not in fixed.get(spec.name, (value,)):
-                raise ValueError(
-                    f"{_flag_name(spec) or spec.name} {value} has no effect under "
-                    f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
-                )
+            text = (
+                f"{_flag_name(self, spec)} {value} has no effect under "
+                f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
+            )
+            refuse((value not in fixed.get(spec.name, (value,)), text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,42 +255,38 @@ class LmHeadConfig:
         ValueError: a size is not positive, both are given, or one without the chunked loss.
     """
 
-    loss: LmHeadLoss = field(default=LmHeadLoss.MEGATRON, metadata={"flag": "--lm-head-loss"})
+    prefix: ClassVar[str] = "--lm-head-"
+    loss: LmHeadLoss = LmHeadLoss.MEGATRON
     """Who turns the last hidden states into losses. megatron: its output layer and its cross
     entropy, with the full logits in memory. chunked: both together, a chunk of tokens at
     a time; the losses of the tokens are the same. It goes with every --context-parallel-algo."""
 
-    chunk_size: int | None = field(default=None, metadata={"flag": "--lm-head-chunk-size"})
+    chunk_size: int | None = None
     """How many tokens a chunk of --lm-head-loss chunked has (default: as many as
     --lm-head-memory-mb allows)."""
 
-    memory_mb: int | None = field(
-        default=None, metadata={"flag": "--lm-head-memory-mb", "shown": "512"}
-    )
+    memory_mb: int | None = None
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
     the weight, their gradients and up to 32 bytes a token (default: 512)."""
 
     def __post_init__(self) -> None:
         """Check every value; a string becomes a member of its enum."""
         _settle_enums(self)
-        sizes = {
-            name: value
-            for name, value in (
-                ("--lm-head-chunk-size", self.chunk_size),
-                ("--lm-head-memory-mb", self.memory_mb),
-            )
-            if value is not None
-        }
-        given = " and ".join(f"{name} {value}" for name, value in sizes.items())
-        if self.loss is LmHeadLoss.MEGATRON and sizes:
-            raise ValueError(
-                f"{given} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
-                f"add --lm-head-loss {LmHeadLoss.CHUNKED}"
-            )
-        if len(sizes) > 1:
-            raise ValueError(f"{given} both say how large a chunk is: drop one of them")
-        if any(value < 1 for value in sizes.values()):
-            raise ValueError(f"{given}: it must be positive")
+        sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
+        given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
+        text = " and ".join(given)
+        refuse(
+            (
+                self.loss is LmHeadLoss.MEGATRON and bool(given),
+                f"{text} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
+                f"add --lm-head-loss {LmHeadLoss.CHUNKED}",
+            ),
+            (len(given) > 1, f"{text} both say how large a chunk is: drop one of them"),
+            (
+                any(value is not None and value < 1 for value in sizes.values()),
+                f"{text}: it must be positive",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,14 +311,11 @@ class FileConfig:
 
 def _settle_enums(config: Any) -> None:
     for spec in dataclasses.fields(config):
-        if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
-            value = str(getattr(config, spec.name))
-            if value not in list(spec.type):
-                raise ValueError(
-                    f"{_flag_name(spec)} {value} is unknown; "
-                    f"this version has: {', '.join(spec.type)}"
-                )
-            object.__setattr__(config, spec.name, spec.type(value))
+        if known := _members(spec):
+            value, name = str(getattr(config, spec.name)), _flag_name(config, spec)
+            text = f"{name} {value} is unknown; this version has: {', '.join(known)}"
+            refuse((value not in known, text))
+            object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,25 +327,24 @@ class Flag:
     type: type[int] | type[float] | type[bool] | type[str]  # what its value is read as
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
-    shown_default: str
     help: str
 
 
 def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
     """Return every command-line flag that a configuration describes, in the order of its fields."""
     docs = _field_docstrings(config)
+    named = [(_flag_name(config, spec), spec) for spec in dataclasses.fields(config)]
     return tuple(
         Flag(
             field=spec.name,
-            name=_flag_name(spec),
-            type=_flag_type(spec),
-            values=_values(spec),
+            name=name,
+            type=next((t for t in (bool, int, float) if spec.type in (t, t | None)), str),
+            values=tuple(map(str, spec.metadata.get("values", _members(spec)))),
             default=spec.default,
-            shown_default=spec.metadata.get("shown", str(spec.default)),
             help=docs[spec.name],
         )
-        for spec in dataclasses.fields(config)
-        if _flag_name(spec) is not None
+        for name, spec in named
+        if name != spec.name
     )
 
 
@@ -353,21 +353,16 @@ def all_flags() -> tuple[Flag, ...]:
     return (*flags(), *flags(LmHeadConfig), *flags(FileConfig))
 
 
-def _flag_type(spec: dataclasses.Field[Any]) -> type[int] | type[float] | type[bool] | type[str]:
-    for kind in (bool, int, float):
-        if spec.type in (kind, kind | None):
-            return kind
-    return str
+def _flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:
+    """The flag of a field; where it has none, the field's own name."""
+    prefix = getattr(config, "prefix", "--burst-")
+    return spec.metadata.get("flag", prefix + spec.name.replace("_", "-")) or spec.name
 
 
-def _flag_name(spec: dataclasses.Field[Any]) -> Any:
-    return spec.metadata.get("flag", f"--burst-{spec.name.replace('_', '-')}")
-
-
-def _values(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
-    if not (isinstance(spec.type, type) and issubclass(spec.type, StrEnum)):
-        return ()
-    return tuple(value.value for value in spec.metadata.get("values", spec.type))
+def _members(spec: dataclasses.Field[Any]) -> list[StrEnum]:
+    if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
+        return list(spec.type)
+    return []
 
 
 @functools.cache

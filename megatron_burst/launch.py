@@ -52,21 +52,6 @@ def prepare(*, own_entry: bool = False) -> None:
         from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
 
         attach(own_entry=own_entry)
-        _warn_of_restarts()
-
-
-def _warn_of_restarts() -> None:
-    """Of torch 2.11: a job that starts again finds the addresses of the ranks that are gone.
-
-    torchrun keeps one store for all attempts; ranks that read before others write connect to them.
-    """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        logger.info(
-            "torchrun --max-restarts %s: with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's "
-            "environment a restart meets no addresses of the ranks before it",
-            restarts,
-        )
 
 
 def _show_our_log() -> None:

@@ -40,7 +40,6 @@ def _train(args: Any, container: Any, provider: Any) -> None:
     from megatron.training import pretrain
 
     from megatron_burst.plugin import gpt_training
-    from megatron_burst.plugin.run_figures import write_run_figures
 
     try:
         pretrain(
@@ -52,7 +51,7 @@ def _train(args: Any, container: Any, provider: Any) -> None:
     except SystemExit as leaving:  # after a signal, --exit-interval or --exit-duration-in-mins
         if leaving.code != 0:
             raise
-    write_run_figures(args, provider.shared)
+    gpt_training.write_run_figures(args, provider.shared)
     if dist.is_initialized():
         dist.destroy_process_group()
 

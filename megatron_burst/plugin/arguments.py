@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from megatron_burst.config import (
     Topology,
     all_flags,
     flags,
+    refuse,
 )
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.head_parallel import kv_head_copies
@@ -38,10 +40,7 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout")
 def asks_for_us(words: Sequence[str]) -> bool:
     """Whether a command line has a flag of ours, wants to see them, or names an algorithm of ours.
 
-    Without any of these nothing of Megatron is replaced.
-
-    Args:
-        words: of the command line, without the program.
+    Without any of these nothing of Megatron is replaced. The program's name is not among `words`.
     """
     names = {word.split("=")[0] for word in words}
     if names & {"-h", "--help", *(flag.name for flag in all_flags())}:
@@ -59,20 +58,16 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "burst", "context-parallel attention and chunked LM-head loss of megatron_burst"
     )
     for flag in all_flags():
-        values = (MEGATRON, *flag.values) if flag.field == "algorithm" else flag.values
-        default = values[0] if flag.field == "algorithm" else flag.default
+        text, values, default = flag.help, flag.values, flag.default
+        if flag.field == "algorithm":
+            values, default = (MEGATRON, *values), MEGATRON
         if flag.type is bool:
-            group.add_argument(flag.name, action="store_true", help=flag.help.replace("%", "%%"))
-            continue
-        help_text = flag.help if default is None else f"{flag.help} (default: {default})"
-        group.add_argument(
-            flag.name,
-            default=default if default is None else flag.type(default),
-            type=flag.type,
-            metavar="{" + ",".join(values) + "}" if values else _METAVARS.get(flag.field, "N"),
-            help=help_text.replace("%", "%%"),
-        )
-    group.add_argument("--burst-trace", metavar="DIR", help=argparse.SUPPRESS)  # until 0.2
+            kind: dict[str, Any] = {"action": "store_true"}
+        else:
+            shown = "{" + ",".join(values) + "}" if values else _METAVARS.get(flag.field, "N")
+            kind = {"default": default, "type": flag.type, "metavar": shown}
+            text += "" if default is None else f" (default: {default})"
+        group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -93,27 +88,24 @@ def set_dropouts(args: argparse.Namespace) -> None:
     ours = args.context_parallel_algo != MEGATRON
     vars(args).update(dict.fromkeys(missing, 0.0) if ours else missing)
     if missing and ours:
-        args.unset_dropouts = missing  # for `say_dropouts`: Megatron parses more than once
+        args.unset_dropouts = missing  # to be said later: Megatron parses more than once
 
 
-def say_dropouts(args: argparse.Namespace) -> None:
-    """Log once which dropouts are 0 because they were not given, where a model is built."""
+def settle_dropouts(args: argparse.Namespace) -> None:
+    """Where a model is built with our attention, say which dropouts are 0 though not given.
+
+    The attention dropout that --use-checkpoint-args brought is set to 0: Megatron lets a checkpoint
+    win over flags, so no flag could. The hidden dropout stays the checkpoint's.
+    """
+    if getattr(args, "context_parallel_algo", MEGATRON) == MEGATRON:
+        return
     for name, default in vars(args).pop("unset_dropouts", {}).items():
-        if default and not getattr(args, name) and args.rank == 0:
+        if default and not getattr(args, name):
             flag = name.replace("_", "-")
             logger.info("--%s is 0: it was not given; without our attention %s", flag, default)
-
-
-def leave_out_checkpoints_dropout(args: argparse.Namespace) -> None:
-    """With our attention, set the dropout that --use-checkpoint-args brought to 0, and say so.
-
-    Megatron lets a checkpoint win over flags, so no flag could. The hidden dropout stays its own.
-    """
-    ours = getattr(args, "context_parallel_algo", MEGATRON) != MEGATRON
-    if ours and args.use_checkpoint_args and args.attention_dropout:
-        logger.info(
-            "--attention-dropout 0: the checkpoint's %s is left out", args.attention_dropout
-        )
+    if args.use_checkpoint_args and args.attention_dropout:
+        text = "--attention-dropout 0: the checkpoint's %s is left out"
+        logger.info(text, args.attention_dropout)
         args.attention_dropout = 0.0
 
 
@@ -123,20 +115,17 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     Raises:
         ValueError: a value is unknown or not built yet, or a flag would have no effect.
     """
-    values = {flag.field: getattr(args, _destination(flag.name)) for flag in flags()}
-    if values["algorithm"] == MEGATRON:
-        idle = [
-            f"{flag.name} {values[flag.field]}"
-            for flag in flags()
-            if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
-        ]
-        if idle:
-            raise ValueError(
-                f"{', '.join(idle)} has no effect under --context-parallel-algo {MEGATRON}; "
-                f"add --context-parallel-algo {Algorithm.BURST}"
-            )
-        return None
-    return BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
+    values = _values(args, BurstConfig)
+    if values["algorithm"] != MEGATRON:
+        return BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
+    idle = [
+        f"{flag.name} {values[flag.field]}"
+        for flag in flags()
+        if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
+    ]
+    text = f"has no effect under --context-parallel-algo {MEGATRON}"
+    refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
+    return None
 
 
 def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
@@ -146,26 +135,22 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
         ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
             cannot be honoured.
     """
-    values = {flag.field: getattr(args, _destination(flag.name)) for flag in flags(LmHeadConfig)}
-    config = LmHeadConfig(**values)
+    config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
-    if reasons := lm_head_refusals(args):
-        raise ValueError(
-            f"--lm-head-loss {config.loss} cannot run this:\n  " + "\n  ".join(reasons)
-        )
+    _refuse_all(lm_head_refusals(args), f"--lm-head-loss {config.loss} cannot run this")
     return config
 
 
 def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
-    """Return whether --burst-check-files asks for the checks; ValueError for an unknown value.
+    """Return whether --burst-check-files asks for the checks; ValueError for an unknown value."""
+    asked = FileConfig(**_values(args, FileConfig)).check_files
+    return own_entry if asked is FileChecks.AUTO else asked is FileChecks.ON
 
-    Args:
-        args: what our flags were parsed to.
-        own_entry: whether it is our pretrain_gpt that runs.
-    """
-    asked = FileConfig(check_files=args.burst_check_files).check_files
-    return asked is FileChecks.ON or (asked is FileChecks.AUTO and own_entry)
+
+def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    destinations = {flag.field: flag.name[2:].replace("-", "_") for flag in flags(config)}
+    return {field: getattr(args, name) for field, name in destinations.items()}
 
 
 def configure(args: argparse.Namespace) -> None:
@@ -178,7 +163,6 @@ def configure(args: argparse.Namespace) -> None:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
     set_dropouts(args)
-    _profile_instead_of_trace(args)
     lm_head_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:
@@ -194,36 +178,25 @@ def configure(args: argparse.Namespace) -> None:
     for algorithm in algorithms(args.cp_comm_type):
         _check_head_parallelism(args, config_of(config, algorithm))
     _check_recompute(args, config)
-    if config.check_nan and args.fp16 and args.loss_scale is None:
-        raise ValueError(
+    refuse(
+        (
+            config.check_nan and args.fp16 and args.loss_scale is None,
             "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: "
-            "add --loss-scale N, or take --bf16"
+            "add --loss-scale N, or take --bf16",
         )
+    )
     refuse_limits(args, config)
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
 
 
-def _profile_instead_of_trace(args: argparse.Namespace) -> None:
-    """--burst-trace DIR is the old name of Megatron's flags for torch.profiler."""
-    if args.burst_trace is None:
-        return
-    args.profile, args.use_pytorch_profiler = True, True
-    args.profile_step_start, args.profile_step_end = 2, 4
-    args.tensorboard_dir = args.tensorboard_dir or f"{args.burst_trace}/tensorboard"
-    logger.warning(
-        "--burst-trace goes with the next version: give --profile --use-pytorch-profiler "
-        "--profile-step-start 2 --profile-step-end 4; the trace is in %s/../torch_profile",
-        args.tensorboard_dir,
-    )
-
-
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
     """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
-    if reasons := refusals(args):
-        raise ValueError(
-            f"--context-parallel-algo {config.algorithm} cannot run {origin}:\n  "
-            + "\n  ".join(reasons)
-        )
+    what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
+    _refuse_all(refusals(args), what)
+
+
+def _refuse_all(reasons: Sequence[str], what: str) -> None:
+    refuse((bool(reasons), "\n  ".join([f"{what}:", *reasons])))
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
@@ -232,11 +205,10 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
     A rest would have to be padded or dropped.
     """
     table = None if config.block_mask is None else load_block_mask(config.block_mask)
-    if args.seq_length is None:
-        return
-    zigzag(args.seq_length, args.context_parallel_size)
-    make_layout(config, args.seq_length, args.context_parallel_size)
-    Mask.causal(block_table=table).check_length(args.seq_length)
+    if args.seq_length is not None:
+        zigzag(args.seq_length, args.context_parallel_size)
+        make_layout(config, args.seq_length, args.context_parallel_size)
+        Mask.causal(block_table=table).check_length(args.seq_length)
 
 
 def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
@@ -245,24 +217,25 @@ def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
         return
     given = f"--recompute-attention-fraction {config.recompute_fraction}"
     selective = args.recompute_granularity == "selective" or args.recompute_activations
-    if args.recompute_granularity != "full" and not (
-        selective and "core_attn" in (args.recompute_modules or ["core_attn"])
-    ):
-        raise ValueError(
+    attention = selective and "core_attn" in (args.recompute_modules or ["core_attn"])
+    refuse(
+        (
+            args.recompute_granularity != "full" and not attention,
             f"{given} has no effect where Megatron does not recompute attention: add "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
-            "drop it"
-        )
-    if args.distribute_saved_activations:
-        raise ValueError(
+            "drop it",
+        ),
+        (
+            args.distribute_saved_activations,
             f"{given} finds what it saved by the inputs that Megatron saves, which "
-            "--distribute-saved-activations replaces: drop one of them"
-        )
-    if config.recompute_offload and not torch.cuda.is_available():
-        raise ValueError(
+            "--distribute-saved-activations replaces: drop one of them",
+        ),
+        (
+            config.recompute_offload and not torch.cuda.is_available(),
             "--recompute-attention-offload moves results from a GPU's memory to the host's, and "
-            "there is no GPU: drop it"
-        )
+            "there is no GPU: drop it",
+        ),
+    )
 
 
 def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
@@ -270,67 +243,53 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
     sizes = args.hierarchical_context_parallel_sizes
     if not sizes:
         return
-    given = " ".join(map(str, sizes))
-    if len(sizes) != 2:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes {given}: a double ring takes two sizes, the "
-            "ranks of a node and the nodes"
-        )
-    if config.ranks_per_node is not None:
-        raise ValueError(
-            f"--burst-ranks-per-node {config.ranks_per_node} and "
-            f"--hierarchical-context-parallel-sizes {given} say the same: drop one of them"
-        )
-    doubles = (
-        (Topology.AUTO, Topology.DOUBLE)
-        if config.algorithm is Algorithm.BURST
-        else (Topology.DOUBLE,)
+    given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+    is_double = config.topology is Topology.DOUBLE or (
+        config.topology is Topology.AUTO and config.algorithm is Algorithm.BURST
     )
-    if config.topology not in doubles:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes {given} needs a double ring: take "
-            "--burst-topology double or drop it"
-        )
+    refuse(
+        (
+            len(sizes) != 2,
+            f"{given}: a double ring takes two sizes, the ranks of a node and the nodes",
+        ),
+        (
+            config.ranks_per_node is not None,
+            f"--burst-ranks-per-node {config.ranks_per_node} and {given} say the same: drop one of "
+            "them",
+        ),
+        (not is_double, f"{given} needs a double ring: take --burst-topology double or drop it"),
+    )
 
 
 def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> None:
     """An all-to-all spreads the heads of a tensor-parallel rank over a part of the CP ranks."""
     ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     size = ranks if config.algorithm is Algorithm.ULYSSES else config.head_parallel_size
-    if ranks % size:
-        raise ValueError(
-            f"--burst-head-parallel-size {size} does not divide --context-parallel-size {ranks}"
-        )
-    sizes = args.hierarchical_context_parallel_sizes
-    if sizes and sizes[0] % size:
-        raise ValueError(
-            f"--burst-head-parallel-size {size} must divide the {sizes[0]} ranks of a node that "
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
-        )
-    if size == 1 or args.num_attention_heads is None:
-        return
-    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    # Megatron, too, gives every tensor-parallel rank a kv head where there are fewer than ranks.
-    kv_head_copies(args.num_attention_heads // tensor, max(kv_heads // tensor, 1), size)
+    flag = f"--burst-head-parallel-size {size}"
+    refuse((ranks % size != 0, f"{flag} does not divide --context-parallel-size {ranks}"))
+    if sizes := args.hierarchical_context_parallel_sizes:
+        given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
+        text = f"{flag} must divide the {sizes[0]} ranks of a node that {given}"
+        refuse((sizes[0] % size != 0, text))
+    if size > 1 and args.num_attention_heads is not None:
+        heads = args.num_attention_heads
+        kv_heads = args.num_query_groups if args.group_query_attention else heads
+        # Megatron, too, gives every tensor-parallel rank a kv head where there are fewer of them.
+        kv_head_copies(heads // tensor, max(kv_heads // tensor, 1), size)
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:
-    ours = {a.value for a in Algorithm} & set(args.cp_comm_type or ())
-    if ours and args.spec is None:
-        raise ValueError(
-            f"--cp-comm-type {' '.join(args.cp_comm_type)} needs --context-parallel-algo "
-            f"{Algorithm.BURST}"
-        )
-    if args.context_parallel_size == 1 or ours:
-        return
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(
-            f"--context-parallel-algo {MEGATRON} with --context-parallel-size "
-            f"{args.context_parallel_size} needs TransformerEngine, which is not installed: "
-            "install transformer-engine[pytorch]==2.17.1 (it needs an NVIDIA GPU), or take "
-            f"--context-parallel-algo {Algorithm.BURST}"
-        )
-
-
-def _destination(flag_name: str) -> str:
-    return flag_name.removeprefix("--").replace("-", "_")
+    ours, ranks = algorithms(args.cp_comm_type), args.context_parallel_size
+    refuse(
+        (
+            bool(ours) and args.spec is None,
+            f"--cp-comm-type {' '.join(args.cp_comm_type or ())} needs --context-parallel-algo "
+            f"{Algorithm.BURST}",
+        ),
+        (
+            ranks > 1 and not ours and importlib.util.find_spec("transformer_engine") is None,
+            f"--context-parallel-algo {MEGATRON} with --context-parallel-size {ranks} needs "
+            "TransformerEngine, which is not installed: install transformer-engine[pytorch]==2.17.1"
+            f" (it needs an NVIDIA GPU), or take --context-parallel-algo {Algorithm.BURST}",
+        ),
+    )

@@ -4,24 +4,23 @@ import argparse
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.config import BurstConfig, LayoutName
+from megatron_burst.config import LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     burst_config_from_args,
     checks_files,
     configure,
-    leave_out_checkpoints_dropout,
     lm_head_config_from_args,
     refuse_limits,
-    say_dropouts,
+    settle_dropouts,
 )
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
@@ -41,10 +40,8 @@ def attach(*, own_entry: bool = False) -> None:
     """Wrap Megatron's `parse_args` and `gpt_config_from_args`; again, the originals are wrapped.
 
     Megatron offers a hook for more flags, but none between parsing and validation, and none for
-    a script that passes no hook. It must come before the script imports these names.
-
-    Args:
-        own_entry: whether it is our pretrain_gpt that runs, which checks files by itself.
+    a script that passes no hook. It must come before the script imports these names. Our own
+    entry, pretrain_gpt, checks files by itself.
     """
     parse_args = original(arguments.parse_args)
     arguments.parse_args = _with_burst_flags(parse_args, own_entry=own_entry)
@@ -53,30 +50,20 @@ def attach(*, own_entry: bool = False) -> None:
 
 
 def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Callable[..., Any]:
-    @functools.wraps(parse_args)
-    def parse(
-        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
-        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = extra_args_provider(parser) if extra_args_provider else parser
-            if not cpu_platform.cpu_platform_active():
-                compat.set_defaults_without_transformer_engine(parser)
-            return add_burst_arguments(parser)
-
+    def prepare(parser: argparse.ArgumentParser) -> None:
         if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
             sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
-        args = parse_args(add_arguments, ignore_unknown_args)
-        try:
-            configure(args)
-            checked = checks_files(args, own_entry=own_entry)
-            if checked:
-                check_data_files(args)
-        except ValueError as error:
-            sys.exit(f"megatron_burst: {error}")
-        if checked:
-            complete_checkpoints.attach(args)
-        return args
+        if not cpu_platform.cpu_platform_active():
+            compat.set_defaults_without_transformer_engine(parser)
+        add_burst_arguments(parser)
 
+    def settle(args: argparse.Namespace) -> None:
+        configure(args)
+        if checks_files(args, own_entry=own_entry):
+            check_data_files(args)
+            complete_checkpoints.attach(args)
+
+    parse = compat.around_parse_args(parse_args, prepare, settle)
     parse.original = parse_args  # type: ignore[attr-defined]
     return parse
 
@@ -84,44 +71,49 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
 def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gpt_config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> GPTModelConfig:
-        leave_out_checkpoints_dropout(args)
-        say_dropouts(args)
+        settle_dropouts(args)
         model_config = gpt_config_from_args(args, *more, **options)
         spec = model_config.transformer_layer_spec
         if args.spec is not None and spec is None:
             # Megatron would go on with its default spec.
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
-        config = burst_config_from_args(args)
-        if config is not None:
-            # Again: they may have changed since they were parsed.
-            refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
-            if args.rank == 0:
-                logger.info("%s", config)
-                _say_uneven_recompute(config, args.context_parallel_size)
-        shared = None if config is None else SharedState(config)
+        shared = _shared_state(args)
         model_config.transformer_layer_spec = LayerSpecProvider(spec, shared)
-        if shared is not None and (
-            shared.config.layout is not LayoutName.ZIGZAG or args.dataloader_inter_document_masking
-        ):
-            model_config.pre_wrap_hooks.append(SequenceHooks(shared))
-        if shared is not None and shared.checkpoints is not None:
-            model_config.pre_wrap_hooks.append(RecomputeHooks(shared.checkpoints))
-        if shared is not None and shared.verification is not None:
-            hooks = PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
-            model_config.pre_wrap_hooks.append(hooks)
-        head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
-        if head is not None:
-            model_config.pre_wrap_hooks.append(ChunkedHead(head))
+        model_config.pre_wrap_hooks += _hooks(args, shared)
         return model_config
 
     build.original = gpt_config_from_args  # type: ignore[attr-defined]
     return build
 
 
-def _say_uneven_recompute(config: BurstConfig, ranks: int) -> None:
-    if ranks > 1 and config.cuts_for_recompute and config.layout is LayoutName.ZIGZAG:
+def _shared_state(args: argparse.Namespace) -> SharedState | None:
+    """Return what the layers of our attention share; None where attention is Megatron's."""
+    config = burst_config_from_args(args)
+    if config is None:
+        return None
+    # Again: they may have changed since they were parsed.
+    refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
+    logger.info("%s", config)
+    is_uneven = config.cuts_for_recompute and config.layout is LayoutName.ZIGZAG
+    if is_uneven and args.context_parallel_size > 1:
         logger.info(
             "--recompute-attention-fraction %g: under zigzag the ranks recompute unequal parts; "
             "--burst-layout segmented-zigzag spreads them evenly",
             config.recompute_fraction,
         )
+    return SharedState(config)
+
+
+def _hooks(args: argparse.Namespace, shared: SharedState | None) -> Iterator[Callable[..., Any]]:
+    """Yield what attaches to the built model, in this order."""
+    if shared is not None:
+        moves = shared.config.layout is not LayoutName.ZIGZAG
+        if moves or args.dataloader_inter_document_masking:
+            yield SequenceHooks(shared)
+        if shared.checkpoints is not None:
+            yield RecomputeHooks(shared.checkpoints)
+        if shared.verification is not None:
+            yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
+    head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
+    if head is not None:
+        yield ChunkedHead(head)

@@ -8,18 +8,13 @@ import functools
 import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from megatron_burst.plugin.files import dataset_helpers
-from megatron_burst.plugin.spec_walk import rewrite_spec
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_burst.plugin.files.dataset_helpers import compile_on_every_node
+from megatron_burst.plugin.torch_adam import with_torch_adam
 
 logger = logging.getLogger(__name__)
 
@@ -45,88 +40,6 @@ APEX_EXTENSIONS: Mapping[str, str] = {
 }
 
 
-class SequenceParallelNorm:
-    """torch's LayerNorm or RMSNorm with the constructor of Megatron's `WrappedTorchNorm`.
-
-    Calling the class returns the torch module itself. Its parameters carry `sequence_parallel =
-    config.sequence_parallel`: under sequence parallelism every TP rank normalises its own tokens,
-    and Megatron sums the gradients of parameters marked so over the TP ranks.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls,
-        config: "TransformerConfig",
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> torch.nn.Module:
-        """Build the norm `config.normalization` names; ValueError for what torch cannot do.
-
-        The last three arguments are there for Megatron's callers and unused, as in Megatron.
-        """
-        _check_norm_config(config)
-        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in kinds:
-            raise ValueError(
-                f"--normalization {config.normalization}: torch's norms are {', '.join(kinds)}"
-            )
-        norm = kinds[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-
-def _check_norm_config(config: "TransformerConfig") -> None:
-    refused = {
-        "layernorm_zero_centered_gamma": "drop --apply-layernorm-1p",
-        "persist_layer_norm": "pass --no-persist-layer-norm",
-        "memory_efficient_layer_norm": "drop --use-memory-efficient-layer-norm",
-    }
-    for field, remedy in refused.items():
-        if getattr(config, field):
-            raise ValueError(f"torch's norms cannot do {field}: {remedy}, or use TransformerEngine")
-
-
-def with_sequence_parallel_norm(spec: Any) -> Any:
-    """Copy of a layer or block spec in which `SequenceParallelNorm` replaces `WrappedTorchNorm`.
-
-    The norm behind the last layer is part of a block spec, not of a layer spec: see `block_spec`.
-    """
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    def rewrite(name: str, value: Any) -> Any:
-        return SequenceParallelNorm if value is WrappedTorchNorm else value
-
-    return rewrite_spec(spec, rewrite)
-
-
-def block_spec(
-    spec: Any, config: "TransformerConfig", vp_stage: int | None = None
-) -> "TransformerBlockSubmodules":
-    """The block spec of this pipeline stage for a layer spec, norms replaced.
-
-    A layer spec leaves the norm behind the last layer to Megatron. Without TransformerEngine it
-    takes Apex's LayerNorm where Apex is there, for RMSNorm, too, which that one is not; else its
-    own `WrappedTorchNorm`, which refuses sequence parallelism. A block spec is returned with its
-    norms replaced. Call it after model parallelism is initialised.
-    """
-    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-    from megatron.core.transformer import transformer_block
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    if not isinstance(spec, transformer_block.TransformerBlockSubmodules):
-        last: Any = transformer_block.LayerNormImpl
-        if last is FusedLayerNorm and config.normalization != "LayerNorm":
-            last = WrappedTorchNorm
-        spec = transformer_block.TransformerBlockSubmodules(
-            layer_specs=[spec] * transformer_block.get_num_layers_to_build(config, vp_stage),
-            layer_norm=last,
-        )
-    return with_sequence_parallel_norm(spec)
-
-
 def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> None:
     """Make Megatron's local layers the default where TransformerEngine is not installed.
 
@@ -148,6 +61,35 @@ def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> 
     )
 
 
+def around_parse_args(
+    parse_args: Callable[..., Any],
+    prepare: Callable[[argparse.ArgumentParser], object],
+    settle: Callable[[argparse.Namespace], object],
+) -> Callable[..., argparse.Namespace]:
+    """Megatron's `parse_args` with `prepare` after all flags are known and `settle` before it ends.
+
+    A ValueError of `settle` ends the process with its text.
+    """
+
+    @functools.wraps(parse_args)
+    def parse(
+        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider else parser
+            prepare(parser)
+            return parser
+
+        args: argparse.Namespace = parse_args(add_arguments, ignore_unknown_args)
+        try:
+            settle(args)
+        except ValueError as error:
+            sys.exit(f"megatron_burst: {error}")
+        return args
+
+    return parse
+
+
 def mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the bare percent signs in help texts, one of Megatron's, that make `--help` fail."""
     for action in parser._actions:
@@ -163,95 +105,11 @@ def mend_wheel() -> None:
     Called by the launchers on any platform, before Megatron's training loop starts; again it does
     nothing.
     """
-    from megatron.core.datasets import utils
     from megatron.training import initialize, training
 
-    if utils.compile_helpers is dataset_helpers.compile_helpers:
-        return
-    utils.compile_helpers = dataset_helpers.compile_helpers
-    initialize._compile_dependencies = dataset_helpers.compile_on_every_node
-    training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
-
-
-def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_megatron_optimizer` whose distributed optimizers save and load torch's Adam rightly.
-
-    Without Apex and TransformerEngine Megatron falls back to torch's Adam, whose `step` is a tensor
-    in the state of every parameter. The checkpoint code of the distributed optimizer stumbles:
-    - it asserts that all parameters share one `step` before it reads a checkpoint, when Adam has no
-      state yet. Megatron's `init_state_fn` makes the moments alone and is not called there;
-    - it takes `step` for a shard of the parameter like the moments: `dp_reshardable` reads back
-      a wrong number, `fully_reshardable` ends with a KeyError;
-    - it loads one `step` tensor for all parameters, to which Adam then adds once a parameter;
-    - it writes into float32 shards, views of parameters, in place, which autograd refuses;
-    - under Megatron-FSDP a rank skips parameters of which it has no part, and one rank's `step` is
-      saved for all.
-
-    Only the step in the param_groups is right. No hook of Megatron lies between building the
-    optimizer and reading the checkpoint, so the call is wrapped and the built objects are mended.
-    """
-
-    @functools.wraps(build_optimizer)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        optimizer = build_optimizer(*args, **kwargs)
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            distributed = hasattr(part, "load_parameter_state_from_dp_reshardable")
-            if distributed and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-                _mend_distributed_optimizer(part)
-        return optimizer
-
-    return build
-
-
-def _mend_distributed_optimizer(distributed: Any) -> None:
-    """Carry out what `with_torch_adam` says on one of Megatron's distributed optimizers."""
-    initialise_adam_state(distributed.optimizer)
-    distributed.optimizer.register_load_state_dict_post_hook(give_each_parameter_its_step)
-    if distributed.ddp_config.use_megatron_fsdp:
-        distributed.optimizer.register_step_post_hook(count_steps_together)
-
-    read_shards = distributed._get_main_param_and_optimizer_states
-    write_shards = distributed._set_main_param_and_optimizer_states
-
-    def read_without_step(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        return {name: shard for name, shard in read_shards(parameter).items() if name != "step"}
-
-    def write_without_step(parameter: torch.nn.Parameter, shards: dict[str, Any]) -> None:
-        write_shards(parameter, {**shards, "step": None})  # None: keep the one that is there
-
-    distributed._get_main_param_and_optimizer_states = read_without_step
-    distributed._set_main_param_and_optimizer_states = write_without_step
-    distributed.load_state_dict = torch.no_grad()(distributed.load_state_dict)
-
-
-def initialise_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter without state what torch's Adam makes in its first step, at step 0.
-
-    Training afterwards equals training without this call; the memory is taken a step earlier.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if optimizer.state[parameter]:
-                continue
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-
-def give_each_parameter_its_step(optimizer: torch.optim.Optimizer) -> None:
-    """Copy every parameter's `step`, so that no two parameters share one tensor."""
-    for state in optimizer.state.values():
-        state["step"] = state["step"].clone()
-
-
-def count_steps_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give every parameter the largest `step` of all, those without a gradient, too."""
-    steps = [state["step"] for state in optimizer.state.values()]
-    latest = max(float(step) for step in steps)
-    for step in steps:
-        step.fill_(latest)
+    if initialize._compile_dependencies is not compile_on_every_node:
+        initialize._compile_dependencies = compile_on_every_node
+        training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
 
 
 def check_megatron_version() -> str:
@@ -286,12 +144,8 @@ def megatron_folder() -> Path | None:
 
 
 def _first_on_path(subpackage: str) -> Path | None:
-    megatron = importlib.util.find_spec("megatron")
-    places = megatron.submodule_search_locations if megatron else None
-    found = (Path(place) / subpackage for place in places or [])
-    folder = next((folder for folder in found if (folder / "__init__.py").is_file()), None)
-    if folder is None and megatron is not None:
-        # An editable install: the place is not a folder, and a finder of its own knows the parts.
+    try:
         spec = importlib.util.find_spec(f"megatron.{subpackage}")
-        folder = Path(spec.origin).parent if spec and spec.origin else None
-    return folder
+    except ModuleNotFoundError:  # there is no megatron at all
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None

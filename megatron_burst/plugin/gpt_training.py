@@ -1,5 +1,6 @@
-"""GPT pretraining on Megatron's building blocks: batches, loss and data sets."""
+"""GPT pretraining on Megatron's building blocks: batches, loss, data sets and final figures."""
 
+import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -20,10 +22,13 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers
+from megatron.training import get_args, get_tensorboard_writer, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
+
+from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.cpu.table import peak_resident_bytes
 
 _NEEDS_UPSTREAM_SCRIPT = (
     "sft",
@@ -84,17 +89,18 @@ def _next_batch(
     every pipeline stage gets the boundaries, if nothing else.
     """
     args = get_args()
-    on_edge, documents = _is_edge(vp_stage), args.dataloader_inter_document_masking
+    on_edge, documents = (
+        is_first_or_last_pipeline_stage(vp_stage),
+        args.dataloader_inter_document_masking,
+    )
     if not (on_edge or documents):
         return dict.fromkeys((*_BATCH_KEYS, *_DOCUMENT_KEYS))
-    whole: dict[str, Tensor | None] = {}
+    whole: dict[str, Tensor | None] = dict.fromkeys(("cu_seqlens_padded", "local_cp_size"))
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
-        whole = dict.fromkeys(("cu_seqlens_padded", "local_cp_size"))
-        whole |= {
-            key: sample[key].cuda(non_blocking=True) if sample.get(key) is not None else None
-            for key in (*_BATCH_KEYS, *_DOCUMENT_KEYS)
-        }
+        for key in (*_BATCH_KEYS, *_DOCUMENT_KEYS):
+            found = sample.get(key)
+            whole[key] = None if found is None else found.cuda(non_blocking=True)
     whole = get_batch_on_this_tp_rank(
         whole,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -121,11 +127,6 @@ def _next_batch(
         hybrid_cp_group_func=None,
         use_per_sequence_balancing=documents,  # zigzag of the whole sequence
     )
-
-
-def _is_edge(vp_stage: int | None) -> bool:
-    """Whether this pipeline stage has tokens or labels."""
-    return bool(is_first_or_last_pipeline_stage(vp_stage))
 
 
 def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqParams | None:
@@ -161,21 +162,11 @@ def _masked_loss(loss_mask: Tensor | None, per_token: Tensor) -> _Loss:
     mask = loss_mask.view(-1).float()
     loss = (per_token.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)
-    _check_finite(loss)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for name, found in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
+            text = f"{name} in this rank's loss"
+            get_rerun_state_machine().validate_result(loss, found, text, tolerance=0.0, fatal=True)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
-
-
-def _check_finite(loss: Tensor) -> None:
-    if not get_args().check_for_nan_in_loss_and_grad:
-        return
-    for name, found in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=found,
-            message=f"{name} in this rank's loss",
-            tolerance=0.0,
-            fatal=True,
-        )
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -195,8 +186,10 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    reads = _is_edge(vp_stage) or get_args().dataloader_inter_document_masking
-    return reads and mpu.get_tensor_model_parallel_rank() == 0
+    reads = (
+        is_first_or_last_pipeline_stage(vp_stage) or get_args().dataloader_inter_document_masking
+    )
+    return bool(reads and mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -205,30 +198,45 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     if args.per_dataset_sequences_path is not None:
         with open(args.per_dataset_sequences_path) as file:
             sequences = json.load(file)
+    # Half of its fields have the names of Megatron's arguments.
+    names = (field.name for field in dataclasses.fields(GPTDatasetConfig))
+    settings = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return GPTDatasetConfig(
+        **settings,
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=sequences,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
+
+
+def write_run_figures(args: Any, shared: SharedState | None) -> None:
+    """Add to TensorBoard what a run has sent for attention, and its peak memory.
+
+    A call of all ranks at the end of the run; the last one writes. `shared` has sent the bytes; it
+    is None where attention was Megatron's.
+    """
+    on_gpu = torch.cuda.is_available()  # without one, the whole process on the host
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
+    memory = torch.tensor(peak, device="cuda" if on_gpu else "cpu")
+    if dist.is_initialized():
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    writer = get_tensorboard_writer()
+    # args.iteration is where training started; there is no curr_iteration if it never did.
+    steps = getattr(args, "curr_iteration", -1) + 1 - args.iteration
+    if writer is None or steps < 1:
+        return
+    writer.add_scalar("burst/peak-memory-bytes", int(memory), args.curr_iteration)
+    if shared is not None:
+        sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
+        writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
+    writer.flush()

@@ -1,18 +1,25 @@
-"""Turns a Megatron layer spec into one with our core attention."""
+"""Turns Megatron's layer specs into ones with our core attention, and with norms that work."""
 
+import copy
+import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.core_attention import SharedState
-from megatron_burst.plugin.spec_walk import rewrite_spec
 
 if TYPE_CHECKING:
     from megatron.training.models.gpt import GPTModelConfig
@@ -73,9 +80,9 @@ class LayerSpecProvider:
                 self.shared.get_megatrons(model_config.transformer)
             spec = burst_layer_spec(spec, self.shared)
         if not transformer_block.HAVE_TE:
-            return compat.block_spec(spec, model_config.transformer, vp_stage)
+            return block_spec(spec, model_config.transformer, vp_stage)
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
-        return compat.with_sequence_parallel_norm(spec)
+        return with_sequence_parallel_norm(spec)
 
     def _original(self, model_config: "GPTModelConfig", vp_stage: int | None) -> Any:
         if self._spec is None:
@@ -86,3 +93,82 @@ class LayerSpecProvider:
             return self._spec
         takes_stage = "vp_stage" in inspect.signature(self._spec).parameters
         return self._spec(model_config, **({"vp_stage": vp_stage} if takes_stage else {}))
+
+
+class SequenceParallelNorm:
+    """Megatron's `WrappedTorchNorm`, which refuses sequence parallelism, made to do it.
+
+    Calling the class returns the torch module itself. Its parameters carry `sequence_parallel`:
+    every TP rank normalises its own tokens, and Megatron sums the gradients of parameters marked
+    so over the TP ranks.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> torch.nn.Module:
+        """Build the norm `config.normalization` names, with Megatron's refusals."""
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm: torch.nn.Module = WrappedTorchNorm(alone, hidden_size, eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def with_sequence_parallel_norm(spec: Any) -> Any:
+    """Copy of a layer or block spec in which `SequenceParallelNorm` replaces `WrappedTorchNorm`.
+
+    The norm behind the last layer is part of a block spec, not of a layer spec: see `block_spec`.
+    """
+    return rewrite_spec(
+        spec, lambda _, value: SequenceParallelNorm if value is WrappedTorchNorm else value
+    )
+
+
+def block_spec(
+    spec: Any, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The block spec of this pipeline stage for a layer or block spec, norms replaced.
+
+    A layer spec leaves the norm behind the last layer to Megatron. Without TransformerEngine it
+    takes Apex's LayerNorm where Apex is there, for RMSNorm, too, which that one is not; else its
+    own `WrappedTorchNorm`. Call it after model parallelism is initialised.
+    """
+    if not isinstance(spec, TransformerBlockSubmodules):
+        last: Any = transformer_block.LayerNormImpl
+        if last is FusedLayerNorm and config.normalization != "LayerNorm":
+            last = WrappedTorchNorm
+        layers = transformer_block.get_num_layers_to_build(config, vp_stage)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=last)
+    return with_sequence_parallel_norm(spec)
+
+
+def rewrite_spec(spec: Any, rewrite: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Copy a spec, each value replaced by `rewrite(field name, value)` before it is gone through.
+
+    Goes through dataclasses (ModuleSpec, ...Submodules), lists, tuples, dicts and
+    `functools.partial`, however nested; an item of a container has the name of the container's
+    field. Every other value is kept as it is.
+    """
+    spec = rewrite(name, spec)
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        return dataclasses.replace(
+            spec,
+            **{
+                field.name: rewrite_spec(getattr(spec, field.name), rewrite, field.name)
+                for field in dataclasses.fields(spec)
+                if field.init
+            },
+        )
+
+    def walk(value: Any) -> Any:
+        return rewrite_spec(value, rewrite, name)
+
+    if isinstance(spec, functools.partial):
+        keywords = {key: walk(value) for key, value in spec.keywords.items()}
+        return functools.partial(walk(spec.func), *map(walk, spec.args), **keywords)
+    if type(spec) in (list, tuple):
+        return type(spec)(walk(item) for item in spec)
+    if type(spec) is dict:
+        return {key: walk(value) for key, value in spec.items()}
+    return spec

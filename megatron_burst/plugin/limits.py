@@ -1,17 +1,7 @@
 """What of Megatron our parts cannot honour, each with the reason: refused, never ignored."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """An argument of Megatron (or field of TransformerConfig) that must keep to some values."""
-
-    name: str
-    reason: str
-    working: tuple[Any, ...] = (None, False, 0, "")
-
 
 # What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
 # Megatron's own implementation captures whole layers.
@@ -20,128 +10,91 @@ _GRAPHS_BESIDE_ATTENTION = {
     "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
 }
 
+
+def with_remedies(**reasons: str) -> dict[str, str]:
+    """Return limits, arguments of Megatron and why they have to be off; to drop one is the remedy.
+
+    Unless a reason has a remedy of its own behind a colon.
+    """
+    return {
+        name: reason if ": " in reason else f"{reason}: drop --{name.replace('_', '-')}"
+        for name, reason in reasons.items()
+    }
+
+
+# An argument of Megatron (or field of TransformerConfig) has to be one of the first, unless it is
+# named below.
+OFF: tuple[Any, ...] = (None, False, 0, "")
+WORKING: Mapping[str, tuple[Any, ...]] = {
+    "attention_backend": (None, "auto"),
+    "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
+}
+
 # Of our attention.
-LIMITS: tuple[Limit, ...] = (
-    Limit(
-        "attention_dropout",
-        "a kernel's random numbers are local to a tile, so no CP size would equal another: "
-        "pass --attention-dropout 0",
+LIMITS = with_remedies(
+    attention_dropout=(
+        "a kernel's random numbers are local to a tile, so no CP size would equal another: pass "
+        "--attention-dropout 0"
     ),
-    Limit(
-        "experimental_attention_variant",
-        "it brings an attention of its own: drop --experimental-attention-variant",
+    experimental_attention_variant="it brings an attention of its own",
+    reset_attention_mask="it needs the dense mask, which is never built",
+    sft="its documents are padded and split one by one, which is not built",
+    hybrid_context_parallel="its ranks hold sequences of different lengths",
+    mtp_num_layers="Megatron builds MTP layers from a spec of its own, without our attention",
+    hybrid_layer_pattern="HybridModel is not supported",
+    hybrid_override_pattern="HybridModel is not supported",
+    modelopt_enabled=(
+        "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
-    Limit(
-        "reset_attention_mask",
-        "it needs the dense mask, which is never built: drop --reset-attention-mask",
+    qk_clip="it needs the largest score of a row",
+    log_max_attention_logit="it needs the largest score of a row",
+    fp8_dot_product_attention=(
+        "attention runs in the model's dtype: leave fp8_dot_product_attention off"
     ),
-    Limit("sft", "its documents are padded and split one by one, which is not built: drop --sft"),
-    Limit(
-        "hybrid_context_parallel",
-        "its ranks hold sequences of different lengths: drop --hybrid-context-parallel",
+    fp8_multi_head_attention=(
+        "attention runs in the model's dtype: leave fp8_multi_head_attention off"
     ),
-    Limit(
-        "mtp_num_layers",
-        "Megatron builds MTP layers from a spec of its own, without our attention: "
-        "drop --mtp-num-layers",
-    ),
-    Limit("hybrid_layer_pattern", "HybridModel is not supported: drop --hybrid-layer-pattern"),
-    Limit(
-        "hybrid_override_pattern", "HybridModel is not supported: drop --hybrid-override-pattern"
-    ),
-    Limit(
-        "modelopt_enabled",
-        "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)",
-    ),
-    Limit("qk_clip", "it needs the largest score of a row: drop --qk-clip"),
-    Limit(
-        "log_max_attention_logit",
-        "it needs the largest score of a row: drop --log-max-attention-logit",
-    ),
-    Limit(
-        "fp8_dot_product_attention",
-        "attention runs in the model's dtype: leave fp8_dot_product_attention off",
-    ),
-    Limit(
-        "fp8_multi_head_attention",
-        "attention runs in the model's dtype: leave fp8_multi_head_attention off",
-    ),
-    Limit(
-        "cuda_graph_impl",
+    cuda_graph_impl=(
         "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl full_iteration, or take "
-        "transformer_engine or local with --cuda-graph-modules that hold no attention",
-        (None, "none", *_GRAPHS_BESIDE_ATTENTION),
+        "transformer_engine or local with --cuda-graph-modules that hold no attention"
     ),
-    Limit(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule splits layers in a way that was not shown to be right: "
-        "drop --overlap-moe-expert-parallel-comm",
+    overlap_moe_expert_parallel_comm=(
+        "its schedule splits layers in a way that was not shown to be right"
     ),
-    Limit(
-        "batch_invariant_mode",
-        "Megatron does not run it with context parallelism: drop --batch-invariant-mode",
+    batch_invariant_mode="Megatron does not run it with context parallelism",
+    use_kitchen_attention="it is another core attention: leave use_kitchen_attention off",
+    attention_backend=(
+        "it chooses among Megatron's own kernels: drop --attention-backend, or choose with "
+        "--burst-kernel"
     ),
-    Limit("use_kitchen_attention", "it is another core attention: leave use_kitchen_attention off"),
 )
 
-
 # Of the chunked LM head and loss.
-LM_HEAD_LIMITS: tuple[Limit, ...] = (
-    Limit(
-        "mtp_num_layers",
-        "Megatron's MTP makes losses from all logits by itself: drop --mtp-num-layers",
+LM_HEAD_LIMITS = with_remedies(
+    mtp_num_layers="Megatron's MTP makes losses from all logits by itself",
+    hybrid_layer_pattern="HybridModel has no hook for its output",
+    hybrid_override_pattern="HybridModel has no hook for its output",
+    logits_save_dir="it saves logits, which never exist",
+    logits_load_dir="it compares logits, which never exist",
+    logit_dtype=(
+        "logits of a chunk have a dtype of their own (logit_dtype): drop --output-logit-dtype"
     ),
-    Limit(
-        "hybrid_layer_pattern",
-        "HybridModel has no hook for its output: drop --hybrid-layer-pattern",
+    config_logger_dir="it writes logits, which never exist",
+    modelopt_enabled=(
+        "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)"
     ),
-    Limit(
-        "hybrid_override_pattern",
-        "HybridModel has no hook for its output: drop --hybrid-override-pattern",
+    cross_entropy_loss_fusion="it chooses among Megatron's own losses",
+    overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
+    defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
+    use_megatron_fsdp=(
+        "it gathers and releases weights in hooks of the output layer, which is never called"
     ),
-    Limit("logits_save_dir", "it saves logits, which never exist: drop --logits-save-dir"),
-    Limit("logits_load_dir", "it compares logits, which never exist: drop --logits-load-dir"),
-    Limit(
-        "logit_dtype",
-        "logits of a chunk have a dtype of their own (logit_dtype): drop --output-logit-dtype",
-    ),
-    Limit("config_logger_dir", "it writes logits, which never exist: drop --config-logger-dir"),
-    Limit(
-        "modelopt_enabled",
-        "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)",
-    ),
-    Limit(
-        "cross_entropy_loss_fusion",
-        "it chooses among Megatron's own losses: drop --cross-entropy-loss-fusion",
-    ),
-    Limit(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule plan calls the output layer by itself: "
-        "drop --overlap-moe-expert-parallel-comm",
-    ),
-    Limit(
-        "defer_embedding_wgrad_compute",
-        "it keeps the gradients of all logits of a batch: drop --defer-embedding-wgrad-compute",
-    ),
-    Limit(
-        "use_megatron_fsdp",
-        "it gathers and releases weights in hooks of the output layer, which is never called: "
-        "drop --use-megatron-fsdp",
-    ),
-    Limit(
-        "use_torch_fsdp2",
-        "it was not shown to be right with weights that FSDP shards: drop --use-torch-fsdp2",
-    ),
-    Limit(
-        "cuda_graph_impl",
+    use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
+    cuda_graph_impl=(
         "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
-        "full_iteration",
-        (None, "none", "local", "transformer_engine"),
+        "full_iteration"
     ),
-    Limit(
-        "batch_invariant_mode",
-        "chunks are other shapes than Megatron's: drop --batch-invariant-mode",
-    ),
+    batch_invariant_mode="chunks are other shapes than Megatron's",
 )
 
 
@@ -152,22 +105,28 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    reasons = _beyond(LIMITS, settings)
-    if graphs := _graph_refusal(settings):
-        reasons.append(graphs)
-    if window := _window_refusal(getattr(settings, "window_size", None)):
-        reasons.append(window)
-    packed = getattr(settings, "dataloader_inter_document_masking", False)
-    if packed and (documents := _document_refusal(settings)):
-        reasons.append(documents)
-    backend = getattr(settings, "attention_backend", None)
-    name = getattr(backend, "name", backend)
-    if name not in (None, "auto"):
-        reasons.append(
-            f"attention_backend = {name}: it chooses among Megatron's own kernels: "
-            "drop --attention-backend, or choose with --burst-kernel"
-        )
-    return reasons
+    others = _graph_refusal(settings), _window_refusal(settings), _document_refusal(settings)
+    return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
+
+
+def lm_head_refusals(settings: Any) -> list[str]:
+    """Return why the chunked loss cannot run with these settings; see `refusals`."""
+    return beyond(LM_HEAD_LIMITS, settings)
+
+
+def beyond(
+    limits: Mapping[str, str],
+    settings: Any,
+    working: Mapping[str, tuple[Any, ...]] = WORKING,
+) -> list[str]:
+    """Return the limits that `settings` do not keep: the name, the value and the reason."""
+    given = {name: getattr(settings, name, None) for name in limits}
+    plain = {name: getattr(value, "name", value) for name, value in given.items()}  # of enums
+    return [
+        f"{name} = {value}: {limits[name]}"
+        for name, value in plain.items()
+        if value is not None and value not in working.get(name, OFF)
+    ]
 
 
 def _graph_refusal(settings: Any) -> str | None:
@@ -190,8 +149,9 @@ def _graph_refusal(settings: Any) -> str | None:
     )
 
 
-def _window_refusal(window: Any) -> str | None:
+def _window_refusal(settings: Any) -> str | None:
     """Megatron's (left, right): how many keys before and behind it a query sees; -1 is all."""
+    window = getattr(settings, "window_size", None)
     if not window:
         return None
     if len(window) != 2 or window[0] < -1:
@@ -206,6 +166,8 @@ def _window_refusal(window: Any) -> str | None:
 
 def _document_refusal(args: Any) -> str | None:
     """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
+    if not getattr(args, "dataloader_inter_document_masking", False):
+        return None
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
@@ -221,16 +183,3 @@ def _document_refusal(args: Any) -> str | None:
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
     return None
-
-
-def lm_head_refusals(settings: Any) -> list[str]:
-    """Return why the chunked loss cannot run with these settings; see `refusals`."""
-    return _beyond(LM_HEAD_LIMITS, settings)
-
-
-def _beyond(limits: tuple[Limit, ...], settings: Any) -> list[str]:
-    return [
-        f"{limit.name} = {value}: {limit.reason}"
-        for limit in limits
-        if (value := getattr(settings, limit.name, limit.working[0])) not in limit.working
-    ]

@@ -18,9 +18,18 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.layer_spec import LayerSpecProvider
-from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.limits import beyond, refusals
 
 _FORM = "--spec megatron_burst.plugin.spec gpt"
+_ONLY_WITH_A_LAUNCHER = {
+    "create_attention_mask_in_dataloader": (
+        "a dense mask cannot be honoured in a ring: pass --no-create-attention-mask-in-dataloader"
+    ),
+    "dataloader_inter_document_masking": (
+        "documents need hooks of the model: start with python -m megatron_burst.run "
+        "PATH/pretrain_gpt.py"
+    ),
+}
 
 
 def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
@@ -49,21 +58,6 @@ def config_from_args(args: argparse.Namespace) -> BurstConfig:
         algorithm=named[0], timeout_seconds=60.0 * args.distributed_timeout_minutes
     )
     check_layers(args, config, own_spec=False)
-    if reasons := [*refusals(args), *_only_with_a_launcher(args)]:
+    if reasons := [*refusals(args), *beyond(_ONLY_WITH_A_LAUNCHER, args)]:
         raise ValueError(f"{_FORM} cannot run this:\n  " + "\n  ".join(reasons))
     return config
-
-
-def _only_with_a_launcher(args: argparse.Namespace) -> list[str]:
-    reasons = []
-    if args.create_attention_mask_in_dataloader:
-        reasons.append(
-            "create_attention_mask_in_dataloader = True: a dense mask cannot be honoured in a "
-            "ring: pass --no-create-attention-mask-in-dataloader"
-        )
-    if args.dataloader_inter_document_masking:
-        reasons.append(
-            "dataloader_inter_document_masking = True: documents need hooks of the model: start "
-            "with python -m megatron_burst.run PATH/pretrain_gpt.py"
-        )
-    return reasons

@@ -14,7 +14,7 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, Limit
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -142,5 +142,5 @@ def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
     return "; ".join(reason for reason in reasons if reason not in usual) or YES
 
 
-def _limit_rows(limits: Iterable[Limit]) -> Iterator[list[str]]:
-    return ([f"`{limit.name}`", limit.reason] for limit in limits)
+def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
+    return ([f"`{name}`", reason] for name, reason in limits.items())

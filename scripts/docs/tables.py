@@ -68,7 +68,7 @@ def _values(flag: Flag) -> list[str]:
         return [MEGATRON, *values]
     if flag.field == "kernel":
         values = ["auto", *KERNELS]
-    default = flag.shown_default
+    default = "none" if flag.default is None else str(flag.default)
     return [default, *(value for value in values if value != default)]
 
 

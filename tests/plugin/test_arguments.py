@@ -22,12 +22,13 @@ from megatron_burst.plugin.arguments import (
     checks_files,
     configure,
     lm_head_config_from_args,
-    say_dropouts,
+    settle_dropouts,
 )
 from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
-    Limit,
+    OFF,
+    WORKING,
     lm_head_refusals,
     refusals,
 )
@@ -476,24 +477,24 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "batch_invariant_mode": "--batch-invariant-mode",
     "use_kitchen_attention": {"use_kitchen_attention": True},
+    "attention_backend": "--attention-backend local",
 }
-EACH_LIMIT = pytest.mark.parametrize("limit", LIMITS, ids=[limit.name for limit in LIMITS])
 
 
 def test_every_limit_has_its_refused_case() -> None:
-    assert list(REFUSED) == [limit.name for limit in LIMITS]
+    assert list(REFUSED) == list(LIMITS)
 
 
-@EACH_LIMIT
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
-    parser: argparse.ArgumentParser, limit: Limit
+    parser: argparse.ArgumentParser, limit: str
 ) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     args = parse(parser, BURST + "--cuda-graph-modules moe_router")
     # Megatron-LM's own script sets the last after parsing.
-    assert hasattr(args, limit.name) or limit.name in {*fields, "modelopt_enabled"}
-    for value in limit.working:
-        setattr(args, limit.name, value)
+    assert hasattr(args, limit) or limit in {*fields, "modelopt_enabled"}
+    for value in WORKING.get(limit, OFF):
+        setattr(args, limit, value)
         assert refusals(args) == []
         args.cp_comm_type = None
         configure(args)
@@ -514,19 +515,20 @@ def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
     assert isinstance(build(args).transformer_layer_spec, LayerSpecProvider)
 
 
-@EACH_LIMIT
+@pytest.mark.parametrize("limit", LIMITS)
 def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
-    parser: argparse.ArgumentParser, limit: Limit
+    parser: argparse.ArgumentParser, limit: str
 ) -> None:
-    case = REFUSED[limit.name]
+    case = REFUSED[limit]
     line, settings = (case, {}) if isinstance(case, str) else ("", case)
     text = refusal(parser, BURST + line, **settings)
-    value = {**vars(parse(parser, line)), **settings}[limit.name]
+    value = {**vars(parse(parser, line)), **settings}[limit]
+    value = getattr(value, "name", value)
     assert text.splitlines() == [
         "--context-parallel-algo burst cannot run this:",
-        f"  {limit.name} = {value}: {limit.reason}",
+        f"  {limit} = {value}: {LIMITS[limit]}",
     ]
-    assert (line.split(maxsplit=1)[0] if line else limit.name) in limit.reason
+    assert (line.split(maxsplit=1)[0] if line else limit) in LIMITS[limit]
     if "--attention-dropout" not in line:
         configure(parse(parser, BURST))
 
@@ -615,9 +617,8 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
     args = parse(parser, line)
     configure(args)
     assert (args.attention_dropout, args.hidden_dropout) == dropouts
-    args.rank = 0
-    say_dropouts(args)
-    say_dropouts(args)  # no more
+    settle_dropouts(args)
+    settle_dropouts(args)  # no more
     assert caplog.messages == [
         f"--{name}-dropout is 0: it was not given; without our attention 0.1"
         for name in said.split()
@@ -734,42 +735,39 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",
 }
-EACH_LM_HEAD_LIMIT = pytest.mark.parametrize(
-    "limit", LM_HEAD_LIMITS, ids=[limit.name for limit in LM_HEAD_LIMITS]
-)
 
 
 def test_every_limit_of_the_lm_head_has_its_refused_case() -> None:
-    assert list(LM_HEAD_REFUSED) == [limit.name for limit in LM_HEAD_LIMITS]
+    assert list(LM_HEAD_REFUSED) == list(LM_HEAD_LIMITS)
 
 
-@EACH_LM_HEAD_LIMIT
+@pytest.mark.parametrize("limit", LM_HEAD_LIMITS)
 def test_the_working_values_of_a_limit_of_the_lm_head_pass(
-    parser: argparse.ArgumentParser, limit: Limit
+    parser: argparse.ArgumentParser, limit: str
 ) -> None:
     args = parse(parser, CHUNKED)
     # Megatron-LM's own script sets the first after parsing; main of August 2026 has the second.
-    assert hasattr(args, limit.name) or limit.name in ("modelopt_enabled", "logit_dtype")
-    for value in limit.working:
-        setattr(args, limit.name, value)
+    assert hasattr(args, limit) or limit in ("modelopt_enabled", "logit_dtype")
+    for value in WORKING.get(limit, OFF):
+        setattr(args, limit, value)
         assert lm_head_refusals(args) == []
         args.cp_comm_type = None
         configure(args)
 
 
-@EACH_LM_HEAD_LIMIT
+@pytest.mark.parametrize("limit", LM_HEAD_LIMITS)
 def test_what_a_limit_of_the_lm_head_refuses_is_named_with_its_reason_and_the_flag(
-    parser: argparse.ArgumentParser, limit: Limit
+    parser: argparse.ArgumentParser, limit: str
 ) -> None:
-    case = LM_HEAD_REFUSED[limit.name]
+    case = LM_HEAD_REFUSED[limit]
     line, settings = (case, {}) if isinstance(case, str) else ("", case)
     text = refusal(parser, CHUNKED + line, **settings)
-    value = {**vars(parse(parser, line)), **settings}[limit.name]
+    value = {**vars(parse(parser, line)), **settings}[limit]
     assert text.splitlines() == [
         "--lm-head-loss chunked cannot run this:",
-        f"  {limit.name} = {value}: {limit.reason}",
+        f"  {limit} = {value}: {LM_HEAD_LIMITS[limit]}",
     ]
-    assert (line.split(maxsplit=1)[0] if line else limit.name) in limit.reason
+    assert (line.split(maxsplit=1)[0] if line else limit) in LM_HEAD_LIMITS[limit]
     args = parse(parser, line)
     vars(args).update(settings)
     assert lm_head_config_from_args(args) is None  # Megatron's own loss has no such limit

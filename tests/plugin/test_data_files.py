@@ -89,9 +89,11 @@ def test_another_format_is_no_index(prefix: str) -> None:
     index = Path(f"{prefix}.idx")
     whole = index.read_bytes()
     index.write_bytes(b"x" * len(whole))
-    assert "begins with b'xxxxxxxxx'" in refusal(prefix)
+    assert f"is no index of tokens, or is truncated: bad header, cannot read: {index}" in refusal(
+        prefix
+    )
     index.write_bytes(whole[:9] + struct.pack("<Q", 2) + whole[17:])
-    assert "has version 2" in refusal(prefix)
+    assert "bad version" in refusal(prefix)
 
 
 def test_what_is_no_file_of_tokens_is_left_alone() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.config import Algorithm
-from megatron_burst.plugin.compat import SequenceParallelNorm
 from tests import oracle
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
@@ -29,7 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
-from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec  # noqa: E402
+from megatron_burst.plugin.layer_spec import (  # noqa: E402
+    LayerSpecProvider,
+    SequenceParallelNorm,
+    burst_layer_spec,
+)
 
 LAYERS: dict[str, dict[str, Any]] = {
     "dense": {},

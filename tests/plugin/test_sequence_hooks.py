@@ -29,7 +29,6 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
-from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange, rows_elsewhere  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
     RotaryAtPositions,
@@ -37,12 +36,14 @@ from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     within_documents,
 )
 from megatron_burst.plugin.hooks.sequence_hooks import (  # noqa: E402
+    LayoutExchange,
     SequenceHooks,
     _check_core_attention,
     _flatten_input,
     _StageHooks,
     _unflatten_output,
     replace_rotary,
+    rows_elsewhere,
 )
 
 SEGMENTED = BurstConfig(layout="segmented-zigzag", segments=2)
@@ -355,7 +356,9 @@ def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() ->
 def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
     """A layer spec without the hooks would attend to the wrong tokens."""
     x = torch.zeros(4, 1, 8)
-    attention = SimpleNamespace(_shared=SharedState(SEGMENTED), _context=Context(SEGMENTED, 2, 0))
+    attention: Any = SimpleNamespace(_attn_mask_type=None, _mask=lambda *_: None)
+    attention._shared, attention.context = SharedState(SEGMENTED), Context(SEGMENTED, 2, 0)
+    attention._refuse = lambda *tensors: BurstCoreAttention._refuse(attention, *tensors)
     with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
         BurstCoreAttention.forward(attention, x, x, x, None)
     assert SharedState(BurstConfig()).tokens_follow_layout

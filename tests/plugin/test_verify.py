@@ -242,7 +242,8 @@ def other_scale(layer: Any) -> None:
 
 def other_documents(layer: Any) -> None:
     original = layer._mask
-    layer._mask = lambda mask_type, _, samples: original(mask_type, (0, 1, 31, 2 * LOCAL), samples)
+    other = Documents(bounds=(0, 1, 31, 2 * LOCAL))
+    layer._mask = lambda mask_type, _: original(mask_type, other)
 
 
 def longer_window_at_first(layer: Any) -> None:

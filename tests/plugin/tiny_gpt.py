@@ -21,8 +21,10 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.models.gpt import default_layer_spec
 
+    from megatron_burst.plugin.layer_spec import block_spec
+
     def layer_spec(config, vp_stage=None):
-        return compat.block_spec(default_layer_spec(config, vp_stage), config.transformer, vp_stage)
+        return block_spec(default_layer_spec(config, vp_stage), config.transformer, vp_stage)
 
     args = parse_and_validate_args()
     config = gpt_config_from_args(args)

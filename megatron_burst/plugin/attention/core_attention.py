@@ -1,14 +1,13 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -22,7 +21,7 @@ from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.recompute import Checkpoints
-from megatron_burst.plugin.attention.sink import add_softmax_offset, sharded_softmax_offset
+from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
 from megatron_burst.plugin.limits import refusals
 from megatron_burst.transport.comm import check_agreement
@@ -52,26 +51,6 @@ class SharedState:
         self._block_table = None if file is None else load_block_mask(file)
         self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
 
-    def get(
-        self,
-        group: dist.ProcessGroup,
-        hierarchy: Sequence[dist.ProcessGroup] | None = None,
-        algorithm: Algorithm | None = None,
-    ) -> BurstContext:
-        """Return the group's context, made at the first call by all ranks of the job together.
-
-        Args:
-            group: the context-parallel group.
-            hierarchy: Megatron's process groups within the node and between nodes, to be adopted.
-            algorithm: of the layer; None is the configuration's.
-        """
-        config = config_of(self.config, algorithm or self.config.algorithm)
-        key = group, config.algorithm
-        if key not in self._contexts:
-            self._compare_block_masks()
-            self._contexts[key] = BurstContext.create(config, group, hierarchy=hierarchy)
-        return self._contexts[key]
-
     def get_megatrons(
         self,
         config: ModelParallelConfig,
@@ -80,28 +59,30 @@ class SharedState:
     ) -> BurstContext:
         """Return the context of the context-parallel group that Megatron has made.
 
-        The first call makes those of all algorithms that layers of the model run: a pipeline stage
-        need not have layers of each.
+        The first call, of all ranks of the job together, makes those of all algorithms that layers
+        of the model run: a pipeline stage need not have layers of each. That of the configuration
+        adopts Megatron's process groups within the node and between nodes.
         """
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
-        hierarchy = None
-        if config.hierarchical_context_parallel_sizes:
-            hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
-        context = self.get(group, hierarchy)
-        for other in algorithms(getattr(config, "cp_comm_type", None)):
-            self.get(group, None, other)
-        return context if algorithm is None else self.get(group, None, algorithm)
+        own = self.config.algorithm
+        for name in (own, *algorithms(getattr(config, "cp_comm_type", None)), algorithm or own):
+            if (group, name) in self._contexts:
+                continue
+            self._compare_block_masks()
+            hierarchy = None
+            if name is own and config.hierarchical_context_parallel_sizes:
+                hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
+            settings = config_of(self.config, name)
+            self._contexts[group, name] = BurstContext.create(settings, group, hierarchy=hierarchy)
+        return self._contexts[group, algorithm or own]
 
     def _make_mask(
         self, is_causal: bool, window: int | None, bounds: tuple[int, ...] | None, samples: int
     ) -> Mask:
-        """Return the mask of a layer: `mask` without its memory of the last ones.
+        """Return the mask of a layer.
 
-        Args:
-            is_causal: whether a query sees no key behind it.
-            window: how many keys before it a query sees; None is no limit.
-            bounds: where documents begin, and last where the sequence ends.
-            samples: how many samples, each under the block mask, the sequence is made of.
+        A query sees at most `window` keys before it; documents begin at `bounds` but for the last,
+        its end; each of `samples` parts of the sequence is under the block mask.
         """
         table = self._block_table
         if table is not None and samples > 1:
@@ -122,14 +103,9 @@ class SharedState:
         return sum(context.bytes_sent for context in self._contexts.values())
 
 
-class BurstCoreAttention(MegatronModule):
+class BurstCoreAttention(ModuleWithSink):
     """`ring_attention` under the contract of Megatron's `CoreAttentionInterface`.
 
-    Its only parameter is the sink of --softmax-type learnable, under Megatron's name, so that
-    checkpoints fit any other core attention. TransformerEngine's also writes an `_extra_state`, the
-    scales of FP8 attention: to plain checkpoints always, to distributed ones only beside a sink.
-    Ours, which never runs in FP8, passes over it in a checkpoint. It writes none to plain ones,
-    where TransformerEngine can do without, and an empty one to distributed ones, where it cannot.
     Takes the constructor arguments of Megatron's own classes; the head sizes among them, which MLA
     gives, follow from the tensors.
 
@@ -156,7 +132,7 @@ class BurstCoreAttention(MegatronModule):
         v_channels: int | None = None,
         pg_collection: Any = None,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__(config, pg_collection, saves_extra_state)
         reasons = refusals(config)
         if attention_dropout:
             reasons.append(f"attention_dropout = {attention_dropout}: only 0 is possible")
@@ -165,21 +141,17 @@ class BurstCoreAttention(MegatronModule):
         if reasons:
             raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
         self._shared = shared
-        self._context = shared.get_megatrons(config, pg_collection, algorithm)
+        self.context = shared.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
-        self._pg_collection = pg_collection
-        self._saves_extra_state = saves_extra_state
-        add_softmax_offset(self, pg_collection)
-        attend: Callable[..., Tensor] = ring_attention
+        self._attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
         if shared.verification is not None:
             self._check = shared.verification.of_layer(config, layer_number, softmax_scale)
-            attend = self._check.around(attend)
+            self._attend = self._check.around(self._attend)
         if shared.config.check_nan:
-            attend = with_nan_check(attend, layer_number)
-        self._attend = attend
+            self._attend = with_nan_check(self._attend, layer_number)
 
     def forward(
         self,
@@ -201,29 +173,10 @@ class BurstCoreAttention(MegatronModule):
             ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
                 which nobody moves the tokens.
         """
-        if not self._shared.tokens_follow_layout and self._context.ranks > 1:
-            raise ValueError(
-                f"the tokens are in Megatron's zigzag, not in --burst-layout "
-                f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
-                "of the model's config"
-            )
         documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
         mask_type = attn_mask_type or self._attn_mask_type
-        mask = self._mask(
-            mask_type,
-            documents.bounds if documents else None,
-            documents.samples if documents else 1,
-        )
-        _refuse_tensors(
-            {
-                "attention_mask": (attention_mask, "--no-create-attention-mask-in-dataloader"),
-                "attention_bias": (attention_bias, "no attention bias"),
-                "packed_seq_params": (
-                    None if documents else packed_seq_params,
-                    "--dataloader-inter-document-masking, or the pre-wrap hook SequenceHooks",
-                ),
-            }.items()
-        )
+        mask = self._mask(mask_type, documents)
+        self._refuse(attention_mask, attention_bias, None if documents else packed_seq_params)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
@@ -231,60 +184,46 @@ class BurstCoreAttention(MegatronModule):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
-        sent = self._context.bytes_sent
+        sent = self.context.bytes_sent
         out = self._attend(
             q,
             k,
             v,
-            self._context,
+            self.context,
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
             memory=memory,
         )
         if not self.training:
-            self._shared.bytes_sent_in_evaluation += self._context.bytes_sent - sent
+            self._shared.bytes_sent_in_evaluation += self.context.bytes_sent - sent
         return out.transpose(0, 1).flatten(2)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the state for Megatron's checkpoints: nothing, or the sink, a shard a TP rank."""
-        return sharded_softmax_offset(
-            self, self._pg_collection, self._saves_extra_state, prefix, sharded_offsets, metadata
-        )
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    @property
-    def context(self) -> BurstContext:
-        """What this layer shares with others of the same algorithm and group."""
-        return self._context
-
-    def mask_of(self, bounds: tuple[int, ...] | None, samples: int) -> Mask:
-        """Return the mask of this layer for documents that begin at `bounds`, None for one."""
-        return self._mask(self._attn_mask_type, bounds, samples)
-
-    def _mask(self, mask_type: AttnMaskType, bounds: tuple[int, ...] | None, samples: int) -> Mask:
+    def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
         if mask_type not in _IS_CAUSAL:
             raise ValueError(
                 f"attention mask type {mask_type.name} is not supported; there are: "
                 f"{', '.join(m.name for m in _IS_CAUSAL)}"
             )
         left, none_behind = self._window
-        return self._shared.mask(
-            _IS_CAUSAL[mask_type] or none_behind,
-            left,
-            bounds,
-            samples,
-        )
+        bounds, samples = (documents.bounds, documents.samples) if documents else (None, 1)
+        return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, bounds, samples)
+
+    def _refuse(self, mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
+        if not self._shared.tokens_follow_layout and self.context.ranks > 1:
+            raise ValueError(
+                f"the tokens are in Megatron's zigzag, not in --burst-layout "
+                f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
+                "of the model's config"
+            )
+        documents = "--dataloader-inter-document-masking, or the pre-wrap hook SequenceHooks"
+        for name, given, instead in (
+            ("attention_mask", mask, "--no-create-attention-mask-in-dataloader"),
+            ("attention_bias", bias, "no attention bias"),
+            ("packed_seq_params", packed, documents),
+        ):
+            if given is not None:
+                raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")
 
 
 def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
@@ -297,9 +236,3 @@ def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, b
         return None, False
     left, right = size
     return (None if left == -1 else left), right == 0
-
-
-def _refuse_tensors(inputs: Iterable[tuple[str, tuple[Any, str]]]) -> None:
-    for name, (given, instead) in inputs:
-        if given is not None:
-            raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")

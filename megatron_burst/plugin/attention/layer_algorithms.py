@@ -38,11 +38,8 @@ def config_of(config: BurstConfig, algorithm: Algorithm) -> BurstConfig:
 def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: bool) -> None:
     """Check the --cp-comm-type that goes with --context-parallel-algo.
 
-    Args:
-        args: Megatron's parsed arguments.
-        config: the settings of our attention.
-        own_spec: the layers come from a spec of the user's, whose core attention may run over
-            context-parallel ranks in a way of its own.
+    Where the layers come from a spec of the user's (`own_spec`), its core attention may run over
+    context-parallel ranks in a way of its own.
 
     Raises:
         ValueError: it names another algorithm for all layers, not one for each layer or an unknown

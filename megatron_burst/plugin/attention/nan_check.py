@@ -1,7 +1,7 @@
 """Names the layer, rank, pass and tensor in which attention's numbers stop being finite."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,42 +40,37 @@ def with_nan_check(attend: Callable[..., Tensor], layer_number: int) -> Callable
         sink: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        place = f"layer {layer_number}, {_rank(context)}"
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        place = (
+            f"layer {layer_number}, rank {rank} (context-parallel rank {context.rank} of "
+            f"{context.ranks})"
+        )
         given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"the sink": sink})
-        _look(given, f"{place}, forward", CAME_IN)
+        for name, x in given.items():
+            _look(name, x, f"{place}, forward", CAME_IN)
         # Views of our own: a hook on a parameter would stay there.
         given = {name: x.view_as(x) for name, x in given.items()}
         out = attend(*(given[name] for name in "qkv"), context, sink=given.get("the sink"), **more)
-        _look({"the output": out}, f"{place}, forward", MADE)
-        _look_in_backward({"the output": out}, f"{place}, backward", CAME_BACK)
-        _look_in_backward(given, f"{place}, backward", MADE)
+        _look("the output", out, f"{place}, forward", MADE)
+        _look_in_backward("the output", out, place, CAME_BACK)
+        for name, x in given.items():
+            _look_in_backward(name, x, place, MADE)
         return out
 
     return checked
 
 
-def _look_in_backward(tensors: Mapping[str, Tensor], place: str, origin: str) -> None:
-    def look(name: str, gradient: Tensor) -> None:
-        _look({f"the gradient of {name}": gradient}, place, origin)
-
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            tensor.register_hook(functools.partial(look, name))
+def _look_in_backward(name: str, tensor: Tensor, place: str, origin: str) -> None:
+    if tensor.requires_grad:
+        about = f"the gradient of {name}"
+        tensor.register_hook(lambda grad: _look(about, grad, f"{place}, backward", origin))
 
 
-def _look(tensors: Mapping[str, Tensor], place: str, origin: str) -> None:
-    for name, tensor in tensors.items():
-        finite = torch.isfinite(tensor)
-        if finite.all():
-            continue
-        first = (~finite).nonzero()[0].tolist()
+def _look(name: str, tensor: Tensor, place: str, origin: str) -> None:
+    finite = torch.isfinite(tensor)
+    if not finite.all():
         raise NonFiniteError(
             f"--burst-check-nan: {place}: {name} has {int(tensor.isnan().sum())} NaN and "
             f"{int(tensor.isinf().sum())} Inf among {tensor.numel()} numbers of shape "
-            f"{list(tensor.shape)}, the first at {first}; {origin}"
+            f"{list(tensor.shape)}, the first at {(~finite).nonzero()[0].tolist()}; {origin}"
         )
-
-
-def _rank(context: BurstContext) -> str:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return f"rank {rank} (context-parallel rank {context.rank} of {context.ranks})"

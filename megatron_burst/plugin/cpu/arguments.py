@@ -1,12 +1,11 @@
 """What Megatron's arguments have to be without a GPU: other defaults, and refusals."""
 
 import argparse
-import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
+from megatron_burst.plugin.limits import beyond
 
 
 def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,23 +14,11 @@ def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     It leaves --yaml-cfg, which knows no defaults, to Megatron.
     """
 
-    @functools.wraps(parse_args)
-    def parse(
-        extra_args_provider: Callable[..., Any] | None = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
-        def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            set_cpu_defaults(parser)
-            return extra_args_provider(parser) if extra_args_provider else parser
+    def check(args: argparse.Namespace) -> None:
+        if args.yaml_cfg is None:
+            check_cpu_arguments(args)
 
-        args = parse_args(add_arguments, ignore_unknown_args)
-        try:
-            if args.yaml_cfg is None:
-                check_cpu_arguments(args)
-        except ValueError as error:
-            sys.exit(f"megatron_burst: {error}")
-        return args
-
-    return parse
+    return compat.around_parse_args(parse_args, set_cpu_defaults, check)
 
 
 CPU_DEFAULTS: dict[str, Any] = {
@@ -58,44 +45,47 @@ def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**CPU_DEFAULTS)
 
 
-# (argument, the values that work, what to do instead)
-_CPU_LIMITS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("transformer_impl", ("local",), "TransformerEngine needs a GPU: --transformer-impl local"),
-    ("distributed_backend", ("gloo",), "NCCL needs a GPU: --distributed-backend gloo"),
-    ("fp8", (None,), "FP8 kernels need a GPU: drop --fp8-format, use --bf16 or float32"),
-    ("fp4", (None,), "FP4 kernels need a GPU: drop --fp4-format, use --bf16 or float32"),
-    ("cuda_graph_impl", ("none",), "there are no CUDA graphs: drop --cuda-graph-impl"),
-    ("enable_cuda_graph", (False,), "there are no CUDA graphs: drop --enable-cuda-graph"),
-    ("external_cuda_graph", (False,), "there are no CUDA graphs: drop --external-cuda-graph"),
-    ("optimizer_cuda_graph", (False,), "there are no CUDA graphs: drop --optimizer-cuda-graph"),
-    ("gradient_accumulation_fusion", (False,), "pass --no-gradient-accumulation-fusion"),
-    ("masked_softmax_fusion", (False,), "pass --no-masked-softmax-fusion"),
-    ("apply_rope_fusion", (False,), "pass --no-rope-fusion"),
-    ("no_persist_layer_norm", (True,), "pass --no-persist-layer-norm"),
-    ("tp_comm_overlap", (False,), "it is TransformerEngine's: drop --tp-comm-overlap"),
-    ("use_torch_fsdp2", (False,), "use --use-megatron-fsdp or --use-distributed-optimizer instead"),
-    ("nccl_ub", (False,), "drop --use-nccl-ub"),
-    ("use_sharp", (False,), "drop --use-sharp"),
-    ("cpu_offloading_num_layers", (0,), "memory is the CPU's already: drop it"),
-    ("fine_grained_activation_offloading", (False,), "memory is the CPU's already: drop it"),
-    ("optimizer_cpu_offload", (False,), "the optimizer runs on the CPU already: drop it"),
-    ("use_precision_aware_optimizer", (False,), "it is TransformerEngine's optimizer: drop it"),
-    ("moe_permute_fusion", (False,), "it is TransformerEngine's: drop --moe-permute-fusion"),
-    ("moe_router_fusion", (False,), "it is TransformerEngine's: drop --moe-router-fusion"),
-    ("moe_token_dispatcher_type", ("allgather", "alltoall"), "use alltoall"),
-    ("batch_invariant_mode", (False,), "its kernels are Triton's: drop --batch-invariant-mode"),
-    ("nvtx_ranges", (False,), "it marks ranges for CUDA's profiler: drop --nvtx-ranges"),
-    ("record_memory_history", (False,), "it records CUDA's allocator: drop it"),
-)
+# What works is what is off, but for these.
+_WORKING: Mapping[str, tuple[Any, ...]] = {
+    "transformer_impl": ("local",),
+    "distributed_backend": ("gloo",),
+    "cuda_graph_impl": ("none",),
+    "no_persist_layer_norm": (True,),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
+}
+CPU_LIMITS: Mapping[str, str] = {
+    "transformer_impl": "TransformerEngine needs a GPU: --transformer-impl local",
+    "distributed_backend": "NCCL needs a GPU: --distributed-backend gloo",
+    "fp8": "FP8 kernels need a GPU: drop --fp8-format, use --bf16 or float32",
+    "fp4": "FP4 kernels need a GPU: drop --fp4-format, use --bf16 or float32",
+    "cuda_graph_impl": "there are no CUDA graphs: drop --cuda-graph-impl",
+    "enable_cuda_graph": "there are no CUDA graphs: drop --enable-cuda-graph",
+    "external_cuda_graph": "there are no CUDA graphs: drop --external-cuda-graph",
+    "optimizer_cuda_graph": "there are no CUDA graphs: drop --optimizer-cuda-graph",
+    "gradient_accumulation_fusion": "pass --no-gradient-accumulation-fusion",
+    "masked_softmax_fusion": "pass --no-masked-softmax-fusion",
+    "apply_rope_fusion": "pass --no-rope-fusion",
+    "no_persist_layer_norm": "pass --no-persist-layer-norm",
+    "tp_comm_overlap": "it is TransformerEngine's: drop --tp-comm-overlap",
+    "use_torch_fsdp2": "use --use-megatron-fsdp or --use-distributed-optimizer instead",
+    "nccl_ub": "drop --use-nccl-ub",
+    "use_sharp": "drop --use-sharp",
+    "cpu_offloading_num_layers": "memory is the CPU's already: drop it",
+    "fine_grained_activation_offloading": "memory is the CPU's already: drop it",
+    "optimizer_cpu_offload": "the optimizer runs on the CPU already: drop it",
+    "use_precision_aware_optimizer": "it is TransformerEngine's optimizer: drop it",
+    "moe_permute_fusion": "it is TransformerEngine's: drop --moe-permute-fusion",
+    "moe_router_fusion": "it is TransformerEngine's: drop --moe-router-fusion",
+    "moe_token_dispatcher_type": "use alltoall",
+    "batch_invariant_mode": "its kernels are Triton's: drop --batch-invariant-mode",
+    "nvtx_ranges": "it marks ranges for CUDA's profiler: drop --nvtx-ranges",
+    "record_memory_history": "it records CUDA's allocator: drop it",
+}
 
 
 def check_cpu_arguments(args: argparse.Namespace) -> None:
     """ValueError naming every argument that cannot work without a GPU and what to use instead."""
-    reasons = [
-        f"--{name.replace('_', '-')} = {getattr(args, name)}: {instead}"
-        for name, working, instead in _CPU_LIMITS
-        if getattr(args, name, working[0]) not in working
-    ]
+    reasons = beyond(CPU_LIMITS, args, _WORKING)
     if args.profile and not args.use_pytorch_profiler:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")
     if reasons:

@@ -1,18 +1,17 @@
 """Lets Megatron's own training loop run on a machine without a GPU."""
 
+import functools
 import importlib
 import logging
 import os
 import socket
 import sys
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_burst.plugin.cpu import table as cpu_platform_table
-from megatron_burst.plugin.cpu.table import MEGATRON_STAND_INS, TORCH_STAND_INS, StandIn
+from megatron_burst.plugin.cpu.table import STAND_INS, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +35,14 @@ def check_job() -> None:
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     here = os.environ.get("LOCAL_WORLD_SIZE")
-    if _is_requested() or ranks <= int(here or 1):
-        return
     share = (
         f"{here} of them on this node" if here else "LOCAL_WORLD_SIZE does not say how many here"
     )
-    raise ValueError(
-        f"{_place()} has no CUDA device, and the job has {ranks} ranks, {share}: see what "
-        f"nvidia-smi says on that node, or set {REQUEST}=1 on every node to train on CPUs"
-    )
+    if not _is_requested() and ranks > int(here or 1):
+        raise ValueError(
+            f"{_place()} has no CUDA device, and the job has {ranks} ranks, {share}: see what "
+            f"nvidia-smi says on that node, or set {REQUEST}=1 on every node to train on CPUs"
+        )
 
 
 def _is_requested() -> bool:
@@ -57,7 +55,7 @@ def _place() -> str:
 
 def cpu_platform_active() -> bool:
     """Whether `activate` has been called in this process."""
-    return torch.cuda.current_device is cpu_platform_table.current_device
+    return torch.cuda.current_device is current_device
 
 
 def activate() -> None:
@@ -77,43 +75,28 @@ def activate() -> None:
     _set_environment()
     _hide_gpu_packages()
     _silence_warnings_of_the_platform()
-    for stand_in in (*TORCH_STAND_INS, *MEGATRON_STAND_INS):
-        _install(stand_in)
+    for target, make in STAND_INS.items():
+        holder, name = resolve(target)
+        setattr(holder, name, make(getattr(holder, name)))
     logger.warning(
-        "%s runs on the CPU platform, over gloo (%s): %d names of torch and %d of Megatron "
-        "stand in for CUDA",
+        "%s runs on the CPU platform, over gloo (%s): %d names of torch and Megatron stand in for "
+        "CUDA",
         _place(),
         f"{REQUEST}=1" if _is_requested() else "there is no CUDA device",
-        len(TORCH_STAND_INS),
-        len(MEGATRON_STAND_INS),
+        len(STAND_INS),
     )
 
 
 def resolve(target: str) -> tuple[Any, str]:
-    """The object that holds a dotted name, imported as far as needed, and the name's last part.
+    """The object that holds the name in "module:name", imported, and the name's last part.
 
-    AttributeError, naming the target, where it does not exist.
+    ImportError or AttributeError, naming what is missing, where it does not exist.
     """
-    *path, name = target.split(".")
-    holder: Any = importlib.import_module(path[0])
-    for depth, part in enumerate(path[1:], start=2):
-        if not hasattr(holder, part):
-            module = ".".join(path[:depth])
-            try:
-                importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                if error.name != module:
-                    raise
-                raise AttributeError(f"{target} does not exist: {module} is no module") from error
-        holder = getattr(holder, part)
-    if not hasattr(holder, name):
-        raise AttributeError(f"{target} does not exist in this version")
+    module, _, path = target.partition(":")
+    *outer, name = path.split(".")
+    holder = functools.reduce(getattr, outer, importlib.import_module(module))
+    getattr(holder, name)
     return holder, name
-
-
-def _install(stand_in: StandIn) -> None:
-    holder, name = resolve(stand_in.target)
-    setattr(holder, name, stand_in.make(getattr(holder, name)))
 
 
 def _set_environment() -> None:
@@ -124,34 +107,29 @@ def _set_environment() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-# Megatron takes their layers, norms and optimizers wherever they can be imported. Without the first
-# the second, which Megatron also imports by itself, fails for symbols that only the first loads.
-_GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex")
-
-
 def _hide_gpu_packages() -> None:
-    for name in _GPU_PACKAGES:
+    """Megatron takes their layers, norms and optimizers wherever they can be imported.
+
+    Without the first the second, which Megatron also imports by itself, fails for its symbols.
+    """
+    for name in ("transformer_engine", "transformer_engine_torch", "apex"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # to import it fails from now
 
 
-_WARNINGS_OF_THE_PLATFORM = (
-    "'pin_memory' argument is set as true but no accelerator is found",
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "Only transformer-engine>=",
-)
-_LOG_LINES_OF_THE_PLATFORM = {
-    "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # One generator serves as the CPU's and as CUDA's, so this is true at every dropout.
-    "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
-}
-
-
 def _silence_warnings_of_the_platform() -> None:
-    for message in _WARNINGS_OF_THE_PLATFORM:
+    for message in (
+        "'pin_memory' argument is set as true but no accelerator is found",
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "Only transformer-engine>=",
+    ):
         warnings.filterwarnings("ignore", message=message)
-    for name, line in _LOG_LINES_OF_THE_PLATFORM.items():
-        logging.getLogger(name).addFilter(partial(_is_another_line, line))
+    for name, line in (
+        ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+        # One generator serves as the CPU's and as CUDA's, so this is true at every dropout.
+        ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
+    ):
+        logging.getLogger(name).addFilter(functools.partial(_is_another_line, line))
 
 
 def _is_another_line(line: str, record: logging.LogRecord) -> bool:

@@ -4,8 +4,7 @@ import functools
 import os
 import resource
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +18,6 @@ CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
 # CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
 COMPUTE_CAPABILITY = (10, 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StandIn:
-    """One replaced name: `make(original)` is put where the dotted `target` was, for `reason`."""
-
-    target: str
-    make: Callable[[Any], Any]
-    reason: str
 
 
 class AllIsDone:
@@ -110,6 +100,11 @@ def meshes_of_the_cpu(mesh: Any) -> Any:
     return SimpleNamespace(from_group=from_group)
 
 
+def itself(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Do nothing with a tensor: it is where it has to be."""
+    return tensor
+
+
 def current_device() -> torch.device:
     """The device Megatron works on. That torch.cuda holds this function says: active."""
     return CPU
@@ -170,6 +165,11 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     return (group.create_default_device(),)
 
 
+def allowed_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `initialize_megatron`, which otherwise asserts that there is a GPU."""
+    return functools.partial(initialize, allow_no_cuda=True)
+
+
 def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
 
@@ -180,150 +180,73 @@ def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def _same(names: str, make: Callable[[Any], Any], reason: str) -> tuple[StandIn, ...]:
-    return tuple(StandIn(target=name, make=make, reason=reason) for name in names.split())
-
-
-TORCH_STAND_INS: tuple[StandIn, ...] = (
-    *_same(
-        "torch.cuda.is_available",
-        returns(False),
-        "A CPU run asked for on a machine with a GPU must leave that GPU alone.",
-    ),
-    *_same(
-        "torch.cuda.device_count",
-        returns(1),
-        "Megatron makes its process groups and seeds its generators only where this is not 0.",
-    ),
-    *_same(
-        "torch.cuda.current_device",
-        replaced_by(current_device),
-        "Megatron allocates on, and moves tensors to, whatever this returns.",
-    ),
-    *_same(
-        "torch.cuda.set_device torch.cuda.synchronize torch.cuda.empty_cache",
-        returns(None),
-        "There is no device to choose, to wait for, or to free memory of.",
-    ),
-    *_same(
-        "torch.cuda.get_device_properties",
-        replaced_by(cpu_properties),
-        "Argument validation asks for the GPU's generation when TP or CP is above 1.",
-    ),
-    *_same(
-        "torch.cuda.get_device_capability",
-        returns(COMPUTE_CAPABILITY),
-        "Argument validation asks for it with --moe-grouped-gemm, which local layers do not need.",
-    ),
-    *_same(
-        "torch.cuda.Stream torch.cuda.stream",
-        replaced_by(AllIsDone),
-        "Gradient buffers and DDP make side streams and enter them.",
-    ),
-    *_same(
-        "torch.cuda.current_stream",
-        lambda original: AllIsDone,
-        "Gradient buffers order their communication with the current stream.",
-    ),
-    *_same(
-        "torch.cuda.Event",
-        replaced_by(AllIsDone),
-        "MoE dispatch and gradient buffers record and wait for events.",
-    ),
-    *_same(
-        "torch.cuda.memory_stats",
-        lambda original: lambda device=None: defaultdict(int),
-        "--log-memory-to-tensorboard indexes the statistics, which torch leaves empty here.",
-    ),
-    *_same(
-        "torch.cuda.device_memory_used",
-        replaced_by(peak_resident_bytes),
-        "--log-device-memory-used asks the GPU's driver; the host's answer is resident memory.",
-    ),
-    *_same(
-        "torch.cuda.get_rng_state",
-        replaced_by(generator_state),
-        "Checkpoints and the tensor-parallel generators read CUDA's generator.",
-    ),
-    *_same(
-        "torch.cuda.set_rng_state",
-        replaced_by(set_generator_state),
-        "Checkpoints restore CUDA's generator.",
-    ),
-    *_same(
-        "torch.cuda.manual_seed",
-        replaced_by(torch.manual_seed),
-        "The tensor-parallel generators are made by seeding CUDA's generator.",
-    ),
-    *_same(
-        "torch.tensor torch.zeros torch.ones torch.empty torch.empty_like",
-        allocated_on_cpu,
-        "Megatron allocates with a literal device='cuda' (losses, counters, flags).",
-    ),
-    *_same(
-        "torch.Tensor.cuda torch.Tensor.pin_memory",
-        lambda original: lambda tensor, *args, **kwargs: tensor,
-        "Batches, model chunks and rotary indices are pinned and moved to the GPU.",
-    ),
-    *_same(
-        "torch.Tensor.type",
-        reported_as_cuda,
-        "The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.",
-    ),
-    *_same(
-        "torch.distributed.ProcessGroupGloo.__init__",
-        with_one_worker,
-        "The two threads that gloo gives a group both write the name of the collective that ended "
-        "last, without a lock. Names of coalesced collectives are on the heap; where these "
-        "overlap, one is freed twice. One thread runs them in the order in which they began.",
-    ),
-)
-
 _FSDP = "megatron.core.distributed.fsdp"
+_RANDOM = "megatron.core.tensor_parallel.random"
 
-MEGATRON_STAND_INS: tuple[StandIn, ...] = (
-    *_same(
-        f"{_FSDP}.mcore_fsdp_adapter.torch {_FSDP}.src.megatron_fsdp.megatron_fsdp.torch "
-        f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer.torch",
-        TorchOfTheCpu,
-        "Megatron-FSDP makes its device out of the word cuda and the number of the current one.",
-    ),
-    *_same(
-        f"{_FSDP}.mcore_fsdp_adapter.DeviceMesh",
-        meshes_of_the_cpu,
-        "Megatron-FSDP's meshes are of CUDA's devices, and its DTensors move their parts there.",
-    ),
-    *_same(
-        "megatron.training.arguments.parse_args",
-        with_cpu_arguments,
-        "Megatron's defaults ask for NCCL and for fused CUDA kernels.",
-    ),
-    *_same(
-        "megatron.training.training.initialize_megatron",
-        lambda original: functools.partial(original, allow_no_cuda=True),
-        "pretrain() offers no way to pass Megatron's own allow_no_cuda.",
-    ),
-    *_same(
-        "megatron.training.training.set_jit_fusion_options",
-        returns(None),
-        "Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors "
-        "would come from the generator that initialises the model, in amounts that depend on "
-        "the batch and on TP, so that equal seeds gave unequal models.",
-    ),
-    *_same(
-        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
-        replaced_by(generator_state),
-        "Recompute and the tensor-parallel generators fork CUDA's generator.",
-    ),
-    *_same(
-        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        replaced_by(set_generator_state),
-        "Recompute and the tensor-parallel generators set CUDA's generator.",
-    ),
-    *_same(
-        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        as_numpy_where_asked,
-        "It converts tensors on their way from the GPU alone, and the all-to-all between expert "
-        "ranks takes no tensor for its sizes.",
-    ),
-)
+# `make(original)` by the "module:name" in whose place it is put; those of torch come first, because
+# to look up the others imports Megatron.
+STAND_INS: Mapping[str, Callable[[Any], Any]] = {
+    # A CPU run asked for on a machine with a GPU must leave that GPU alone.
+    "torch.cuda:is_available": returns(False),
+    # Megatron makes its process groups and seeds its generators only where this is not 0.
+    "torch.cuda:device_count": returns(1),
+    # Megatron allocates on, and moves tensors to, whatever this returns.
+    "torch.cuda:current_device": replaced_by(current_device),
+    # There is no device to choose, to wait for, or to free memory of.
+    "torch.cuda:set_device": returns(None),
+    "torch.cuda:synchronize": returns(None),
+    "torch.cuda:empty_cache": returns(None),
+    # Argument validation asks for the GPU's generation when TP or CP is above 1, and for its
+    # capability with --moe-grouped-gemm, which local layers do not need.
+    "torch.cuda:get_device_properties": replaced_by(cpu_properties),
+    "torch.cuda:get_device_capability": returns(COMPUTE_CAPABILITY),
+    # Gradient buffers and DDP make side streams, enter them and order their communication with the
+    # current one; these and MoE dispatch record and wait for events.
+    "torch.cuda:Stream": replaced_by(AllIsDone),
+    "torch.cuda:stream": replaced_by(AllIsDone),
+    "torch.cuda:current_stream": replaced_by(AllIsDone),
+    "torch.cuda:Event": replaced_by(AllIsDone),
+    # --log-memory-to-tensorboard indexes the statistics, which torch leaves empty here.
+    "torch.cuda:memory_stats": returns(defaultdict(int)),
+    # --log-device-memory-used asks the GPU's driver; the host's answer is resident memory.
+    "torch.cuda:device_memory_used": replaced_by(peak_resident_bytes),
+    # Checkpoints and the tensor-parallel generators read, set and seed CUDA's generator.
+    "torch.cuda:get_rng_state": replaced_by(generator_state),
+    "torch.cuda:set_rng_state": replaced_by(set_generator_state),
+    "torch.cuda:manual_seed": replaced_by(torch.manual_seed),
+    # Megatron allocates with a literal device='cuda' (losses, counters, flags).
+    "torch:tensor": allocated_on_cpu,
+    "torch:zeros": allocated_on_cpu,
+    "torch:ones": allocated_on_cpu,
+    "torch:empty": allocated_on_cpu,
+    "torch:empty_like": allocated_on_cpu,
+    # Batches, model chunks and rotary indices are pinned and moved to the GPU.
+    "torch:Tensor.cuda": replaced_by(itself),
+    "torch:Tensor.pin_memory": replaced_by(itself),
+    # The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.
+    "torch:Tensor.type": reported_as_cuda,
+    # The two threads that gloo gives a group both write the name of the collective that ended
+    # last, without a lock. Names of coalesced collectives are on the heap; where these overlap,
+    # one is freed twice. One thread runs them in the order in which they began.
+    "torch.distributed:ProcessGroupGloo.__init__": with_one_worker,
+    # Recompute and the tensor-parallel generators fork CUDA's generator.
+    f"{_RANDOM}:_get_cuda_rng_state": replaced_by(generator_state),
+    f"{_RANDOM}:_set_cuda_rng_state": replaced_by(set_generator_state),
+    # Megatron-FSDP makes its device out of the word cuda and the number of the current one. Its
+    # meshes are of CUDA's devices, and its DTensors move their parts there.
+    f"{_FSDP}.mcore_fsdp_adapter:torch": TorchOfTheCpu,
+    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": TorchOfTheCpu,
+    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": TorchOfTheCpu,
+    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
+    # Megatron's defaults ask for NCCL and for fused CUDA kernels.
+    "megatron.training.arguments:parse_args": with_cpu_arguments,
+    # pretrain() offers no way to pass Megatron's own allow_no_cuda.
+    "megatron.training.training:initialize_megatron": allowed_without_cuda,
+    # Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors would
+    # come from the generator that initialises the model, in amounts that depend on the batch and
+    # on TP, so that equal seeds gave unequal models.
+    "megatron.training.training:set_jit_fusion_options": returns(None),
+    # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
+    # takes no tensor for its sizes.
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": as_numpy_where_asked,
+}

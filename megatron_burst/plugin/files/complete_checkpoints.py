@@ -13,7 +13,7 @@ import queue
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,6 @@ def attach(args: argparse.Namespace) -> None:
     """Let Megatron ask `CompleteOnly` which iteration to load; see a save over an old one through.
 
     Saving starts no process, unless --async-save does.
-
-    Args:
-        args: what Megatron's parser returned.
     """
     before = checkpointing.read_metadata  # ours, too, where Megatron parses again
     reader = CompleteOnly(args, original(before), getattr(before, "missing", {}))
@@ -66,7 +63,8 @@ class CompleteOnly:
     """Megatron's `read_metadata`: returns the iteration to load, and whether it is a release.
 
     That is --ckpt-step or the recorded one; where the recorded one is incomplete, or the record
-    cannot be read, the newest complete one before it, with a warning. All ranks agree on it.
+    cannot be read, the newest complete one before it, with a warning. All ranks agree on it. What
+    was found out about a folder is remembered in `missing`, or is there already.
 
     Raises:
         NoCompleteCheckpointError: there is none.
@@ -78,7 +76,6 @@ class CompleteOnly:
         original: Callable[..., Any],
         missing: dict[Path, str | None],
     ) -> None:
-        """Remember in `missing` what was found out about a folder, or use what it has."""
         self.original, self.missing = original, missing
         self._load, self._step = args.load, args.ckpt_step
         self._said: set[str] = set()  # Megatron asks more than once
@@ -139,11 +136,8 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     """Say why a checkpoint's folder is incomplete, as far as this rank has to know; None if it is.
 
     Of the format torch each rank looks for the file that it would load; of torch's distributed
-    formats the first rank compares all files with what the metadata say of them.
-
-    Args:
-        folder: holds one checkpoint.
-        needs_marker: whether it must be Megatron's torch_dist, if it is distributed.
+    formats the first rank compares all files with what the metadata say of them. `needs_marker`: if
+    it is distributed, it must be Megatron's torch_dist.
     """
     if not folder.is_dir():
         return "there is no such folder"
@@ -154,37 +148,36 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
         old = _replaced(folder)
     except (OSError, ValueError) as error:
         return f"{_note(folder)} cannot be read: {error}"
-    return (
-        _missing_of_torch(folder, old)
-        if is_torch
-        else _missing_of_distributed(folder, needs_marker, old)
-    )
+    marks = list(_marks(folder, is_torch, needs_marker))
+    for file in marks:
+        name = file.relative_to(folder)
+        if not file.is_file():
+            return f"{name} does not exist"
+        if is_torch and not zipfile.is_zipfile(file):  # its table stands at the end
+            return f"{name} is truncated after {file.stat().st_size} bytes"
+        if old.get(str(name)) == _state(file):
+            return f"{name} is still that of an earlier save"
+    if is_torch:
+        return None if marks else "it holds no file"
+    return _missing_tensors(folder)
 
 
-def _missing_of_torch(folder: Path, old: Mapping[str, Sequence[int]]) -> str | None:
-    files = sorted(folder.glob("mp_rank_*/*.pt"))
-    if parallel_state.model_parallel_is_initialized():
+def _marks(folder: Path, is_torch: bool, needs_marker: bool) -> Iterator[Path]:
+    """Yield the files that make a checkpoint complete, as far as this rank has to know."""
+    if not is_torch:
+        yield folder / METADATA
+        if needs_marker:
+            yield folder / MARKER
+    elif parallel_state.model_parallel_is_initialized():
         iteration = int(folder.name.removeprefix("iter_"))
         own = Path(checkpointing.get_checkpoint_name(str(folder.parent), iteration))
-        files = [own, *own.parent.glob("*.pt")]
-    for file in files:
-        if not file.is_file():
-            return f"{file.relative_to(folder)} does not exist"
-        if not zipfile.is_zipfile(file):  # its table stands at the end
-            return f"{file.relative_to(folder)} is truncated after {file.stat().st_size} bytes"
-        if _is_old(file, folder, old):
-            return f"{file.relative_to(folder)} is still that of an earlier save"
-    return None if files else "it holds no file"
+        yield from (own, *own.parent.glob("*.pt"))
+    else:
+        yield from sorted(folder.glob("mp_rank_*/*.pt"))
 
 
-def _missing_of_distributed(
-    folder: Path, needs_marker: bool, old: Mapping[str, Sequence[int]]
-) -> str | None:
-    for name in (METADATA, MARKER) if needs_marker else (METADATA,):
-        if not (folder / name).is_file():
-            return f"{name} does not exist"
-        if _is_old(folder / name, folder, old):
-            return f"{name} is still that of an earlier save"
+def _missing_tensors(folder: Path) -> str | None:
+    """Compare the files of a distributed checkpoint with what its metadata say of them."""
     try:
         stored = FileSystemReader(folder).read_metadata().storage_data
     except Exception as error:  # whatever unpickling half a file brings
@@ -288,7 +281,3 @@ def _note(folder: Path) -> Path:
 def _state(file: Path) -> list[int]:
     found = file.stat()
     return [found.st_mtime_ns, found.st_size]
-
-
-def _is_old(file: Path, folder: Path, old: Mapping[str, Sequence[int]]) -> bool:
-    return old.get(str(file.relative_to(folder))) == _state(file)

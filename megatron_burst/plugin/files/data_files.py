@@ -9,10 +9,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-HEADER = struct.Struct("<9sQBQQ")  # name, version, dtype, sequences, documents
-NAME, VERSION = b"MMIDIDX\x00\x00", 1
-TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # by the number of the dtype
-LENGTH_BYTES, POINTER_BYTES = 4, 8  # of one sequence
+from megatron.core.datasets.indexed_dataset import _IndexReader
 
 
 def check_data_files(args: argparse.Namespace) -> None:
@@ -49,23 +46,12 @@ def _prefixes(args: argparse.Namespace) -> Iterator[str]:
 
 def _check(prefix: str) -> None:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    with index.open("rb") as file:
-        header = file.read(HEADER.size)
-        if len(header) < HEADER.size or header[:9] != NAME:
-            raise ValueError(f"{index} is no index of tokens: it begins with {header[:9]!r}")
-        _, version, dtype, sequences, documents = HEADER.unpack(header)
-        if version != VERSION or dtype not in TOKEN_BYTES:
-            raise ValueError(f"{index} has version {version} and dtype number {dtype}")
-        needed = HEADER.size + sequences * (LENGTH_BYTES + POINTER_BYTES) + documents * 8
-        if (found := os.fstat(file.fileno()).st_size) < needed:
-            raise ValueError(f"{index} is truncated: it has {found} of {needed} bytes")
-        end = 0
-        if sequences:
-            file.seek(HEADER.size + (sequences - 1) * LENGTH_BYTES)
-            (length,) = struct.unpack("<i", file.read(LENGTH_BYTES))
-            file.seek((sequences - 1) * POINTER_BYTES, os.SEEK_CUR)
-            (start,) = struct.unpack("<q", file.read(POINTER_BYTES))
-            end = start + length * TOKEN_BYTES[dtype]
+    try:
+        read = _IndexReader(str(index), multimodal=False)
+    except (AssertionError, struct.error, ValueError) as error:
+        raise ValueError(f"{index} is no index of tokens, or is truncated: {error}") from error
+    last = int(read.sequence_lengths[-1]) * read.dtype_size if len(read) else 0
+    end = int(read.sequence_pointers[-1]) + last if len(read) else 0
     with tokens.open("rb") as file:
-        if (found := os.fstat(file.fileno()).st_size) < end:
+        if (found := file.seek(0, os.SEEK_END)) < end:
             raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")

@@ -29,23 +29,18 @@ logger = logging.getLogger(__name__)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
-def compile_helpers() -> None:
-    """Do what Megatron's function of this name should; SystemExit with what is missing."""
+def compile_on_every_node() -> None:
+    """Stand in for Megatron's `_compile_dependencies`, which one rank of the job runs.
+
+    A collective call. Every rank looks for itself, so that each ends (SystemExit) with the reason
+    where its node lacks something, and none waits for a rank that has ended.
+    """
     from megatron.core.datasets import utils
 
     try:
         build(Path(utils.__file__).parent)
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
-
-
-def compile_on_every_node() -> None:
-    """Stand in for Megatron's `_compile_dependencies`, which one rank of the job runs.
-
-    A collective call. Every rank looks for itself, so that each ends with the reason where its node
-    lacks something, and none waits for a rank that has ended.
-    """
-    compile_helpers()
     dist.barrier()  # nobody imports what another node still replaces
 
 

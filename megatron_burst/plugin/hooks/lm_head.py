@@ -122,11 +122,8 @@ class ChunkedOutput:
         return apply(hidden_states, weight, labels.t(), call).t().contiguous()
 
     def _say_chunking(self, chunking: Chunking) -> None:
-        if torch.is_grad_enabled():
-            self._say(f"chunked LM head loss: {chunking}, dW by {self._kernel_name}")
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
+        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}"
+        if torch.is_grad_enabled() and text not in self._said:
             self._said.add(text)
             logger.info("%s", text)
 
@@ -145,9 +142,8 @@ def wait_for_weights(layer: torch.nn.Module, hidden: Tensor) -> None:
             f"never exist: {list(layer._forward_hooks.values())}"
         )
     for key, hook in list(layer._forward_pre_hooks.items()):
-        with_kwargs = key in layer._forward_pre_hooks_with_kwargs
-        changed = hook(layer, (hidden,), {}) if with_kwargs else hook(layer, (hidden,))
-        if changed is not None:
+        keywords: tuple[Any, ...] = ({},) if key in layer._forward_pre_hooks_with_kwargs else ()
+        if hook(layer, (hidden,), *keywords) is not None:
             raise ValueError(
                 f"--lm-head-loss chunked: a forward-pre-hook of the output layer changes its "
                 f"input: {hook}"

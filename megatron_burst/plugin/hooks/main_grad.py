@@ -1,7 +1,6 @@
 """dW of the LM head into Megatron's `main_grad`, in the contract of its data parallelism."""
 
 import inspect
-import logging
 from collections.abc import Callable
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum, add_product
-
-logger = logging.getLogger(__name__)
 
 type Kernel = Callable[[Tensor, Tensor, Tensor], None]  # input, gradient of the output, main_grad
 
@@ -30,9 +27,7 @@ class MainGradSum:
     """
 
     def __init__(self, weight: Tensor, kernel: Kernel | None = None) -> None:
-        self._weight = weight
-        self._kernel = kernel
-        self._own = OwnSum(weight)
+        self._weight, self._kernel, self._own = weight, kernel, OwnSum(weight)
         self.apart = self._main_grad.dtype != accumulation_dtype(weight.dtype)
 
     @property
@@ -80,16 +75,9 @@ def fused_kernel(gradient_accumulation_fusion: bool) -> tuple[str, Kernel | None
         return "torch", None
     if "workspace" in inspect.signature(general_gemm).parameters:
         return "torch", None  # a TransformerEngine before 2.9, whose call differs
+    options = {"layout": "NT", "accumulate": True, "grad": True}
 
     def multiply_and_add(input_: Tensor, d_output: Tensor, main_grad: Tensor) -> None:
-        general_gemm(
-            input_,
-            d_output,
-            out_dtype=main_grad.dtype,
-            layout="NT",
-            out=main_grad,
-            accumulate=True,
-            grad=True,
-        )
+        general_gemm(input_, d_output, out_dtype=main_grad.dtype, out=main_grad, **options)
 
     return "TransformerEngine", multiply_and_add

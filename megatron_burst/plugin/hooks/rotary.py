@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.plugin.attention.documents import Documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,8 @@ class RotaryAtPositions(torch.nn.Module):
 
     Megatron asks for the length of the sequence and gives the answer back to `forward`. Here the
     answer is a `WholeSequence`, so that nothing has to be remembered from one call to the other,
-    and a layer that is computed again gets the rows that it had.
-
-    Args:
-        rotary: what it stands in for.
-        positions: those of this rank's rows.
-        in_layer: it belongs to a layer, MLA, which drops the batch dimension where there are
-            documents.
+    and a layer that is computed again gets the rows that it had. `in_layer`: it belongs to a layer,
+    MLA, which drops the batch dimension where there are documents.
     """
 
     def __init__(self, rotary: Any, positions: Positions, *, in_layer: bool = False) -> None:
@@ -85,8 +79,7 @@ class RotaryAtPositions(torch.nn.Module):
         tokens = self.rotary.get_rotary_seq_len(
             None, transformer, transformer_input, transformer_config, None
         )
-        documents = isinstance(packed_seq_params, Documents)
-        return WholeSequence(tokens, packed_seq_params.bounds if documents else None)
+        return WholeSequence(tokens, getattr(packed_seq_params, "bounds", None))
 
     def forward(self, sequence: WholeSequence, **_: Any) -> Any:
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
@@ -12,12 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
+from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
-from megatron_burst.plugin.hooks.layout_exchange import LayoutExchange
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -165,3 +167,67 @@ def _unflatten_output(output: Tensor, documents: Documents) -> Tensor:
         return output
     shaped = output.view(-1, documents.samples, output.shape[2])
     return make_viewless_tensor(shaped, requires_grad=shaped.requires_grad, keep_graph=True)
+
+
+def rows_elsewhere(held: Layout, wanted: Layout, rank: int) -> Tensor:
+    """Return where `rank` finds its rows of layout `wanted` in the shards of layout `held`.
+
+    The shards of all ranks stand one behind the other: int64 [local tokens].
+    """
+    where = torch.cat([held.positions(r) for r in range(held.ranks)]).argsort()
+    return where[wanted.positions(rank)]
+
+
+class LayoutExchange:
+    """Moves rows between Megatron's zigzag and our layout; collective calls of a CP group.
+
+    By an all-gather: token numbers and losses are a few bytes a token, attention sends thousands.
+    """
+
+    def __init__(self, context: BurstContext) -> None:
+        self._context = context
+        self._rows: dict[tuple[int, bool, torch.device], Tensor] = {}
+
+    def to_ours(self, x: Tensor) -> Tensor:
+        """Return this rank's rows in our layout of [batch, local tokens] in Megatron's zigzag.
+
+        Differentiable, like its inverse.
+        """
+        return _Exchange.apply(x, self, True)
+
+    def to_megatrons(self, x: Tensor) -> Tensor:
+        """Undo `to_ours`."""
+        return _Exchange.apply(x, self, False)
+
+    def move(self, x: Tensor, to_ours: bool) -> Tensor:
+        """Carry out one exchange."""
+        group = self._context.group
+        if group is None:
+            return x
+        x = x.contiguous()
+        shards = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(shards, x, group=group)
+        rows = self._find(x.shape[1] * group.size(), to_ours, x.device)
+        return torch.cat(shards, dim=1).index_select(1, rows)
+
+    def _find(self, tokens: int, to_ours: bool, device: torch.device) -> Tensor:
+        key = tokens, to_ours, device
+        if key not in self._rows:
+            megatrons = zigzag(tokens, self._context.ranks)
+            ways = (megatrons, self._context.layout(tokens))
+            held, wanted = ways if to_ours else ways[::-1]
+            self._rows[key] = rows_elsewhere(held, wanted, self._context.rank).to(device)
+        return self._rows[key]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: LayoutExchange, to_ours: bool) -> Tensor:
+        ctx.arguments = exchange, to_ours
+        return exchange.move(x, to_ours)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, to_ours = ctx.arguments
+        return exchange.move(grad, not to_ours), None, None

@@ -146,14 +146,14 @@ def _add_from_checkpoint(args: Namespace) -> None:
     """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    from megatron_burst.plugin.arguments import leave_out_checkpoints_dropout
+    from megatron_burst.plugin.arguments import settle_dropouts
 
     if args.use_checkpoint_args:
         if args.load is None and args.pretrained_checkpoint is None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-        leave_out_checkpoints_dropout(args)
+        settle_dropouts(args)
 
 
 def _build_configs(line: LaunchLine, args: Namespace) -> None:
