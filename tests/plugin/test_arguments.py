@@ -153,6 +153,10 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
             BURST + "--burst-check-nan --fp16",
             "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
         ),
+        (
+            BURST + "--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3",
+            "--profile-step-end 4 is beyond --train-iters 3: a profiler that is not stopped",
+        ),
         (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
             BURST + "--context-parallel-algo ring --burst-backward query",
