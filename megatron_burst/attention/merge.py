@@ -19,15 +19,14 @@ class PartialResults:
     def __init__(self, q: Tensor, value_head_dim: int) -> None:
         self._q = q
         self._shape = (*q.shape[:3], value_head_dim)
-        self._out_BSHD: Tensor | None = None
-        self._lse_BHS: Tensor | None = None
+        self._totals: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add the result of one tile to the queries in `rows`; the tensors become ours."""
-        if self._out_BSHD is None and rows.length == self._shape[1]:
-            self._out_BSHD, self._lse_BHS = out_BSHD, lse_BHS  # with one tile it stays at that
+        if self._totals is None and rows.length == self._shape[1]:
+            self._totals = out_BSHD, lse_BHS  # with one tile it stays at that
             return
-        total_out_BSHD, total_lse_BHS = self._wide_totals()
+        total_out_BSHD, total_lse_BHS = self._totals = self._wide_totals()
         total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
         merged = torch.logaddexp(total_lse, lse_BHS)
         total_out.mul_(_per_row((total_lse - merged).exp()))
@@ -36,10 +35,7 @@ class PartialResults:
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out in the queries' dtype, lse), each head's sink among the scores."""
-        if self._out_BSHD is None or self._lse_BHS is None:
-            self._wide_totals()
-        assert self._out_BSHD is not None and self._lse_BHS is not None
-        out_BSHD, lse_BHS = self._out_BSHD, self._lse_BHS
+        out_BSHD, lse_BHS = self._totals or self._wide_totals()
         if sink is not None:
             out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
         return out_BSHD.to(self._q.dtype), lse_BHS
@@ -47,12 +43,12 @@ class PartialResults:
     def _wide_totals(self) -> tuple[Tensor, Tensor]:
         """Return the totals in the dtype of sums, made of nothing if there are none yet."""
         wide = accumulation_dtype(self._q.dtype)
+        if self._totals is not None:
+            out_BSHD, lse_BHS = self._totals
+            return out_BSHD.to(wide), lse_BHS.to(wide)
         batch, tokens, heads, _ = self._shape
-        if self._out_BSHD is None or self._lse_BHS is None:
-            self._out_BSHD = self._q.new_zeros(self._shape, dtype=wide)
-            self._lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
-        self._out_BSHD, self._lse_BHS = self._out_BSHD.to(wide), self._lse_BHS.to(wide)
-        return self._out_BSHD, self._lse_BHS
+        lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        return self._q.new_zeros(self._shape, dtype=wide), lse_BHS
 
 
 def _per_row(x_BHS: Tensor) -> Tensor:

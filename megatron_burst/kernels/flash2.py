@@ -1,6 +1,7 @@
 """FlashAttention-2 from the package flash-attn, for NVIDIA GPUs."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,17 +18,16 @@ class Flash2Kernel(DeclaredKernel):
     """flash-attn 2: windows, soft caps and a deterministic backward."""
 
     name = "flash2"
+    package = PACKAGE
     requirements = Requirements(package=PACKAGE, soft_cap=True)
+    always: ClassVar[Mapping[str, Any]] = {"dropout_p": 0.0, "alibi_slopes": None}
+    always_forward: ClassVar[Mapping[str, Any]] = {"return_softmax": False}
+    causal_backward = "causal"  # what the backward calls it
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        out, lse, *_ = PACKAGE.functions()._flash_attn_forward(
-            *tile.qkv,
-            dropout_p=0.0,
-            causal=tile.is_causal,
-            **settings(tile),
-            alibi_slopes=None,
-            return_softmax=False,
+        out, lse, *_ = self.package.functions()._flash_attn_forward(
+            *tile.qkv, causal=tile.is_causal, **self._settings(tile), **self.always_forward
         )
         return out, lse
 
@@ -36,29 +36,26 @@ class Flash2Kernel(DeclaredKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
         dq, dk, dv = (torch.empty_like(x) for x in tile.qkv)
-        PACKAGE.functions()._flash_attn_backward(
+        self.package.functions()._flash_attn_backward(
             dout,
             *tile.qkv,
             out,
             lse.contiguous(),  # the kernel ignores its strides
-            dq,
-            dk,
-            dv,
-            dropout_p=0.0,
-            causal=tile.is_causal,
-            **settings(tile),
-            alibi_slopes=None,
+            dq=dq,
+            dk=dk,
+            dv=dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **{self.causal_backward: tile.is_causal},
+            **self._settings(tile),
         )
         return dq, dk, dv
 
-
-def settings(tile: TileCall) -> dict[str, Any]:
-    """Return what forward and backward of flash-attn 2 and 3 are told of a tile, by its name."""
-    left, right = (-1 if limit is None else limit for limit in tile.window)
-    return {
-        "softmax_scale": tile.scale,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": tile.soft_cap or 0.0,
-    }
+    def _settings(self, tile: TileCall) -> dict[str, Any]:
+        left, right = (-1 if limit is None else limit for limit in tile.window)
+        return {
+            "softmax_scale": tile.scale,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": tile.soft_cap or 0.0,
+            **self.always,
+        }

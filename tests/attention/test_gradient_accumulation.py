@@ -95,7 +95,7 @@ def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
 @pytest.mark.parametrize(
     ("wire_dtype", "arrives_as"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
-def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_of_travel(
+def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_on_the_wire(
     wire_dtype: torch.dtype | None, arrives_as: torch.dtype
 ) -> None:
     sums = make_sums(torch.bfloat16, wire_dtype)

@@ -92,20 +92,20 @@ def test_any_mask(
     grid=st.sampled_from(GRIDS),
     chunk=st.integers(1, 3),
     layout=st.sampled_from([*LAYOUTS]),
-    travels=st.sampled_from([Kind.KV, Kind.QUERY]),
+    sent=st.sampled_from([Kind.KV, Kind.QUERY]),
     data=st.data(),
 )
 def test_plans_of_any_mask_fit_together(
-    grid: Grid, chunk: int, layout: str, travels: Kind, data: st.DataObject
+    grid: Grid, chunk: int, layout: str, sent: Kind, data: st.DataObject
 ) -> None:
     tokens = 4 * grid.ranks * chunk
     masking = data.draw(maskings(tokens))
     tiling = Tiling(LAYOUTS[layout](tokens, grid.ranks), masking.mask)
     pairs = int(masking.visible(tokens).sum())
-    for way in (Direct(tiling, grid, travels), Ring(tiling, grid, travels)):
+    for way in (Direct(tiling, grid, sent), Ring(tiling, grid, sent)):
         ranks = range(grid.ranks)
         simulate([way.backward(rank) for rank in ranks], backward=True, pairs=pairs)
-        if travels is Kind.KV:
+        if sent is Kind.KV:
             simulate([way.forward(rank) for rank in ranks], backward=False, pairs=pairs)
 
 

@@ -280,8 +280,8 @@ def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
         found = errors(answer.found, expected)
         way = str({**case.config, "grad_dtype": ""})
         if case.config.get("grad_dtype") == "model":
-            travel = ONE_ROUNDING * roundings(case, place) ** 0.5
-            bound = {n: math.hypot(error, travel) for n, error in unrounded[way].items()}
+            sent = ONE_ROUNDING * roundings(case, place) ** 0.5
+            bound = {n: math.hypot(error, sent) for n, error in unrounded[way].items()}
         else:
             unrounded[way] = found
             bound = {n: BFLOAT16_OVER_FLASH * error for n, error in flash.items()}
@@ -290,7 +290,7 @@ def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
 
 
 def roundings(case: Case, place: Place) -> int:
-    """How often a gradient that travels in bfloat16 is rounded on its way, at most.
+    """How often a gradient that is sent in bfloat16 is rounded on its way, at most.
 
     A kernel's own partial is bfloat16 already, so the first hop of a pass rounds nothing; each
     further one rounds the sum so far, which is no larger than the whole. Sent home, only the sums
@@ -564,7 +564,7 @@ def strided_and_dense(team: Team, config: dict[str, Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("backward", ["kv", "query"])
-def test_strided_inputs_travel_too(workers: WorkerPool, backward: str) -> None:
+def test_strided_inputs_are_sent_too(workers: WorkerPool, backward: str) -> None:
     config = {"backward": backward, "ranks_per_node": 2}
     assert workers.run(4, strided_and_dense, config) == [[True, True]] * 4
 

@@ -246,7 +246,7 @@ def test_the_gradient_has_the_dtype_of_the_sink() -> None:
 
 @pytest.mark.parametrize("backward", ["kv", "query"])
 @pytest.mark.parametrize("sizes", [(10, 6), (6, 10)])
-def test_what_travels_is_not_padded(
+def test_what_is_sent_is_not_padded(
     workers: WorkerPool, backward: str, sizes: tuple[int, int]
 ) -> None:
     dim, value_dim = sizes

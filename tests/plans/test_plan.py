@@ -23,7 +23,7 @@ from tests.plans.simulator import simulate
 
 CHUNK = 4
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
-# What travels and how its gradients return; None: the forward, in which only keys travel.
+# What is sent and how its gradients return; None: the forward, in which only keys are sent.
 KINDS = [(Kind.KV, None), *itertools.product((Kind.KV, Kind.QUERY), RETURNS)]
 
 
@@ -37,14 +37,14 @@ def make_grid(nodes: int, ranks_per_node: int, *, shuffled: bool = False) -> Gri
 @dataclass(frozen=True)
 class Variant:
     grid: Grid
-    travels: Kind
+    sent: Kind
     returns: GradientReturn | None
     gather: bool = False
 
     def __str__(self) -> str:
         rows = f"{self.grid.nodes}x{self.grid.ranks_per_node}"
         ordered = sum(self.grid.rows, ()) == tuple(range(self.grid.ranks))
-        words = (rows, "" if ordered else "permuted", self.travels, self.returns or "forward")
+        words = (rows, "" if ordered else "permuted", self.sent, self.returns or "forward")
         return "-".join(filter(None, (*words, "gather" if self.gather else "")))
 
     @property
@@ -53,7 +53,7 @@ class Variant:
 
     def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
         returns = self.returns or GradientReturn.CHAIN
-        ring = Ring(Tiling(layout, mask), self.grid, self.travels, returns, self.gather)
+        ring = Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
         make = Ring.backward if self.backward else Ring.forward
         reads, gradients = ring.reads(), ring.gradients()  # made here, and not again a rank
         with (
@@ -121,12 +121,12 @@ def test_every_rank_computes_its_share(case: Case) -> None:
     at_home = {
         Kind.KV: lambda tile: tile.query_owner,
         Kind.QUERY: lambda tile: tile.key_owner,
-    }[case.variant.travels]
+    }[case.variant.sent]
     assert all(at_home(tile) == plan.rank for plan in case.plans for tile in plan.tiles)
 
 
 def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case: Case) -> None:
-    kind, returns = case.variant.travels, case.variant.returns
+    kind, returns = case.variant.sent, case.variant.returns
     nodes, length = case.variant.grid.nodes, case.variant.grid.ranks_per_node
     expected = Counter({(Channel.READ_WITHIN, kind): nodes * (length - 1)})
     expected[Channel.READ_BETWEEN, kind] = nodes - 1
@@ -147,7 +147,7 @@ def test_few_buffers_are_enough(case: Case) -> None:
         most: Counter[Kind] = Counter()
         for receive in plan.receives:
             most[receive.item.kind] = max(most[receive.item.kind], receive.buffer + 1)
-        blocks, gradients = most[variant.travels], most[variant.travels.gradient]
+        blocks, gradients = most[variant.sent], most[variant.sent.gradient]
         if variant.gather:
             assert blocks == grid.ranks - 1
         else:
@@ -226,7 +226,7 @@ def test_every_visible_pair_is_computed_once(variant: Variant, split, mask: Mask
 
 @on_small_grids
 @under_every_split
-def test_only_what_somebody_needs_travels(variant: Variant, split, mask: Mask) -> None:
+def test_only_what_somebody_needs_is_sent(variant: Variant, split, mask: Mask) -> None:
     layout = split(2 * CHUNK * variant.grid.ranks, variant.grid.ranks)
     plans = variant.plans(layout, mask)
     visible = visible_pairs(layout.ranks * layout.local_tokens, mask.is_causal)
@@ -252,7 +252,7 @@ def steps_with_work(
 
     def needs(rank: int) -> bool:
         theirs = layout.positions(rank)
-        queries, keys = (theirs, mine) if variant.travels is Kind.KV else (mine, theirs)
+        queries, keys = (theirs, mine) if variant.sent is Kind.KV else (mine, theirs)
         return bool(visible[queries[:, None], keys[None, :]].any())
 
     return [
