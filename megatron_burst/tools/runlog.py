@@ -12,18 +12,14 @@ PEAK_MEMORY = "burst/peak-memory-bytes"
 Series = list[tuple[int, float]]
 
 
-class RunLogError(ValueError):
-    """The directory holds no run that can be reported; the message says what is missing."""
-
-
 def read_scalars(path: Path) -> dict[str, Series]:
     """All scalars under their tags, each as (step, value) by rising step.
 
-    A step written twice, as after a restart, has the value written last. Raises RunLogError for a
+    A step written twice, as after a restart, has the value written last. Raises ValueError for a
     directory without TensorBoard events.
     """
     if not any(path.glob("*tfevents*")):
-        raise RunLogError(f"{path}: no TensorBoard events here (--tensorboard-dir of the training)")
+        raise ValueError(f"{path}: no TensorBoard events here (--tensorboard-dir of the training)")
     events = EventAccumulator(str(path), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {}

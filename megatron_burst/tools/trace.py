@@ -40,10 +40,6 @@ type Span = tuple[float, float]
 """When something started and stopped, in microseconds."""
 
 
-class TraceError(ValueError):
-    """There is no trace of attention; the message says where and what to do."""
-
-
 def summary(directory: Path) -> dict[str, Any]:
     """Return what the traces in `directory` amount to, as `--json` prints it.
 
@@ -52,12 +48,12 @@ def summary(directory: Path) -> dict[str, Any]:
     communication that is `hidden`, and `bytes_sent`.
 
     Raises:
-        TraceError: there is no trace, or no attention in it.
+        ValueError: there is no trace, or no attention in it.
     """
     found = _load(directory)
     rows = [row for rank, events in found.items() for row in _rows(rank, events)]
     if not rows:
-        raise TraceError(
+        raise ValueError(
             f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
         )
     names = {str(event.get("name")) for events in found.values() for event in events}
@@ -76,9 +72,9 @@ def _load(directory: Path) -> dict[int, list[Event]]:
             rank = int(path.name.split(".")[0].removeprefix("rank-"))
             found[rank] = content["traceEvents"]
         except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
-            raise TraceError(f"{path} is no trace of torch.profiler: {error!r}") from error
+            raise ValueError(f"{path} is no trace of torch.profiler: {error!r}") from error
     if not found:
-        raise TraceError(
+        raise ValueError(
             f"{directory} has no rank-N.json.gz: train with --profile --use-pytorch-profiler "
             "--profile-step-start 2 --profile-step-end 4 --tensorboard-dir RUN/tensorboard"
         )
@@ -193,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status.
 
     Raises:
-        TraceError: there is no trace, or no attention in it.
+        ValueError: there is no trace, or no attention in it.
     """
     parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
     parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")

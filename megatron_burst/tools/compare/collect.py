@@ -116,7 +116,8 @@ def write(roots: Sequence[Path], output: Path | None, *, as_json: bool = False) 
         print(text)
         return 0
     for each in found:
-        seconds = each.get("seconds_per_step") or float("nan")
-        print(f"{each['name']}: status {each['status']}, {each['steps']} steps of {seconds:.3f} s")
+        seconds = each.get("seconds_per_step")
+        timed = f" of {seconds:.3f} s" if seconds else ""
+        print(f"{each['name']}: status {each['status']}, {each['steps']} steps{timed}")
     print(f"{len(found)} run(s) in {output}.csv and {output}.json")
     return 0

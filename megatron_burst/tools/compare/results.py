@@ -12,7 +12,6 @@ import torch
 
 from megatron_burst.tools import hardware, runlog, trace
 from megatron_burst.tools.flops import logged_step_flops
-from megatron_burst.tools.runlog import RunLogError
 
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
 WARM_UP = 5
@@ -54,13 +53,12 @@ def measure(
     """Read the run in `directory`.
 
     Raises:
-        RunLogError: it logged no losses.
-        TraceError: its profile cannot be read.
+        ValueError: it logged no losses, or its profile cannot be read.
     """
     scalars = runlog.read_scalars(directory / "tensorboard")
     arguments = runlog.read_arguments(directory / "tensorboard")
     if not (losses := scalars.get(runlog.LOSS)):
-        raise RunLogError(f"{name}: the run logged no {runlog.LOSS!r}; it has {sorted(scalars)}")
+        raise ValueError(f"{name}: the run logged no {runlog.LOSS!r}; it has {sorted(scalars)}")
     times = [value for _, value in scalars.get(runlog.ITERATION_SECONDS, [])]
     times = times[WARM_UP:] if len(times) >= 2 * WARM_UP else times
     memory = [value for _, value in scalars.get(runlog.PEAK_MEMORY, [])]
@@ -101,14 +99,14 @@ def differences(results: Sequence[Result], reference: str, first: int) -> dict[s
     """Return, by name, how far losses of the `first` steps are from the reference's.
 
     Raises:
-        RunLogError: two runs did not log the same steps.
+        ValueError: two runs did not log the same steps.
     """
     losses = {result.name: result.losses for result in results if result.status == RAN}
     expected = losses.pop(reference)
     found = {}
     for name, series in losses.items():
         if [step for step, _ in series] != [step for step, _ in expected]:
-            raise RunLogError(
+            raise ValueError(
                 f"{name!r} logged {len(series)} steps, {reference!r} logged {len(expected)}: "
                 "runs can be compared only step by step"
             )

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from megatron_burst.tools.compare.results import FAILED, LEFT_OUT, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
-from megatron_burst.tools.runlog import RunLogError
-from megatron_burst.tools.trace import TraceError
 
 _LONGEST = 1000  # characters of a reason
 _TRACE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
@@ -84,7 +82,7 @@ class Series:
             self._mark(variant).write_text(json.dumps(self._what(variant), indent=2) + "\n")
         try:
             return measure(variant.name, folder, self.peak_tflops, command)
-        except (RunLogError, TraceError) as error:
+        except ValueError as error:
             return replace(failed, reason=str(error))
 
     def _mark(self, variant: Variant) -> Path:
