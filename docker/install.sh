@@ -8,7 +8,7 @@ Usage: docker/install.sh [--megatron DIR] [--user ID] [--help] [arguments of pip
 
 Installs megatron-core and megatron_burst into a Python that has its own torch. Every package that
 is there already stays at its version: pip may add packages, not replace any, and the script fails if
-one has changed. Versions are printed before and after.
+one has changed. The doctor prints the versions.
   --megatron DIR  a checkout of Megatron-LM: its data-set helpers are compiled, the patch of patches/
                   is applied, and its parser is run to prove it
   --user ID       make the user "burst" with this number, and a home
@@ -53,30 +53,6 @@ END
 
 torch_version() { "$python" -c 'import torch; print(torch.__version__, torch.__file__)'; }
 
-# What matters of a container is what is in it.
-versions() {
-    say "$1"
-    "$python" - <<'END'
-import importlib.metadata
-import platform
-
-import torch
-
-print("python", platform.python_version())
-print("torch", torch.__version__, "cuda", torch.version.cuda, "cudnn", torch.backends.cudnn.version())
-if torch.distributed.is_nccl_available():
-    print("nccl", ".".join(map(str, torch.cuda.nccl.version())))
-for name in (
-    *("transformer-engine", "apex", "flash-attn", "flash_attn_3", "flash-attn-4", "triton"),
-    *("megatron-core", "megatron-burst", "numpy"),
-):
-    try:
-        print(name, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        print(name, "not installed")
-END
-}
-
 install() {
     local before constraints
     before=$(torch_version) || fail "$python cannot import torch: this is for an image that has one"
@@ -117,7 +93,6 @@ prove() {
         --eval-interval 1 --tokenizer-type NullTokenizer --vocab-size 255 --mock-data
 }
 
-versions "before"
 install
 if [[ -n $megatron ]]; then patch_megatron; fi
 prove
@@ -125,4 +100,3 @@ if [[ -n $user ]]; then
     say "user burst, $user"
     useradd --create-home --non-unique --uid "$user" burst
 fi
-versions "after"

@@ -52,6 +52,7 @@ def parts() -> list[Part]:
         Part("megatron-burst", installed("megatron-burst") or "from its folder", ""),
         Part("torch", torch.__version__, f"{cuda}; {torch.cuda.device_count()} GPUs here"),
         Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
+        Part("cuDNN", str(torch.backends.cudnn.version() or ""), "an attention kernel"),
         _megatron(),
         _transformer_engine(),
         *(Part(p.distribution, installed(p.distribution), _flash_use(p)) for p in _FLASH),

@@ -75,33 +75,18 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--run", metavar="NAME", help="a named run of configs/; flags that you add win over its own"
     )
-    parser.add_argument(
-        "--ranks-per-node",
-        "--gpus-per-node",
-        metavar="N",
-        help="ranks on a node (default: one a GPU; needed where there is none)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="log, command, versions and TensorBoard events go here (default: a new directory in "
-        "runs/ below the current one)",
-    )
-    parser.add_argument(
-        "--script",
-        type=Path,
-        metavar="PATH",
-        help="run this pretrain_gpt.py of Megatron-LM instead of ours",
-    )
-    parser.add_argument(
-        "--measure-links",
-        action="store_true",
-        help="time the links between the ranks into DIR/links.json instead of training",
-    )
+    text = "ranks on a node (default: one a GPU; needed where there is none)"
+    add("--ranks-per-node", "--gpus-per-node", metavar="N", help=text)
+    text = "log, versions and TensorBoard events go here (default: a new directory in ./runs)"
+    add("--output", type=Path, metavar="DIR", help=text)
+    text = "run this pretrain_gpt.py of Megatron-LM instead of ours"
+    add("--script", type=Path, metavar="PATH", help=text)
+    text = "time the links between the ranks into DIR/links.json instead of training"
+    add("--measure-links", action="store_true", help=text)
 
 
 if __name__ == "__main__":
