@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 VARIABLE = "MEGATRON_BURST_TESTS"
 
@@ -19,7 +19,11 @@ def is_thorough() -> bool:
 
 def examples(number: int) -> settings:
     """The hypothesis settings of a property tried so often, a quarter as often in the fast tier."""
-    return settings(max_examples=number if is_thorough() else number // 4, deadline=None)
+    return settings(
+        max_examples=number if is_thorough() else number // 4,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # by the clock, on a machine with more to do
+    )
 
 
 def some[T](cases: Sequence[T], step: int, first: int = 0) -> Sequence[T]:

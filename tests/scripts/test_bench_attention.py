@@ -30,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield page
 
 
+@pytest.mark.slow
 def test_every_case_is_a_row(written: Path) -> None:
     rows = read_csv(written.with_suffix(".csv"))
     assert len(rows) == 2 * 2 * 4 * 3  # masks, heads, algorithms, phases
@@ -47,6 +48,7 @@ def test_every_case_is_a_row(written: Path) -> None:
     assert int(grouped) * 4 == int(sent[2]["bytes_of_a_rank"])
 
 
+@pytest.mark.slow
 def test_the_page_has_a_table_for_each_share_of_kv_heads(written: Path) -> None:
     text = written.read_text()
     assert text.count("| algorithm | causal | blocks |") == 2

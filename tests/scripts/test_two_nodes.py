@@ -143,6 +143,7 @@ with links.shaped_links(2, 1, 100) as cluster:
 
 
 @needs_links
+@pytest.mark.slow
 def test_sigterm_ends_the_ranks_and_removes_the_namespaces() -> None:
     command = "two_nodes.py --force --tokens 16 --repetitions 100000 --algorithms".split()
     command = [sys.executable, *command, "ring flat"]
