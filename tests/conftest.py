@@ -10,7 +10,7 @@ import torch
 from tests.tier import VARIABLE
 from tests.workers import WorkerPool
 
-TRAININGS = "tests/training"
+TRAININGS = "tests/training", "tests/tools/test_config.py"  # all that tests.training.launcher runs
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +32,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class TrainingsTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return TRAININGS if nodeid.startswith(TRAININGS) else super()._split_scope(nodeid)
+            together = nodeid.startswith(TRAININGS)
+            return TRAININGS[0] if together else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little
     return TrainingsTogether(config, log)

@@ -3,11 +3,16 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.training.launcher import free_port
+from tests.workers import forkserver
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -83,7 +88,41 @@ def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     assert not missing
 
 
+def run_as_rank(rank: int, ranks: int, folder: str) -> None:
+    """Run the example as torchrun starts it, with a file for its output and one for its errors."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_PORT": Path(folder, "port").read_text()}
+    for stream, name in ((1, "out"), (2, "errors")):
+        os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), stream)
+    runpy.run_path(f"{folder}/ring.py", run_name="__main__")
+    sys.stdout.flush()
+
+
 def test_the_library_example_runs(tmp_path: Path) -> None:
+    """Its ranks are forked from a process that has imported torch."""
+    example, printed = re.findall(
+        r"```(?:python|text)\n(.*?)```", _section("As a library"), re.DOTALL
+    )
+    (tmp_path / "ring.py").write_text(example)
+    (tmp_path / "port").write_text(str(free_port()))
+    start = forkserver().Process
+    ranks = [start(target=run_as_rank, args=(r, 4, str(tmp_path)), daemon=True) for r in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    said, errors = (
+        "".join((tmp_path / f"{name}{rank}").read_text() for rank in range(4))
+        for name in ("out", "errors")
+    )
+    assert [process.exitcode for process in ranks] == [0] * 4, errors
+    assert printed.strip() in said
+    assert sorted(re.findall(r"^rank (\d): ", said, re.M)) == [*"0123"]  # beside what is logged
+
+
+@pytest.mark.slow
+def test_the_library_example_runs_under_torchrun(tmp_path: Path) -> None:
     example, printed = re.findall(
         r"```(?:python|text)\n(.*?)```", _section("As a library"), re.DOTALL
     )

@@ -122,12 +122,12 @@ def test_a_room_says_what_it_is(room: Path) -> None:
     assert ast.get_docstring(ast.parse(room.read_text()))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_to_earlier_rooms(module: str) -> None:
-    # A module inside a folder loads the folder's __init__, too; that is no edge of its own.
-    named = within_the_package(imports(module, only_when_loaded=False))
-    wrong = {name for name in named if ROOMS.index(part(name)) > ROOMS.index(part(module))}
-    assert not wrong, f"{module} imports {wrong}"
+def test_imports_point_to_earlier_rooms() -> None:
+    for module in MODULES:
+        # A module inside a folder loads the folder's __init__, too; that is no edge of its own.
+        named = within_the_package(imports(module, only_when_loaded=False))
+        wrong = {name for name in named if ROOMS.index(part(name)) > ROOMS.index(part(module))}
+        assert not wrong, f"{module} imports {wrong}"
 
 
 def test_there_is_no_cycle_nor_one_through_a_function() -> None:
@@ -151,15 +151,20 @@ def provided(extras: str) -> set[str]:
     return {PACKAGES.get(name, name) for name in packages}
 
 
-def foreign(names: set[str]) -> set[str]:
-    """The packages beside Python's own that loading these modules loads, directly or not."""
+def loaded_by(names: set[str]) -> set[str]:
+    """The modules that loading these loads, directly or by a module of ours."""
     seen, waiting = set(), list(names)
     while waiting:
         name = waiting.pop()
         if name in MODULES and name not in seen:
             waiting += imports(name, only_when_loaded=True)
         seen.add(name)
-    packages = {name.split(".")[0] for name in seen}
+    return seen
+
+
+def foreign(names: set[str]) -> set[str]:
+    """The packages beside Python's own that loading these modules loads, directly or not."""
+    packages = {name.split(".")[0] for name in loaded_by(names)}
     return packages - {"megatron_burst", "__future__"} - set(sys.stdlib_module_names)
 
 
@@ -172,16 +177,20 @@ def test_what_a_verb_imports_is_installed_or_of_the_extras_it_names(name: str) -
     assert needed <= provided("train" if name in TRAINS else "")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_plug_in_and_what_starts_it_import_megatron(module: str) -> None:
-    if part(module) not in NEED_MEGATRON:
+def test_only_the_plug_in_and_what_starts_it_import_megatron() -> None:
+    for module in MODULES:
         named = imports(module, only_when_loaded=False)
-        assert not {name for name in named if name.split(".")[0] == "megatron"}
+        found = {name for name in named if name.split(".")[0] == "megatron"}
+        assert not found or part(module) in NEED_MEGATRON, module
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_changes_a_global_name(module: str) -> None:
-    assert not [node for node in ast.walk(tree(module)) if isinstance(node, ast.Global)]
+def test_the_cpu_platform_comes_before_megatron() -> None:
+    assert "megatron" not in foreign({"megatron_burst.plugin.cpu.platform"})
+
+
+def test_no_function_changes_a_global_name() -> None:
+    for module in MODULES:
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree(module))), module
 
 
 def test_the_public_names() -> None:
@@ -204,24 +213,16 @@ def run(code: str) -> dict[str, list[str]]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-LOADED_BY_THE_PACKAGE = """
-import json, sys
+# What the package loads, and then what its modules change, in one process.
+LOADED_AND_CHANGED = """
+import importlib, json, sys
 import torch, torch.distributed
 before = set(sys.modules)
 import megatron_burst
-print(json.dumps({"new": sorted({name.split(".")[0] for name in set(sys.modules) - before})}))
-"""
-
-
-def test_importing_the_package_loads_torch_and_numpy_alone() -> None:
-    new = set(run(LOADED_BY_THE_PACKAGE)["new"])
-    assert "megatron_burst" in new
-    assert new - {"megatron_burst", "numpy"} <= set(sys.stdlib_module_names)
-
-
-CHANGED_BY_ANY_MODULE = """
-import importlib, json, sys
-import torch, torch._dynamo, torch.distributed  # torch's own later parts wrap torch.manual_seed
+new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+for name in [name for name in sys.modules if name.startswith("megatron_burst")]:
+    del sys.modules[name]
+import torch._dynamo  # torch's own later parts wrap torch.manual_seed
 holders = {"torch": torch, "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random,
            "torch.Tensor": torch.Tensor, "torch.cuda.Stream": torch.cuda.Stream,
            "torch.distributed": torch.distributed}
@@ -235,12 +236,14 @@ for name in MODULES:
         missing.append(name)
 changed = [f"{holder}.{name}" for holder, value in holders.items()
            for name, old in before[holder].items() if vars(value).get(name, None) is not old]
-print(json.dumps({"changed": changed, "missing": missing}))
+print(json.dumps({"new": new, "changed": changed, "missing": missing}))
 """
 
 
-def test_importing_any_module_replaces_nothing_in_torch() -> None:
-    found = run(f"MODULES = {list(MODULES)!r}\n{CHANGED_BY_ANY_MODULE}")
+def test_importing_the_package_loads_nothing_else_and_no_module_replaces_a_name_of_torch() -> None:
+    found = run(f"MODULES = {list(MODULES)!r}\n{LOADED_AND_CHANGED}")
+    assert "megatron_burst" in found["new"]
+    assert {*found["new"]} - {"megatron_burst", "numpy"} <= set(sys.stdlib_module_names)
     assert found["changed"] == []
 
 
@@ -280,6 +283,16 @@ print(json.dumps({"attention": [type(layer.core_attention).__name__]}))
 """
 
 
+NO_LOOP = ("attention.core_attention", "attention.recompute", "layer_spec")
+NO_LOOP += ("hooks.lm_head", "hooks.sequence_hooks")
+
+
+@pytest.mark.parametrize("name", NO_LOOP)
+def test_what_frameworks_with_a_loop_of_their_own_import_names_none_of_megatrons(name: str) -> None:
+    assert not {n for n in loaded_by({f"megatron_burst.plugin.{name}"}) if "megatron.training" in n}
+
+
+@pytest.mark.slow
 def test_the_layer_spec_and_the_hooks_need_nothing_of_megatrons_training_loop() -> None:
     """Frameworks on megatron.core have a loop of their own."""
     pytest.importorskip("megatron")

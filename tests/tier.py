@@ -4,11 +4,11 @@
 """
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 VARIABLE = "MEGATRON_BURST_TESTS"
 
@@ -19,7 +19,24 @@ def is_thorough() -> bool:
 
 def examples(number: int) -> settings:
     """The hypothesis settings of a property tried so often, a quarter as often in the fast tier."""
-    return settings(max_examples=number if is_thorough() else number // 4, deadline=None)
+    return settings(
+        max_examples=number if is_thorough() else number // 4,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # by the clock, on a machine with more to do
+    )
+
+
+def some[T](cases: Sequence[T], step: int, first: int = 0) -> Sequence[T]:
+    """All cases, in the fast tier one in so many: `step` shares no factor with what repeats."""
+    return cases if is_thorough() else cases[first::step]
+
+
+def one_in(step: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cases as values of several parameters; all but one in so many are marked slow."""
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if number % step else [])
+        for number, case in enumerate(cases)
+    ]
 
 
 def slow_if[T](slow: Container[T], cases: Iterable[T]) -> list[Any]:

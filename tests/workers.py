@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from megatron_burst.plugin.cpu.table import with_one_worker
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
+# What calls of tests import, imported once, in the server that all processes are forked from.
+# Megatron asks a GPU about itself, which a process that is forked afterwards cannot use.
+PRELOADED = ["tests.workers", "pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes"]
+MEGATRON = [] if torch.cuda.is_available() else ["megatron.training.models.gpt"]
+
+
+def forkserver() -> ForkServerContext:
+    """Starts the processes of all tests; it imports when it starts the first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *MEGATRON])
+    return context
 
 
 class WorkerError(AssertionError):
@@ -87,9 +99,7 @@ class WorkerPool:
         self._workers, self._teams = [], set()
 
     def _start(self) -> None:
-        # Torch, too, is imported once, in the server that the processes are forked from.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.workers"])
+        context = forkserver()
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(MAX_RANKS):
             here, there = context.Pipe()

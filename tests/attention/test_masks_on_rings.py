@@ -1,6 +1,7 @@
 """Every mask on every ring and layout against the dense oracle. (fast tier)"""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, va
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
 from tests.plans.simulator import simulate
-from tests.tier import examples, slow_if
+from tests.tier import examples, slow_if, some
 from tests.workers import WorkerPool
 
 LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
@@ -29,7 +30,7 @@ VARIANTS = variants(["flat"])
 GRIDS = [flat_grid(1), flat_grid(3), flat_grid(4), Grid(((0, 1), (2, 3))), Grid(((2, 0), (1, 3)))]
 
 
-def check(cases: list[Case], ranks: int, workers: WorkerPool) -> None:
+def check(cases: Sequence[Case], ranks: int, workers: WorkerPool) -> None:
     for case, answer in zip(cases, run_cases(workers, ranks, cases), strict=True):
         expected = case.expected(ranks)
         # A query that sees one key alone has no gradient; what comes out is rounding of dO · V.
@@ -49,7 +50,8 @@ def test_the_hard_masks_on_every_layout(workers: WorkerPool, ranks: int) -> None
         for layout in LAYOUT_NAMES
         for masking, config in zip(hard_maskings(ranks, 6).values(), turns, strict=False)
     ]
-    check(cases, ranks, workers)
+    # In the fast tier each mask on one layout or two, on others at other numbers of ranks.
+    check(some(cases, 3, ranks % 3), ranks, workers)
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)

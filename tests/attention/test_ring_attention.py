@@ -37,7 +37,7 @@ from tests.attention.cases import (
     variants,
 )
 from tests.plans.masks import Masking
-from tests.tier import examples
+from tests.tier import examples, slow_if
 from tests.workers import Team, WorkerPool
 
 GRAD_DTYPES = ("float32", "model")
@@ -78,7 +78,9 @@ PLACES = {
     "nodes of 1, 2 and 2": Place(range(3, 8), 2, ("double",)),
     "nodes of 3 and 4": Place(range(1, 8), 4, ("double",)),
 }
-EVERY_PLACE = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+SLOW = {"7 on a node", "8 on a node", "3 nodes x 1", "2 nodes x 3", "2 nodes x 4", "4 nodes x 2"}
+SLOW |= {"4 on a node", "6 on a node", "nodes of 3 and 4"}
+EVERY_PLACE = pytest.mark.parametrize("name", slow_if(SLOW, PLACES))
 SHAPES = [
     {"batch": 2, "chunk": 1, "dim": 5},  # one token a chunk, an odd head size
     {"chunk": 13, "dim": 16},
@@ -119,7 +121,8 @@ type Answers = Callable[[Place], list[tuple[Case, Answer]]]
 
 
 @EVERY_PLACE
-def test_float32_equals_the_dense_oracle(answers: Answers, place: Place) -> None:
+def test_float32_equals_the_dense_oracle(answers: Answers, name: str) -> None:
+    place = PLACES[name]
     for case, answer in answers(place):
         worst = errors(answer.found, case.expected(place.ranks))
         assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
@@ -127,9 +130,9 @@ def test_float32_equals_the_dense_oracle(answers: Answers, place: Place) -> None
 
 
 @EVERY_PLACE
-def test_counted_bytes_equal_the_plan(answers: Answers, place: Place) -> None:
-    for case, answer in answers(place):
-        check_bytes(case, place, answer)
+def test_counted_bytes_equal_the_plan(answers: Answers, name: str) -> None:
+    for case, answer in answers(PLACES[name]):
+        check_bytes(case, PLACES[name], answer)
 
 
 def check_bytes(case: Case, place: Place, answer: Answer) -> None:
@@ -182,8 +185,11 @@ def ulysses_bytes(case: Case, ranks: int) -> tuple[int, int]:
     return (blocks + lse) * (ranks - 1) // ranks, blocks * (ranks - 1) // ranks
 
 
+HOPS = ["2 nodes x 2", "4 on a node", "2 nodes x 3"]
+
+
 @pytest.mark.parametrize("way", ["chain", "home"])
-@pytest.mark.parametrize("name", ["4 on a node", "2 nodes x 3"])
+@pytest.mark.parametrize("name", slow_if(HOPS[1:], HOPS))
 def test_hops_have_the_number_and_the_bytes_of_the_formulas(
     workers: WorkerPool, name: str, way: str
 ) -> None:
@@ -233,7 +239,7 @@ def test_hops_have_the_number_and_the_bytes_of_the_formulas(
             )
 
 
-@pytest.mark.parametrize("name", ["3 on a node", "3 nodes x 2"])
+@pytest.mark.parametrize("name", slow_if({"3 nodes x 2"}, ["3 on a node", "3 nodes x 2"]))
 def test_the_reference_kernel_in_float64_is_exact(workers: WorkerPool, name: str) -> None:
     place = PLACES[name]
     cases = [
@@ -247,18 +253,20 @@ def test_the_reference_kernel_in_float64_is_exact(workers: WorkerPool, name: str
 
 
 BFLOAT16 = [
-    ("mha", "4 on a node"),
-    ("mha", "2 nodes x 2"),
-    ("gqa 4:1", "2 on a node"),
-    ("gqa 4:1", "2 nodes x 4"),
-    ("gqa 8:1", "8 on a node"),
+    "mha, 4 on a node",
+    "mha, 2 nodes x 2",
+    "gqa 4:1, 2 on a node",
+    "gqa 4:1, 2 nodes x 4",
+    "gqa 8:1, 8 on a node",
 ]
+BOTH_HEADS = {"mha, 2 nodes x 2", "gqa 4:1, 2 on a node"}  # and both kinds of rings
 
 
-@pytest.mark.parametrize(("heads", "name"), BFLOAT16)
+@pytest.mark.parametrize("where", slow_if({*BFLOAT16} - BOTH_HEADS, BFLOAT16))
 def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
-    workers: WorkerPool, heads: str, name: str
+    workers: WorkerPool, where: str
 ) -> None:
+    heads, name = where.split(", ")
     place = PLACES[name]
     algorithms = ("burst", "allgather", "ulysses") if heads == "mha" else ("burst",)
     cases = [
@@ -373,11 +381,12 @@ def ring_cases(config: dict[str, Any], **shape: Any) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("topology", ["flat", "double"])
-@pytest.mark.parametrize("name", ["4 on a node", "2 nodes x 3"])
-def test_auto_never_sends_more_than_the_cheaper_ring(
-    workers: WorkerPool, name: str, topology: str
-) -> None:
+AUTO = ["4 on a node, flat", "2 nodes x 2, double", "2 nodes x 3, flat", "2 nodes x 3, double"]
+
+
+@pytest.mark.parametrize("where", slow_if(AUTO[2:], AUTO))
+def test_auto_never_sends_more_than_the_cheaper_ring(workers: WorkerPool, where: str) -> None:
+    name, topology = where.split(", ")
     place = PLACES[name]
     kinds = [*itertools.product(HEADS.values(), ("float32", "model"))]
     config = {"ranks_per_node": place.per_node, "topology": topology}

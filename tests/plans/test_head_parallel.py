@@ -30,7 +30,7 @@ from tests.attention.cases import (
 )
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
-from tests.tier import examples
+from tests.tier import examples, some
 from tests.transport.test_groups import new_groups
 from tests.workers import Team, WorkerPool
 
@@ -182,14 +182,14 @@ RINGS: list[dict[str, Any]] = [
         (4, 2, 8),
         (4, 2, 2),
         (4, 4, 4),
-        (5, 5, 8),
-        (6, 2, 2),
+        pytest.param(5, 5, 8, marks=pytest.mark.slow),
+        pytest.param(6, 2, 2, marks=pytest.mark.slow),
         (6, 3, 8),
-        (7, 7, 8),
+        pytest.param(7, 7, 8, marks=pytest.mark.slow),
         (8, 2, 4),
-        (8, 4, 4),
-        (8, 2, 8),
-        (8, 8, 8),
+        pytest.param(8, 4, 4, marks=pytest.mark.slow),
+        pytest.param(8, 2, 8, marks=pytest.mark.slow),
+        pytest.param(8, 8, 8, marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_and_backward(
@@ -205,7 +205,7 @@ def test_every_layout_and_backward(
         )
         for turn, (layout, config) in enumerate(itertools.product(LAYOUT_NAMES, RINGS))
     ]
-    check(cases, ranks, workers)
+    check(some(cases, 3), ranks, workers)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -225,7 +225,7 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
             zip(hard_maskings(4, 2 * chunk).values(), turns, strict=False)
         )
     ]
-    check(cases, 8, workers)
+    check(some(cases, 3, size // 4), 8, workers)
 
 
 @examples(25)

@@ -43,7 +43,7 @@ def test_every_verb_is_a_module_with_a_main(name: str) -> None:
 
 def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "megatron_burst", "doctor", "--no-such-flag"],
+        [sys.executable, "-m", "megatron_burst", "launch", "check", "--no-such-flag"],
         capture_output=True,
         text=True,
         cwd=ROOT,

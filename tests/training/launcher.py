@@ -80,7 +80,7 @@ def outcome(
         "module": module,
         "flags": [*MODEL, *flags],
         "log": str(log),
-        "port": _free_port(),
+        "port": free_port(),
     }
     return _run(job, timeout), log.read_text(errors="replace")
 
@@ -115,7 +115,7 @@ def _run(job: dict[str, object], timeout: float) -> str:
     return f"none within {timeout} s"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -5,6 +5,7 @@ its command line, the file for the output and the port to meet at. Answers each 
 line: the first exit status of a rank that is not 0, or 0. Ends when the input does.
 """
 
+import argparse
 import gc
 import importlib
 import json
@@ -14,21 +15,43 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from megatron_burst import launch
 
 
 def serve() -> None:
     launch.prepare()
-    import megatron.training  # noqa: F401
+    from megatron.training.argument_utils import ArgumentGroupFactory as Group
 
-    from megatron_burst.plugin import gpt_training  # noqa: F401
+    from megatron_burst.plugin import attach, gpt_training  # noqa: F401
+
+    # Every rank parses the sources of Megatron's settings for their help, twice.
+    Group._get_field_docstrings = _once_a_class(Group._get_field_docstrings)
+    _parse_once()
 
     gc.freeze()  # the children shall not copy what the collector would touch
     for line in sys.stdin:
         job = json.loads(line)
         ranks = [_fork(rank, job) for rank in range(job["ranks"])]
         print(_wait(ranks), flush=True)
+
+
+def _once_a_class(docstrings: Any) -> Any:
+    known: dict[type, dict[str, str]] = {}
+
+    def of(self: Any, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = docstrings(self, settings)
+        return dict(known[settings])
+
+    return of
+
+
+def _parse_once() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _fork(rank: int, job: dict) -> int:

@@ -7,14 +7,18 @@ import pytest
 from tests.training.launcher import BURST, HALF, STEPS, allowed, largest_difference, report, train
 
 
-def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
-    tmp_path: Path, data: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, [1]), pytest.param(4, [2, 1], marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_resumes_on_fewer_ranks(
+    tmp_path: Path, data: tuple[str, ...], before: int, after: list[int]
 ) -> None:
     flags = (*data, *BURST, "--calculate-per-token-loss")
     checkpoint = str(tmp_path / "checkpoint")
-    cp4 = ("--context-parallel-size", "4", "--save", checkpoint, "--save-interval", str(HALF))
-    uninterrupted = train(tmp_path / "cp4", 4, *flags, *cp4)
-    for ranks in (2, 1):
+    saving = ("--save", checkpoint, "--save-interval", str(HALF))
+    many = ("--context-parallel-size", str(before), *saving)
+    uninterrupted = train(tmp_path / "uninterrupted", before, *flags, *many)
+    for ranks in after:
         resumed = train(
             tmp_path / f"cp{ranks}",
             ranks,
@@ -30,7 +34,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(
         )
         assert sorted(resumed.losses) == list(STEPS[HALF:])
         difference = largest_difference(resumed, uninterrupted, STEPS[HALF:])
-        report(f"burst CP 4 -> CP {ranks}", difference, allowed(1e-4))
+        report(f"burst CP {before} -> CP {ranks}", difference, allowed(1e-4))
 
 
 @pytest.mark.slow

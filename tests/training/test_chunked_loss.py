@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-SLOW = {key for key in CASES if key not in ("alone", "TP 2 x PP 2, sequence parallel")}
+SLOW = {key for key in CASES if key not in ("alone", "TP 2, sequence parallel")}
 
 
 def losses_differ(found: Log, expected: Log) -> float:
@@ -52,11 +52,8 @@ def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], cas
     check(case, found, expected)
 
 
-@pytest.mark.parametrize(
-    "per_token",
-    [(PER_TOKEN,), pytest.param((), marks=pytest.mark.slow)],
-    ids=["per token", "mean of means"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
 def test_masked_losses(
     masked_run: Callable[..., Log],
     per_token: tuple[str, ...],

@@ -1,10 +1,11 @@
 """A checkpoint that is incomplete is never loaded, whatever of it is missing. (fast tier)"""
 
+import functools
 import logging
 import queue
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_burst.plugin.files.complete_checkpoints import (  # noqa: E402
     note_replaced,
     what_is_missing,
 )
+from tests.tier import slow_if  # noqa: E402
 from tests.training.faults import MODULE, TRACKER, check_same_steps  # noqa: E402
 from tests.training.launcher import BURST, run_module  # noqa: E402
 
@@ -32,22 +34,24 @@ TWO = (*BURST, "--context-parallel-size", "2")
 @pytest.fixture(scope="module")
 def saved(
     tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]
-) -> dict[str, tuple[Path, str]]:
-    """For each format the checkpoints of iterations 2 and 4, and the log of the training."""
-    made = {}
-    for name in FORMATS:
+) -> Callable[[str], tuple[Path, str]]:
+    """Of a format the checkpoints of iterations 2 and 4, and the log of the training."""
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, str]:
         directory = tmp_path_factory.mktemp(name)
         flags = ("--train-iters", "4", "--save-interval", "2", "--ckpt-format", name)
         saving = ("--save", str(directory / "checkpoint"))
         text = run_module(MODULE, directory, 2, *data, *TWO, *flags, *saving)
-        made[name] = (directory / "checkpoint", text)
-    return made
+        return directory / "checkpoint", text
+
+    return make
 
 
 @pytest.fixture
-def copied(saved: dict[str, tuple[Path, str]], tmp_path: Path) -> Any:
+def copied(saved: Callable[[str], tuple[Path, str]], tmp_path: Path) -> Any:
     def copy(name: str) -> Path:
-        return Path(shutil.copytree(saved[name][0], tmp_path / f"copy_{name}"))
+        return Path(shutil.copytree(saved(name)[0], tmp_path / f"copy_{name}"))
 
     return copy
 
@@ -70,7 +74,7 @@ def cuts(file: Path) -> Iterator[bytes | None]:
     yield whole[:-1]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
 def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
     folder = copied(name) / "iter_0000004"
     marked = name == "torch_dist"
@@ -91,7 +95,7 @@ def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
         assert what_is_missing(folder, True) and what_is_missing(folder, False) is None
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
 def test_a_checkpoint_that_is_replaced_is_not_whole_before_all_of_it_is_written(
     copied: Any, name: str
 ) -> None:
@@ -184,9 +188,9 @@ def test_the_newest_whole_one_is_taken(
     assert read(str(tracker)) == (0, True)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
 def test_a_training_goes_on_from_the_whole_one(
-    copied: Any, saved: dict[str, tuple[Path, str]], name: str, tmp_path: Path, data: Any
+    copied: Any, saved: Callable[[str], tuple[Path, str]], name: str, tmp_path: Path, data: Any
 ) -> None:
     directory = copied(name)
     broken = max((directory / "iter_0000004").rglob("*.*t*"), key=lambda p: p.stat().st_size)
@@ -196,7 +200,7 @@ def test_a_training_goes_on_from_the_whole_one(
     flags = (*flags, "--save", str(directory))  # over the broken one
     text = run_module(MODULE, tmp_path / "run", 2, *data, *TWO, *flags)
     assert "iter_0000004 is incomplete" in text and "; loading iteration 2 instead" in text
-    assert check_same_steps(text, saved[name][1]) == [3, 4]
+    assert check_same_steps(text, saved(name)[1]) == [3, 4]
     assert "iter_0000004 holds an earlier checkpoint, which is replaced" in text
     assert what_is_missing(broken.parents[name == "torch"], name == "torch_dist") is None
     assert not list(directory.glob(".*"))

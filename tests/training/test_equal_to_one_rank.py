@@ -47,9 +47,11 @@ CASES = {
     ),
     "CP 2, full recompute": (2, f"{CP2} {RECOMPUTE}"),
 }
-SLOW = {  # the others have their features, too, several at once
+SLOW = {  # the others have most of their features, several at once
     "CP 4",
+    "CP 4 as 2 x 2, kv backward, Megatron's groups",
     "CP 4 as 2 x 2, query backward",
+    "interleaved PP 2 x CP 2",
     "PP 2 x CP 2",
     "DP 2 x CP 2, distributed optimizer, overlap",
     "CP 2, full recompute",
@@ -89,7 +91,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", slow_if({"GQA", "MoE"}, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_other_models_equal_one_rank(tmp_path: Path, data: tuple[str, ...], model: str) -> None:
     flags = (*data, *BURST, PER_TOKEN, *MODELS[model].split())
     expected = train(tmp_path / "cp1", 1, *flags)
@@ -104,6 +107,7 @@ def test_one_rank_equals_megatrons_own_attention(
     report("stock", largest_difference(runs(1, PER_TOKEN), stock, STEPS), FLOAT32_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_bfloat16_equals_one_rank_within_bfloat16(runs: Callable[..., Log]) -> None:
     expected = runs(1, PER_TOKEN, "--bf16")
     found = runs(2, PER_TOKEN, "--bf16", *CP2.split())
@@ -111,6 +115,7 @@ def test_bfloat16_equals_one_rank_within_bfloat16(runs: Callable[..., Log]) -> N
     report("bfloat16 loss", difference, BFLOAT16_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(
     tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
 ) -> None:
@@ -119,6 +124,7 @@ def test_the_same_seed_gives_the_same_bits(
     assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
 
 
+@pytest.mark.slow
 def test_unequal_loss_masks_need_per_token_loss(
     tmp_path: Path, short_documents: tuple[str, ...]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
     assert check_same_steps(resumed, text) == [5, 6]
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_ends(tmp_path: Path, data: tuple[str, ...]) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     common = (*data, *TWO, "--train-iters", "100000")

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import trace
+from tests.tier import slow_if
 from tests.training.launcher import BURST, train
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("old", slow_if({True}, [False, True]))
 def test_two_training_steps_are_profiled(tmp_path: Path, data: tuple[str, ...], old: bool) -> None:
     flags = ["--burst-trace", str(tmp_path)] if old else PROFILE.split()
     log = train(

@@ -1,6 +1,5 @@
 """A rank that dies, stalls or disagrees: every other one says what failed. (fast tier)"""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels.cpu import CpuKernel
-from tests.workers import Team, WorkerPool
+from tests.workers import Team, WorkerPool, forkserver
 
 BROKEN = 1
 SLACK_SECONDS = 20  # for a machine with more to do
@@ -143,8 +142,7 @@ def job(
     group_seconds: float = 60,
 ) -> Iterator[Job]:
     """Start the ranks of a job; each makes its action and carries it out."""
-    server = multiprocessing.get_context("forkserver")  # torch is imported once for all
-    server.set_forkserver_preload(["megatron_burst.transport.comm"])
+    server = forkserver()
     members = []
     for rank in range(ranks):
         here, there = server.Pipe()

@@ -1,7 +1,6 @@
 """The watchdog speaks when nothing gets through any more, and not before. (fast tier)"""
 
 import logging
-import multiprocessing
 import queue
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.transport.watchdog import Watchdog, end_the_process
+from tests.workers import forkserver
 
 LIMIT = 0.4  # seconds
 LONG = 30  # for a machine with more to do
@@ -104,8 +104,7 @@ def stall(log: str, on_stall: Callable[[str], None]) -> None:
 
 
 def test_by_default_it_ends_a_process_that_hangs_and_says_why(tmp_path: Path) -> None:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["megatron_burst.transport.comm"])
+    server = forkserver()
     log = tmp_path / "log"
     process = server.Process(target=stall, args=(str(log), end_the_process), daemon=True)
     process.start()

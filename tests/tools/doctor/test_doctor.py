@@ -173,6 +173,7 @@ def test_torchrun_and_options_that_contradict(
     assert status == 1 and of_level(report, "error").count("ranks") == 2
 
 
+@pytest.mark.slow
 def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     python = [sys.executable, "-m", "megatron_burst", "doctor", "--json", "--"]
     torchrun = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_burst.pretrain_gpt"]
