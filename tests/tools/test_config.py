@@ -147,7 +147,7 @@ def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]
         return capsys.readouterr().out
 
     lines = printed("--run", "toy", "--flags").splitlines()
-    assert lines == CONFIGS.run("toy").arguments()
+    assert lines == configs.arguments(CONFIGS.run("toy").flags)
     assert lines[lines.index("--seq-length") + 1] == "2048"
     assert printed("--list", "heads-*").split() == ["heads-1x16", "heads-2x8", "heads-4x4"]
     assert "toy" in printed("--list").split() and "_gpu" not in printed("--list")

@@ -24,10 +24,6 @@ class Run:
     flags: Flags
     note: str = ""
 
-    def arguments(self) -> list[str]:
-        """Return the flags as a command line has them."""
-        return arguments(self.flags)
-
     def workload(self, configs: "Configs") -> Workload:
         """Return what the planner predicts."""
         return workload_of(self.flags, configs.cluster(self.cluster), self.gpus)
