@@ -87,7 +87,11 @@ class Compared:
 
 def rows_of(configs: Configs) -> list[Row]:
     """Return all published rows, with the cluster as the constants of `configs` have it."""
-    return [_row(configs, name, table) for name, table in configs.published_rows().items()]
+    return [
+        _row(configs, f"{group['id']}/{row['id']}", {**group, **row})  # it says what is its own
+        for group in configs.published["group"]
+        for row in group["rows"]
+    ]
 
 
 def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:

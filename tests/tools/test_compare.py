@@ -115,7 +115,7 @@ def test_wrong_input_is_refused(
 # Running, with trainings that only write what trainings write
 
 
-def pretend(directory: Path, factor: float) -> None:
+def pretend(directory: Path, factor: float, steps: int = 12) -> None:
     with SummaryWriter(str(directory)) as writer:
         for name, value in {
             **{"seq_length": 64, "global_batch_size": 2, "hidden_size": 8, "ffn_hidden_size": 32},
@@ -123,7 +123,7 @@ def pretend(directory: Path, factor: float) -> None:
             **{"num_attention_heads": 4, "world_size": 4},
         }.items():
             writer.add_text(name, str(value), 0)
-        for step in range(1, 13):
+        for step in range(1, steps + 1):
             writer.add_scalar("lm loss", factor * (1 + 5 / step), step)
             writer.add_scalar("iteration-time", 9.0 if step <= 5 else 0.5, step)
         writer.add_scalar("burst/peak-memory-bytes", 3 * 2**30, 12)
@@ -138,6 +138,7 @@ class Trainings:
         self.stop_at: str | None = None
         self.off_by: dict[str, float] = {}
         self.refused: dict[str, str] = {}
+        self.steps = 12
 
     def __call__(self, command: Sequence[str], log: Path) -> int:
         name = log.parent.name
@@ -147,7 +148,7 @@ class Trainings:
         if name in self.refused:
             log.write_text(self.refused[name])
             return 1
-        pretend(log.parent / "tensorboard", self.off_by.get(name, 1.0))
+        pretend(log.parent / "tensorboard", self.off_by.get(name, 1.0), self.steps)
         return 0
 
 
@@ -245,6 +246,30 @@ def test_losses_that_differ_and_runs_that_fail_are_faults(
     assert "cannot run this: because of that" in (tmp_path / "compare.md").read_text()
     assert run(tmp_path, "--tolerance", "0.01") == 1, "the failed one is tried again"
     assert trainings.started.count("ring-flat") == 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "faults"), [(1.0, 20, 0), (0.1, 20, 4), (math.nan, 20, 7), (0.1, 19, 0)]
+)
+def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
+    factor: float,
+    steps: int,
+    faults: int,
+    trainings: Trainings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare, "make_toy", lambda *_: [*FLAGS])
+    trainings.steps = steps
+    trainings.off_by = dict.fromkeys(("cp-1-megatron", "cp-1-burst", "burst", "ring-flat"), factor)
+    assert run(tmp_path, "--toy") == bool(faults)
+    found = json.loads((tmp_path / "compare.json").read_text())["faults"]
+    assert len(found) == faults
+    if factor == 0.1 and faults:
+        assert found[0].startswith(
+            "CP=1 megatron has not learned: its loss is 0.125 after 20 steps, 0.600 at first"
+        )
+    assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
 
 
 def test_json_is_all_that_is_printed(

@@ -5,8 +5,9 @@ Runs megatron_burst.pretrain_gpt once for each variant: the same seed, data and 
 finished is kept: the same command goes on where it was interrupted. The report is DIR/compare.md
 and DIR/compare.json; tensorboard --logdir DIR/runs shows the losses over each other.
 
-Ends with status 1 if a variant failed, or if in the first --judged-steps the losses of one differ
-from those of the reference, one context-parallel rank, by more than --tolerance.
+Ends with status 1 if a variant failed, if in the first --judged-steps the losses of one differ from
+those of the reference, one context-parallel rank, by more than --tolerance, or if in 20 steps or
+more of --toy the loss of one does not fall by half a nat.
 """
 
 import argparse
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         results=results,
         judged_steps=args.judged_steps,
         tolerance=args.tolerance,
+        is_toy=args.toy,
     )
     _show(comparison, write_report(comparison, args.output), console)
     if args.json:

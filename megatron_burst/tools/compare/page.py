@@ -22,6 +22,7 @@ _FIGURES = {
     "hidden %": ("hidden", 100, "{:.0f}"),
 }
 COLUMNS = ("loss apart", "last loss", *_FIGURES)
+_STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
 _WORDS = """
 * **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
   judged: training amplifies the last bit of a float. `tensorboard --logdir runs` shows all steps.
@@ -46,6 +47,7 @@ class Comparison:
     results: Sequence[Result]
     judged_steps: int
     tolerance: float
+    is_toy: bool = False  # which has to learn: another training may go on from a checkpoint
 
     @property
     def ran(self) -> list[Result]:
@@ -67,6 +69,11 @@ class Comparison:
     def faults(self) -> list[str]:
         """What is wrong, a sentence each."""
         found = [f"{r.name} failed: {r.reason}" for r in self.results if r.status == FAILED]
+        for each in self.ran if self.is_toy else ():
+            first, last = each.losses[0][1], each.losses[-1][1]
+            if each.steps >= _STEPS_TO_LEARN and not first - last >= _NATS:
+                text = f"{each.name} has not learned: its loss is {last:.3f} after {each.steps} "
+                found.append(f"{text}steps, {first:.3f} at first (at least {_NATS} nats lower)")
         return found + [
             f"{name} differs from {self.reference} by {far.relative:.1e} at step {far.step} "
             f"(allowed: {self.tolerance:.0e})"

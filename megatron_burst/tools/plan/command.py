@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.plan import show
-from megatron_burst.tools.plan.configs import Configs, parsed
+from megatron_burst.tools.plan.configs import Configs, arguments, parsed
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.workload import Cluster
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
-        print(*configs.run(given.run).arguments(), sep="\n")
+        print(*arguments(configs.run(given.run).flags), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0
@@ -61,7 +61,7 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
     changed = flags or given.model or given.cluster or given.gpus or given.seq_length
     if given.run and not changed and not given.json:
         run = configs.run(given.run)
-        print(*show.lines(configs, run), f"flags: {shlex.join(run.arguments())}\n", sep="\n")
+        print(*show.lines(configs, run), f"flags: {shlex.join(arguments(run.flags))}\n", sep="\n")
     wanted, cluster, gpus = _asked(configs, given, flags)
     found = rank(wanted, cluster, gpus, given.fractions, configs.constant("working_set"))
     if given.json:

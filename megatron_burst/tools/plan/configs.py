@@ -22,13 +22,7 @@ class Run:
     cluster: str
     gpus: int
     flags: Flags
-    published: Sequence[str] = ()
-    """The rows of published.toml that it is held against."""
     note: str = ""
-
-    def arguments(self) -> list[str]:
-        """Return the flags as a command line has them."""
-        return arguments(self.flags)
 
     def workload(self, configs: "Configs") -> Workload:
         """Return what the planner predicts."""
@@ -52,7 +46,9 @@ class Configs:
 
     def names(self, pattern: str = "*") -> list[str]:
         """Return the names of the runs that match a shell pattern."""
-        return fnmatch.filter(_names(self.tables), pattern)
+        if not (found := fnmatch.filter(_names(self.tables), pattern)):
+            raise ValueError(f"no run of configs/ matches {pattern}")
+        return found
 
     def run(self, name: str) -> Run:
         """Return a run."""
@@ -65,7 +61,6 @@ class Configs:
             cluster=table["cluster"],
             gpus=table["gpus"],
             flags=_set(given),
-            published=table.get("published", ()),
             note=table.get("note", ""),
         )
 
@@ -77,14 +72,6 @@ class Configs:
         """Return the flags of a model."""
         _check("model", name, self.models)
         return _inherited(self.models, name)
-
-    def published_rows(self) -> dict[str, Table]:
-        """Return the published figures by name; a row takes what it does not say from its group."""
-        return {
-            f"{group['id']}/{row['id']}": {**group, **row}
-            for group in self.published["group"]
-            for row in group["rows"]
-        }
 
     def constant(self, name: str) -> float:
         """Return one of the planner's fitted constants."""

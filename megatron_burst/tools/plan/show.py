@@ -1,9 +1,9 @@
-"""What a named run is: its size, the memory and time that are predicted, and published figures."""
+"""What a named run is: its size, and the memory and time that are predicted."""
 
 from collections.abc import Iterator
 
 from megatron_burst.tools.plan import memory, timing
-from megatron_burst.tools.plan.configs import Configs, Run, Table
+from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.workload import Workload, loss_chunking
 
@@ -23,8 +23,6 @@ def lines(configs: Configs, run: Run) -> Iterator[str]:
         yield f"not predicted: {error}"
     else:
         yield from _predicted(load, configs.constant("working_set"))
-    for name in run.published:
-        yield _published(name, configs.published_rows()[name])
 
 
 def sizes(load: Workload) -> str:
@@ -55,14 +53,3 @@ def _predicted(load: Workload, working_set: float) -> Iterator[str]:
         f"predicted time: {time.seconds:.1f} s a step, {time.tokens_per_gpu:.1f} tokens/s/GPU, "
         f"MFU {time.mfu:.1%}, {time.attention.exposed_share:.1%} of attention waits for messages"
     )
-
-
-def _published(name: str, row: Table) -> str:
-    speed = f"{row['tgs']:g} tokens/s/GPU" if "tgs" in row else f"{row['tflops']:g} TFLOP/s"
-    mfu, gib = row.get("mfu_published"), row.get("gib")
-    true = ""
-    if mfu:
-        true = f", MFU {mfu / 1.024:.1f} % (published as {mfu:g} %, 1.024 times too much)"
-    memory = f", {gib:g} GiB" if gib else ""
-    code = f"; by {row['code']}" if "code" in row else ""
-    return f"published {name}: {speed}{true}{memory}; all ranks context-parallel, ZeRO-3{code}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_burst.plans.cost import Shape, visible_pairs
+from megatron_burst.plans.cost import Shape, payload, visible_pairs
 from megatron_burst.plans.plan import Item, Plan, Tile, assemble
 from megatron_burst.plans.plan import Step as PlannedStep
 from megatron_burst.plans.planning import Choice, choose
@@ -203,8 +203,7 @@ class _Links:
         return Step(seconds + lost, sends, receives)
 
     def _size(self, item: Item) -> int:
-        whole, rows = self._sizes[item.kind], self._ring.shape.tokens
-        return whole if item.part is None else whole * item.part.length // rows
+        return payload(item, self._sizes, self._ring.shape.tokens)
 
     def _message(self, item: Item, source: int, target: int, lands: int) -> Message:
         size, nodes = self._size(item), self._ring.nodes
