@@ -79,7 +79,7 @@ def traffic(
     sent, through_nic = [0] * len(nodes), [0] * len(nodes)
     through_node = dict.fromkeys(nodes, 0)
     for hop in hops:
-        size = _bytes(hop.item, sizes, local_tokens)
+        size = payload(hop.item, sizes, local_tokens)
         sent[hop.source] += size
         if nodes[hop.source] != nodes[hop.target]:
             through_nic[hop.source] += size
@@ -89,10 +89,11 @@ def traffic(
 
 def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
     """Return the payload bytes that the plan's rank sends; see `traffic`."""
-    return sum(_bytes(send.item, sizes, local_tokens) for send in plan.sends)
+    return sum(payload(send.item, sizes, local_tokens) for send in plan.sends)
 
 
-def _bytes(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
+def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
+    """Return the bytes of an item, or of the part of it that is sent; see `traffic`."""
     if item.part is None:
         return sizes[item.kind]
     assert local_tokens, f"{item} is a part, but of how many rows was not said"
