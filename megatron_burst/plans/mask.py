@@ -53,14 +53,14 @@ class Band:
         return left, None if self.right is None else self.right - shift
 
     def pairs(self, queries: int, keys: int) -> int:
-        """Return how many (query, key) pairs of a tile of this size are visible."""
-        hidden = 0
-        if self.right is not None:
-            above = keys - 1 - self.right  # keys that query 0 does not see at its right
-            hidden += _triangle(above) - _triangle(above - queries)
-        if self.left is not None:
-            hidden += _triangle(queries - 1 - self.left)
-        return queries * keys - hidden
+        """Return how many (query, key) pairs of a tile of this size are visible.
+
+        Every query sees a key and every key is seen, as `cut` leaves them: what is hidden is a
+        triangle at either corner.
+        """
+        above = 0 if self.right is None else _triangle(keys - 1 - self.right)
+        below = 0 if self.left is None else _triangle(queries - 1 - self.left)
+        return queries * keys - above - below
 
     def visible(self, queries: int, keys: int, device: torch.device | None = None) -> Tensor:
         """Write the tile's mask out: bool [queries, keys]."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_burst.plans.direct import joined
 from megatron_burst.plans.layout import Interval, contiguous, zigzag
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
@@ -45,6 +46,11 @@ def test_what_is_not_seen_has_no_tile_and_what_is_seen_whole_has_one() -> None:
     whole = Tile(0, 1, WHOLE, WHOLE, Band.FULL)
     assert Tiling(layout, Mask.full())(0, 1) == (whole,)
     assert Tiling(zigzag(32, 4), Mask.full())(0, 1) == (whole,)
+
+
+def test_rows_that_touch_or_overlap_are_sent_as_one() -> None:
+    given = [Interval(4, 7), Interval(0, 2), Interval(2, 4), Interval(9, 10), Interval(5, 6)]
+    assert joined(given) == [Interval(0, 7), Interval(9, 10)]
 
 
 CAUSAL = [(n, n, Band.CAUSAL) for n in (1, 2, 3, 4, 5, 7, 8, 33)]

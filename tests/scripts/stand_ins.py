@@ -40,7 +40,7 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 PYTHON = """
 case $* in
     "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
-    *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches" >&2; exit 1 ;;
+    *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
     *'burst plan --run toy'*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *'burst plan '*) echo "plan: no such run" >&2; exit 1 ;;

@@ -159,6 +159,7 @@ def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]
         ("--run 14b --flags", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
         ("--run _gpu --flags", "there is no run _gpu"),
         ("--flags", "--flags wants --run NAME; --list has the names"),
+        ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
     ],
 )
 def test_what_is_not_there_is_said(

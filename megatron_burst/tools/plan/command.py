@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     given = _parser().parse(own)
     configs = Configs.read()
     if given.list is not None:
-        print(*configs.names(given.list), sep="\n")
+        if not (names := configs.names(given.list)):
+            raise ValueError(f"no run of configs/ matches {given.list}")
+        print(*names, sep="\n")
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
