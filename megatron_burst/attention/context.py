@@ -236,7 +236,6 @@ class BurstContext:
     def _make_plans(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
     ) -> Plans:
-        """Choose the schedules, make this rank's plans and say once what they are."""
         layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
         tiling, shape = Tiling(layout, mask), self._shape(q, k, v)
         choice = choose(
@@ -264,7 +263,6 @@ class BurstContext:
         )
 
     def _log(self, request: Request, choice: Choice, shape: Shape) -> None:
-        """Say what was chosen and what it costs a layer."""
         kernel = select_kernel(self.config.kernel, request)
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
         spread = exchanged = ""

@@ -38,16 +38,11 @@ class Visibility:
     """Which keys a query sees, written out pair by pair, in Megatron's words."""
 
     causal: bool
-    left: int = -1
-    """`window_size[0]`: how many keys before it a query sees beside itself; -1 is all."""
-    right: int = -1
-    """`window_size[1]`: the same behind it."""
-    cu_seqlens: Tensor | None = None
-    """Where documents begin; the last value, where the sequence ends, may be repeated."""
-    blocks: Tensor | None = None
-    """A table of booleans: which equal part of a sample sees which."""
-    tokens_per_sample: int = 0
-    """The length of a sample, needed with `blocks`."""
+    left: int = -1  # `window_size[0]`: the keys before it that a query sees; -1 is all
+    right: int = -1  # `window_size[1]`: the same behind it
+    cu_seqlens: Tensor | None = None  # the last value, where the sequence ends, may be repeated
+    blocks: Tensor | None = None  # bool [n, n]: which equal part of a sample sees which
+    tokens_per_sample: int = 0  # needed with `blocks`
 
     def pairs(self, query: Tensor, key: Tensor) -> Tensor:
         """Return for positions [Q] and [K] whether one sees the other: bool [Q, K]."""
@@ -124,7 +119,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One attention call of a group of ranks; what it expects of it is a collective call."""
+    """One attention call of a group of ranks."""
 
     spread: Spread
     visibility: Visibility
@@ -136,37 +131,12 @@ class Reference:
     margin: float = MARGIN
 
     @torch.no_grad()
-    def forward(self) -> Iterator[Expected]:
-        """Give `out` and `lse`, the latter [batch, rows, heads, 1], of a group of heads a time."""
-        for _, heads, exact, rough, grain in self._groups():
-            yield self._expected("out", heads, exact, rough)
-            lse = exact["lse"]
-            size = lse.masked_fill(lse.isneginf(), 0.0).abs().squeeze(-1)
-            yield Expected("lse", heads, lse, grain * (1 + size))
+    def expect(self, dout: Tensor | None = None) -> Iterator[Expected]:
+        """Give what the tensors of one kv head and its query heads should be; then of the next.
 
-    @torch.no_grad()
-    def backward(self, dout: Tensor) -> Iterator[Expected]:
-        """Give `dq` of a group of heads a time, `dk` and `dv` of its kv head, and `dsink` of all.
-
-        Args:
-            dout: [batch, rows, heads, value head size].
+        A collective call. These are `out` and `lse` [batch, rows, heads, 1], or with `dout`, of the
+        shape of `out`, the gradients `dq`, `dk`, `dv` and, with a sink, `dsink` [1, 1, heads, 1].
         """
-        dsinks = []
-        for kv_head, heads, exact, rough, _ in self._groups(dout):
-            yield self._expected("dq", heads, exact, rough)
-            for name in ("dk", "dv"):
-                pair = [{name: self.spread.rows(x[name])[:, :, None]} for x in (exact, rough)]
-                yield self._expected(name, kv_head, *pair)
-            error = (rough["dsink"] - exact["dsink"]).square()
-            dsinks.append(torch.stack([x.sum((0, 1, 3)) for x in (exact["dsink"], error)]))
-        if self.sink is not None:
-            value, squares = self.spread.total(torch.cat(dsinks, dim=1))[:, None, :, None]
-            yield Expected("dsink", slice(0, 1), value[..., None], self.margin * squares.sqrt())
-
-    def _groups(
-        self, dout: Tensor | None = None
-    ) -> Iterator[tuple[slice, slice, dict[str, Tensor], dict[str, Tensor], Tensor]]:
-        """Give each kv head, its query heads, what is exact and what is rough, and the grain."""
         size = self.q.shape[2] // self.k.shape[2]
         noises = torch.Generator(self.q.device).manual_seed(0)
         for number in range(self.k.shape[2]):
@@ -175,13 +145,27 @@ class Reference:
             grain = self._grain(heads, k)
             ways = _Arithmetic(self.q.dtype), _Arithmetic(self.q.dtype, grain, noises)
             exact, rough = (self._run(heads, k, v, dout, way) for way in ways)
-            yield slice(number, number + 1), heads, exact, rough, grain
+            for name, value in exact.items():
+                if name == "lse":
+                    length = value.masked_fill(value.isneginf(), 0.0).abs().squeeze(-1)
+                    yield Expected(name, heads, value, grain * (1 + length))
+                elif name == "dsink":
+                    yield self._sink_gradient(heads, value, rough[name])
+                elif name in ("dk", "dv"):
+                    pair = [self.spread.rows(x)[:, :, None] for x in (value, rough[name])]
+                    yield self._expected(name, slice(number, number + 1), *pair)
+                else:
+                    yield self._expected(name, heads, value, rough[name])
 
-    def _expected(
-        self, name: str, heads: slice, exact: dict[str, Tensor], rough: dict[str, Tensor]
-    ) -> Expected:
-        error = rough[name].to(self.q.dtype).double() - exact[name]
-        return Expected(name, heads, exact[name], self.margin * _norm(error))
+    def _expected(self, name: str, heads: slice, exact: Tensor, rough: Tensor) -> Expected:
+        error = rough.to(self.q.dtype).double() - exact
+        return Expected(name, heads, exact, self.margin * _norm(error))
+
+    def _sink_gradient(self, heads: slice, exact: Tensor, rough: Tensor) -> Expected:
+        """Sum up what the rows of all ranks add."""
+        parts = [x.sum((0, 1, 3)) for x in (exact, (rough - exact).square())]
+        value, squares = self.spread.total(torch.stack(parts))[:, None, None]
+        return Expected("dsink", heads, value[..., None], self.margin * squares.sqrt())
 
     def _run(
         self, heads: slice, k: Tensor, v: Tensor, dout: Tensor | None, way: "_Arithmetic"
@@ -192,7 +176,7 @@ class Reference:
             [batch, rows, heads, size] each, and of `dk` and `dv` [batch, all rows, size].
         """
         rows: dict[str, list[Tensor]] = {}
-        keys: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         own, everybody = (x.to(k.device) for x in (self.spread.own, self.spread.all))
         step = max(1, _PAIRS_AT_ONCE // (len(k) * k.shape[1] * (heads.stop - heads.start)))
         for start in range(0, len(own), step):
@@ -202,11 +186,12 @@ class Reference:
             )
             seen = self.visibility.pairs(own[part], everybody)
             found = self._attend(heads, q, k[:, None], v[:, None], seen, way, *d)
-            for name in found.keys() & {"dk", "dv"}:
-                keys[name] = keys.get(name, 0.0) + found.pop(name).sum(1)
             for name, x in found.items():
-                rows.setdefault(name, []).append(x.transpose(1, 2))
-        return keys | {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
+                if name in ("dk", "dv"):
+                    sums[name] = sums.get(name, 0.0) + x.sum(1)
+                else:
+                    rows.setdefault(name, []).append(x.transpose(1, 2))
+        return {x: sums[x] if x in sums else torch.cat(rows[x], dim=1) for x in found}
 
     def _attend(
         self,
@@ -220,11 +205,10 @@ class Reference:
     ) -> dict[str, Tensor]:
         """Attend with some queries, [batch, heads, rows, size] each."""
         scores = way.noisy(self.scale * (q @ k.mT)).masked_fill(~seen, -math.inf)
-        lse, weight = scores.logsumexp(-1, keepdim=True), torch.zeros((), device=q.device)
+        lse, sink = scores.logsumexp(-1, keepdim=True), None
         if self.sink is not None:
             sink = self.sink.double()[heads, None, None]
             lse = torch.logaddexp(lse, sink)
-            weight = (sink - lse).exp()
         # A query that sees nothing: exp(score - inf) is 0.
         weights = (scores - lse.masked_fill(lse.isneginf(), math.inf)).exp()
         out = way.rounded(way.rounded(weights) @ v)
@@ -233,8 +217,8 @@ class Reference:
         size = _norm(dout) * _norm(out)
         delta = way.noisy((dout * out).sum(-1, keepdim=True), size[..., None])
         dscores = self.scale * way.rounded(weights * (dout @ v.mT - delta))
-        of_keys = {"dk": dscores.mT @ q, "dv": way.rounded(weights).mT @ dout}
-        return {"dq": dscores @ k, "dsink": -weight * delta, **of_keys}
+        found = {"dq": dscores @ k, "dk": dscores.mT @ q, "dv": way.rounded(weights).mT @ dout}
+        return found if sink is None else found | {"dsink": -(sink - lse).exp() * delta}
 
     def _grain(self, heads: slice, k: Tensor) -> Tensor:
         """How far arithmetic in float32 may shift a score of this rank's queries: [heads]."""

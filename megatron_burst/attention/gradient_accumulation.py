@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
@@ -18,8 +17,7 @@ class _Sum:
 
     rows: Interval
     block: Block
-    arrived: bool = False
-    """Whether it lies where it arrived."""
+    arrived: bool = False  # whether it lies where it arrived
 
 
 class GradientAccumulator:
@@ -90,9 +88,12 @@ class GradientAccumulator:
         """Return the sum of all rows in the dtype of sums, zeros if there is none yet."""
         found, every = self._sums.get(item), self._all_rows(item)
         if found is not None and found.rows == every:
-            found.block = tuple(map(_widened, found.block))
+            wide = (t.to(accumulation_dtype(t.dtype)) for t in found.block)
+            found.block = tuple(t.contiguous() for t in wide)  # messages are
             return found.block
-        total = tuple(map(_zeros, self._shape(item)))
+        total = tuple(
+            t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in self._shape(item)
+        )
         self._sums[item] = _Sum(every, total)
         if found is not None:
             _accumulate(total, found.rows, found.block)
@@ -103,14 +104,6 @@ class GradientAccumulator:
 
     def _shape(self, item: Item) -> Block:
         return rows_of(self._shaped[item.kind], item.part)
-
-
-def _widened(part: Tensor) -> Tensor:
-    return part.to(accumulation_dtype(part.dtype)).contiguous()  # messages are
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return like.new_zeros(like.shape, dtype=accumulation_dtype(like.dtype))
 
 
 def _accumulate(total: Block, rows: Interval, parts: Block) -> None:

@@ -36,7 +36,6 @@ def exchange_plan(rank: int, ranks: int) -> Plan:
 
 
 def _share(source: int, target: int) -> Item:
-    """The item that `source` has for `target`."""
     return Item(Kind.HEADS, source, target=target)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from megatron_burst.attention.dense import (
 from megatron_burst.config import GradDtype, LayoutName
 from megatron_burst.transport.comm import gather_objects
 
-STRETCH = 32
-"""Tokens whose errors are summed up to one number: few enough for a border that is one off."""
+_STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
 
 
 class VerificationError(RuntimeError):
@@ -41,8 +39,7 @@ class Finding:
     error: float
     allowed: float
     rank: int
-    where: str = ""
-    """Which heads and tokens are wrong; nothing where all is right."""
+    where: str = ""  # which heads and tokens are wrong; nothing where all is right
 
     @property
     def share(self) -> float:
@@ -56,11 +53,6 @@ class Finding:
             f"{self.tensor} on rank {self.rank}: error {self.error:.1e} where {self.allowed:.1e} "
             f"is allowed, {self.where}"
         )
-
-    @property
-    def cell(self) -> str:
-        """The error beside what is allowed."""
-        return f"{self.error:.1e} {'>' if self.where else '<'} {self.allowed:.1e}"
 
 
 def attend_beside_reference(
@@ -103,14 +95,14 @@ def attend_beside_reference(
     sink = sinks[0] if sinks else None
     out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **more)
     found = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
-    take(False, compare(reference.forward(), found, spread.own))
+    take(False, compare(reference.expect(), found, spread.own))
     douts: list[Tensor] = []
 
     def check_gradients(gradients: Sequence[Tensor | None]) -> None:
         found = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
         if (dsink := found.get("dsink")) is not None:
-            found["dsink"] = spread.total(dsink.double())[None, :, None, None]
-        take(True, compare(reference.backward(douts.pop()), found, spread.own))
+            found["dsink"] = spread.total(dsink.double())[None, None, :, None]
+        take(True, compare(reference.expect(douts.pop()), found, spread.own))
 
     if inputs:
         out.register_hook(douts.append)
@@ -149,39 +141,30 @@ def compare(
         positions: of the rows, to be named.
     """
     norms: dict[str, list[Tensor]] = {}
-    stretches = cut(positions)
     for each in expected:
         if each.tensor in found:
             own = found[each.tensor][:, :, each.heads]
-            rows = stretches if each.tensor != "dsink" else [(0, own.shape[1])]
-            norms.setdefault(each.tensor, []).append(_norms(each, own, rows))
+            norms.setdefault(each.tensor, []).append(_norms(each, own))
     return [_finding(tensor, torch.cat(n, dim=2), positions) for tensor, n in norms.items()]
 
 
-def cut(positions: Tensor) -> list[tuple[int, int]]:
-    """Cut rows into stretches of at most `STRETCH` whose positions follow each other."""
-    jumps = (positions.diff() != 1).nonzero()[:, 0] + 1
-    stretches: list[tuple[int, int]] = []
-    for start, stop in pairwise([0, *jumps.tolist(), len(positions)]):
-        parts = -(-(stop - start) // STRETCH)  # even ones: few tokens make an uneven measure
-        stretches += pairwise(start + (stop - start) * i // parts for i in range(parts + 1))
-    return stretches
+def _stretches(rows: Tensor) -> Sequence[Tensor]:
+    """Cut rows into even stretches of at most `_STRETCH`: few make an uneven measure."""
+    return rows.tensor_split(-(-len(rows) // _STRETCH))
 
 
-def _norms(expected: Expected, found: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
+def _norms(expected: Expected, found: Tensor) -> Tensor:
     """Return [3, stretches, heads]: the norms of error, of what is allowed, of the expected."""
     found, value = found.double(), expected.value
     same = found == value  # so are equal infinities, whose difference is NaN
     error = (found - value).masked_fill(same, 0.0)
     known = value.masked_fill(value.isinf(), 0.0)
     squares = (error.square().sum(-1), expected.allowed.square(), known.square().sum(-1))
-    rows = torch.stack([x.sum(0) for x in squares])
-    norms = [rows[:, start:stop].sum(1) for start, stop in stretches]
-    return torch.stack(norms, dim=1).sqrt().cpu()
+    rows = torch.stack([x.sum(0) for x in squares], dim=1)
+    return torch.stack([x.sum(0) for x in _stretches(rows)], dim=1).sqrt().cpu()
 
 
 def _finding(tensor: str, norms: Tensor, positions: Tensor) -> Finding:
-    """Return the worst of a tensor's norms [3, stretches, heads], and what is too large."""
     error, allowed, known = norms
     error = error.nan_to_num(nan=torch.inf)
     share = (error / allowed).nan_to_num(nan=0.0)  # 0 of 0
@@ -194,15 +177,17 @@ def _finding(tensor: str, norms: Tensor, positions: Tensor) -> Finding:
 
 def _where(tensor: str, wrong: Tensor, positions: Tensor) -> str:
     """Name the heads and tokens of what is wrong [stretches, heads]; nothing where all is right."""
-    if not wrong.any() or tensor == "dsink":
-        return "of any head" if wrong.any() else ""
     heads = wrong.any(0).nonzero()[:, 0].tolist()
+    if not heads:
+        return ""
     which = "all heads" if len(heads) == wrong.shape[1] else f"heads {', '.join(map(str, heads))}"
-    stretches = [bounds for bounds, x in zip(cut(positions), wrong.any(1), strict=True) if x]
-    first, last = min((int(positions[a]), int(positions[b - 1])) for a, b in stretches)
+    if tensor == "dsink":
+        return which
+    tokens = [x for x, bad in zip(_stretches(positions), wrong.any(1), strict=True) if bad]
+    first = min(tokens, key=lambda x: int(x.min()))
     return (
-        f"{which}, {len(stretches)} of {len(wrong)} stretches of tokens, "
-        f"first tokens {first} to {last}"
+        f"{which}, {len(tokens)} of {len(wrong)} stretches of tokens, "
+        f"first tokens {int(first.min())} to {int(first.max())}"
     )
 
 
@@ -217,9 +202,14 @@ def worst(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 def table(title: str, rows: Mapping[str, Mapping[str, Finding]]) -> str:
     """Write findings as text, a line for each row: errors, each with what is allowed."""
+
+    def cell(found: Finding | None) -> str:
+        if found is None:
+            return "-"
+        return f"{found.error:.1e} {'>' if found.where else '<'} {found.allowed:.1e}"
+
     tensors = list(dict.fromkeys(tensor for row in rows.values() for tensor in row))
     lines = [[title, *tensors]]
-    for name, row in rows.items():
-        lines.append([name, *(row[t].cell if t in row else "-" for t in tensors)])
+    lines += [[name, *(cell(row.get(tensor)) for tensor in tensors)] for name, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

@@ -69,7 +69,6 @@ def check_kernel_name(name: str) -> None:
 
 
 def _candidates(name: str, request: Request) -> Iterator[Kernel]:
-    """Yield the kernels that may serve, in the order in which they are asked."""
     size = max(request.head_dim, request.value_head_dim)
     for kernels in _SPEED_CLASSES if name == "auto" else ((KERNELS[name],),):
         yield from kernels

@@ -60,11 +60,9 @@ def _weighted_sum(weights_BHQK: Tensor, values_BKHD: Tensor) -> Tensor:
 
 
 def _per_query_head(x_BKHD: Tensor, q: Tensor) -> Tensor:
-    """Repeat each kv head for the query heads that read it."""
     return x_BKHD.double().repeat_interleave(q.shape[2] // x_BKHD.shape[2], dim=2)
 
 
 def _per_kv_head(grad_BKHD: Tensor, like: Tensor) -> Tensor:
-    """Sum over the query heads that read the same kv head."""
     batch, tokens, kv_heads, dim = like.shape
     return grad_BKHD.view(batch, tokens, kv_heads, -1, dim).sum(3).to(like.dtype)

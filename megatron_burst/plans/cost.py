@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Hop, Item, Kind, Plan
+from megatron_burst.plans.plan import Hop, Item, Kind
 from megatron_burst.plans.tiles import Tiling
 
 
@@ -85,11 +85,6 @@ def traffic(
             through_nic[hop.source] += size
             through_node[nodes[hop.source]] += size
     return Traffic(max(sent), max(through_nic), max(through_node.values()))
-
-
-def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
-    """Return the payload bytes that the plan's rank sends; see `traffic`."""
-    return sum(payload(send.item, sizes, local_tokens) for send in plan.sends)
 
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:

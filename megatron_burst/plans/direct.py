@@ -88,7 +88,6 @@ class Direct(Schedule):
         return joined([tile.rows_of(self.sent) for tile in tiles])
 
     def _of_part(self, tile: Tile, parts: Sequence[Interval]) -> Tile:
-        """Say which part of what is sent the tile reads."""
         rows = tile.rows_of(self.sent)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
         return tile.reading(self.sent, part)

@@ -97,7 +97,6 @@ def kv_head_copies(query_heads: int, kv_heads: int, size: int) -> int:
 
 
 def _in_order(layout: Layout, ranks: Sequence[int]) -> list[range]:
-    """The ranges of all these ranks by their first positions."""
     if len(ranks) == layout.ranks:  # whatever the layout, together they hold the whole sequence
         return [range(layout.tokens)]
     ranges = (positions for rank in ranks for positions in layout.shards[rank])

@@ -160,7 +160,6 @@ def _share(name: str, tokens: int, ranks: int) -> int:
 
 
 def _at(x: Tensor, positions: range, dim: int) -> Tensor:
-    """Return the view of `x` at these positions along `dim`."""
     index = (slice(None),) * (dim % x.ndim) + (
         slice(positions.start, positions.stop, positions.step),
     )

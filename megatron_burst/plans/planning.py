@@ -55,26 +55,16 @@ class Choice:
         """Say what a layer sends and computes, for the log."""
         mask = self.tiling.mask
         if self.tiling.ranks == 1:
-            return f"{mask}, {self._share()}no rings"
+            return f"{mask}, no rings"
         instead = f" by the {self.forward.name} instead of {mib(self.unmasked)}"
         costs = {schedule: mib(cost.bottleneck) for schedule, cost in self.backward_costs.items()}
         others = (f"the {s.name} would {cost}" for s, cost in costs.items() if s != self.backward)
         return (
-            f"{mask}: {self._share()}a layer sends {mib(self.forward_cost.rank)} a rank forward"
+            f"{mask}: a layer sends {mib(self.forward_cost.rank)} a rank forward"
             f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
             f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
             f"{imbalance(self.tiling):.3f}"
         )
-
-    def _share(self) -> str:
-        """How much of the work a window, documents or blocks leave."""
-        mask, tokens = self.tiling.mask, self.tiling.tokens
-        if not mask.is_sparse:
-            return ""
-        everything = tokens * (tokens + 1) // 2 if mask.is_causal else tokens * tokens
-        pairs = sum(tile.pairs for tile in self.tiling.all())
-        tiles = sum(1 for _ in self.tiling.all())
-        return f"{pairs / everything:.1%} of the pairs without it in {tiles} tiles, "
 
 
 def choose(
@@ -168,7 +158,6 @@ def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable])
 
 
 def _sent_backward(config: BurstConfig) -> tuple[Kind, ...]:
-    """Return which kinds of block the backward may send."""
     if config.algorithm is not Algorithm.BURST:
         return (Kind.KV,)
     if config.backward is Backward.AUTO:

@@ -80,7 +80,6 @@ class Ring(Schedule):
         return self.grid.ranks - 1 if self.gather else 0
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
-        """What `rank` computes with the block of `owner`."""
         tiles = self.tiling.of_block(self.sent, owner, rank)
         if rank == owner or (part := self._part(owner)) is None:
             return tiles
@@ -105,7 +104,6 @@ class Ring(Schedule):
         return None if part.length == self.tiling.local_tokens else part
 
     def _users(self, owner: int) -> set[int]:
-        """The ranks beside the owner that compute with its block."""
         others = (rank for rank in self._owners if rank != owner)
         return {user for user in others if self.tiling.of_block(self.sent, owner, user)}
 

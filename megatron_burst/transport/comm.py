@@ -242,7 +242,6 @@ class Transfers:
 
 @contextmanager
 def _named_errors(where: str, what: str) -> Iterator[None]:
-    """Turn an error of torch.distributed into one that says which hop it was."""
     try:
         yield
     except RuntimeError as error:

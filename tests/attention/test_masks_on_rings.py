@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
@@ -21,7 +21,7 @@ from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
-from tests.plans.simulator import simulate
+from tests.plans.simulator import bytes_sent, simulate
 from tests.tier import examples, slow_if, some
 from tests.workers import WorkerPool
 
@@ -148,10 +148,7 @@ def test_the_bytes_that_leave_are_the_plans(
 
 def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:
     (line,) = workers.run(4, first_line)[0]
-    # 64 tokens, of which the first three see 3, 2 and 1 keys less: 250 of 2080 pairs.
-    assert "causal, window 3: 12.0% of the pairs without it in 13 tiles, a layer sends" in line, (
-        line
-    )
+    assert "causal, window 3: a layer sends" in line
     assert "a rank forward by the kv direct exchange instead of" in line
     assert "direct exchange puts" in line and "FLOPs max/mean 1.024" in line
 

@@ -15,13 +15,14 @@ from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.recompute import boundary, first_saved_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking
+from tests.plans.simulator import bytes_sent
 from tests.tier import examples, one_in
 from tests.workers import Team, WorkerPool
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.config import GradientReturn, Topology
-from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.plan import Channel, Kind, Plan
 from megatron_burst.plans.rings import Ring
@@ -37,6 +37,7 @@ from tests.attention.cases import (
     variants,
 )
 from tests.plans.masks import Masking
+from tests.plans.simulator import bytes_sent
 from tests.tier import examples, slow_if
 from tests.workers import Team, WorkerPool
 

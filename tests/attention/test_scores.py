@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.planning import choose
 from megatron_burst.plans.tiles import Tiling
@@ -29,6 +29,7 @@ from tests.attention.cases import (
 )
 from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
 from tests.plans.masks import Masking, hard_maskings, maskings
+from tests.plans.simulator import bytes_sent
 from tests.tier import examples, some
 from tests.workers import Team, WorkerPool
 

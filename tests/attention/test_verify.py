@@ -22,7 +22,7 @@ from megatron_burst.attention.dense import (
     megatrons_positions,
 )
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
-from megatron_burst.attention.verify import Finding, compare, cut, table, worst
+from megatron_burst.attention.verify import Finding, compare, table, worst
 from megatron_burst.config import Algorithm
 from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import Layout, zigzag
@@ -93,11 +93,11 @@ def test_the_reference_is_the_oracle(
     expected = oracle.attention(q, k, v, dout, masking.visible(12), sink=shape.sink())
     spread = Spread([torch.arange(12)], None)
     reference = Reference(spread, visibility(masking, 12), 6**-0.5, q, k, v, shape.sink())
-    for each in [*reference.forward(), *reference.backward(dout)]:
+    for each in [*reference.expect(), *reference.expect(dout)]:
         whole = getattr(expected, each.tensor)
         if each.tensor == "lse":
             whole = whole.transpose(1, 2)[..., None]
-        whole = whole[None, :, None, None] if each.tensor == "dsink" else whole
+        whole = whole[None, None, :, None] if each.tensor == "dsink" else whole
         torch.testing.assert_close(each.value, whole[:, :, each.heads], atol=1e-12, rtol=1e-12)
         assert (each.allowed >= 0).all() and each.allowed.isfinite().all()
 
@@ -105,18 +105,30 @@ def test_the_reference_is_the_oracle(
 # The comparison.
 
 
-def test_rows_are_cut_where_positions_jump_and_evenly() -> None:
-    positions = torch.cat([torch.arange(10, 50), torch.arange(90, 92), torch.arange(3)])
-    assert cut(positions) == [(0, 20), (20, 40), (40, 42), (42, 45)]
-
-
-def one_head(found: Tensor, *, value: float = 1.0, allowed: float = 0.1) -> Finding:
+def one_head(
+    found: Tensor, *, value: float = 1.0, allowed: float = 0.1, tensor: str = "dk", start: int = 64
+) -> Finding:
     found = found[:, :, None]
     expected = torch.full_like(found, value).double()
     bound = torch.full(found.shape[:3], allowed).double()
-    each = Expected("dk", slice(0, 1), expected, bound)
-    (finding,) = compare([each], {"dk": found}, torch.arange(64, 128))
+    each = Expected(tensor, slice(0, 1), expected, bound)
+    positions = torch.arange(start, start + found.shape[1])
+    (finding,) = compare([each], {tensor: found}, positions)
     return finding
+
+
+def test_stretches_are_even() -> None:
+    found = torch.ones(1, 33, 4)
+    found[0, 16:] += 1.0
+    where = one_head(found, start=0).where
+    assert where == "all heads, 2 of 2 stretches of tokens, first tokens 0 to 16"
+    found[0, 16] -= 1.0
+    where = one_head(found, start=0).where
+    assert where == "all heads, 1 of 2 stretches of tokens, first tokens 17 to 32"
+
+
+def test_of_a_sink_no_tokens_are_named() -> None:
+    assert one_head(torch.zeros(1, 1, 1), tensor="dsink").where == "all heads"
 
 
 def test_an_error_is_named_by_its_tokens() -> None:

@@ -1,13 +1,19 @@
 """Carry out the plans of all ranks on symbols, without processes, and fail where they are wrong."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_burst.plans.cost import payload
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step, Tile
 
 type _Sum = Counter[Tile]
 type _Buffer = tuple[Kind, int]
+
+
+def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
+    """Return the payload bytes that the plan's rank sends; see `cost.traffic`."""
+    return sum(payload(send.item, sizes, local_tokens) for send in plan.sends)
 
 
 class PlanError(Exception):

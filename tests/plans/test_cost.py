@@ -5,13 +5,14 @@ import itertools
 import pytest
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.plans.cost import Shape, Traffic, bytes_sent, imbalance, traffic
+from megatron_burst.plans.cost import Shape, Traffic, imbalance, traffic
 from megatron_burst.plans.layout import contiguous, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
+from tests.plans.simulator import bytes_sent
 
 CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext, ring_attention
-from megatron_burst.plans.cost import Shape, bytes_sent
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups, kv_head_copies
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.plan import Channel
@@ -30,6 +30,7 @@ from tests.attention.cases import (
 )
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.plans.simulator import bytes_sent
 from tests.tier import examples, some
 from tests.transport.test_groups import new_groups
 from tests.workers import Team, WorkerPool

@@ -8,11 +8,11 @@ import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.config import GradientReturn
-from megatron_burst.plans.cost import bytes_sent
 from megatron_burst.tools.flops import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Cluster, Workload
 from megatron_burst.transport.comm import Communicator
+from tests.plans.simulator import bytes_sent
 
 CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
 GRIDS = [(1, 2), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (3, 2), (2, 8), (4, 3), (3, 5)]

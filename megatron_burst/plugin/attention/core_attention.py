@@ -148,8 +148,8 @@ class BurstCoreAttention(ModuleWithSink):
         self._attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
         if shared.verification is not None:
-            self._check = shared.verification.of_layer(config, layer_number, softmax_scale)
-            self._attend = self._check.around(self._attend)
+            self._check = LayerCheck(shared.verification, config, layer_number, softmax_scale)
+            self._attend = self._check
         if shared.config.check_nan:
             self._attend = with_nan_check(self._attend, layer_number)
 

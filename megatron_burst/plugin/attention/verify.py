@@ -8,7 +8,7 @@ arguments, not from what our attention made of them.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.dense import Visibility
 from megatron_burst.attention.verify import (
@@ -44,15 +45,7 @@ class Verification:
         self.block_mask = None if config.block_mask is None else load_block_mask(config.block_mask)
         self.positions: dict[str, str] = {}  # how each kind is wrong; empty where it is right
         self._findings: dict[int, list[Finding]] = {}
-        self._begun: set[int] = set()
-
-    def of_layer(self, config: Any, layer_number: int, scale: float | None) -> "LayerCheck":
-        """Return what checks one layer, given what Megatron built its core attention with."""
-        return LayerCheck(self, config, layer_number, scale)
-
-    def begin(self, layer: int) -> None:
-        """Note that a layer has run forward and will run backward."""
-        self._begun.add(layer)
+        self.begun: set[int] = set()  # layers that have run forward and will run backward
 
     def settle(self, context: BurstContext) -> None:
         """Report what was found, unless a backward is to be waited for.
@@ -60,7 +53,7 @@ class Verification:
         Raises:
             VerificationError: on every rank of the context-parallel group, if anything is wrong.
         """
-        if not self.is_over and not self._begun and self._findings:
+        if not self.is_over and not self.begun and self._findings:
             self.is_over = True
             self._report(context)
 
@@ -73,7 +66,7 @@ class Verification:
             if finding.where:  # should something else end the job before the report
                 logger.warning("burst verify: layer %d, %s", layer, finding)
         if is_backward:
-            self._begun.discard(layer)
+            self.begun.discard(layer)
             self.settle(context)
 
     def _report(self, context: BurstContext) -> None:
@@ -96,21 +89,19 @@ class Verification:
                 table("layer", {str(layer): row for layer, row in rows.items()}),
             )
         if wrong:
-            hidden = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-            raise VerificationError(
-                "\n  ".join(
-                    (
-                        "--burst-verify: attention over the context-parallel ranks is not the "
-                        "unsharded reference:",
-                        *wrong[:_SHOWN],
-                        *hidden,
-                    )
-                )
+            title = (
+                "--burst-verify: attention over the context-parallel ranks is not the unsharded "
+                "reference:"
             )
+            more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+            raise VerificationError("\n  ".join([title, *wrong[:_SHOWN], *more]))
 
 
 class LayerCheck:
-    """The check of one core attention."""
+    """Stands in for `ring_attention` in one core attention, and checks the calls that are new.
+
+    It is given what Megatron built the core attention with.
+    """
 
     def __init__(
         self, verification: Verification, config: Any, layer_number: int, scale: float | None
@@ -128,32 +119,25 @@ class LayerCheck:
         over = self._verification.is_over or torch.is_grad_enabled() in self._seen
         self._asked = None if over or not is_training else (is_causal, documents)
 
-    def around(self, attend: Callable[..., Any]) -> Callable[..., Tensor]:
-        """Return `attend`, a `ring_attention`, whose calls are checked where they are new."""
-        return functools.partial(self._attend, attend)
-
-    def _attend(
-        self,
-        attend: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: BurstContext,
-        **more: Any,
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, context: BurstContext, **more: Any
     ) -> Tensor:
+        """Attend as `ring_attention` does."""
         asked, self._asked = self._asked, None
         if asked is None:
             if self._seen:
                 self._verification.settle(context)
-            plain: Tensor = attend(q, k, v, context, **more)
+            plain: Tensor = ring_attention(q, k, v, context, **more)
             return plain
         self._seen.add(torch.is_grad_enabled())
         visibility = self._visibility(q.shape[1] * context.ranks, *asked)
         scale = q.shape[3] ** -0.5 if self._scale is None else self._scale
         take = functools.partial(self._verification.add, self._layer, context)
-        out = attend_beside_reference(attend, q, k, v, context, visibility, scale, take, **more)
+        out = attend_beside_reference(
+            *(ring_attention, q, k, v, context, visibility, scale, take), **more
+        )
         if out.requires_grad or not torch.is_grad_enabled():  # else no backward will come
-            self._verification.begin(self._layer)
+            self._verification.begun.add(self._layer)
         return out
 
     def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:

@@ -48,8 +48,10 @@ class PositionHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             if not self._ids_begin_anew:
                 _once(model, functools.partial(self._look_at_ids, context))
-            for module in {m for m in model.modules() if _is_rotary(m)}:
-                _once(module, functools.partial(self._look_at_angles, context))
+            for module in model.modules():
+                known = isinstance(module, RotaryEmbedding | RotaryAtPositions)
+                if known and not isinstance(module, MultimodalRotaryEmbedding):
+                    _once(module, functools.partial(self._look_at_angles, context))
         return models
 
     def _look_at_ids(
@@ -100,11 +102,6 @@ def _positions(context: BurstContext, local_tokens: int, cu_seqlens: Tensor | No
         return own
     begin = cu_seqlens.cpu().long()
     return own - begin[torch.searchsorted(begin, own, right=True) - 1]
-
-
-def _is_rotary(module: torch.nn.Module) -> bool:
-    known = isinstance(module, RotaryEmbedding | RotaryAtPositions)
-    return known and not isinstance(module, MultimodalRotaryEmbedding)
 
 
 def _once(module: torch.nn.Module, look: Callable[[Any, Any, Any, Any], None]) -> None:

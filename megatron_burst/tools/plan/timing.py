@@ -7,14 +7,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_burst.plans.cost import Shape, payload, visible_pairs
-from megatron_burst.plans.plan import Item, Plan, Tile, assemble
-from megatron_burst.plans.plan import Step as PlannedStep
+from megatron_burst.plans.plan import Item, Plan, Step, Tile, assemble
 from megatron_burst.plans.planning import Choice, choose
 from megatron_burst.plans.recompute import boundary
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.timeline import Message, Step, duration
 from megatron_burst.tools.flops import attention_flops
+from megatron_burst.tools.plan.clock import duration
 from megatron_burst.tools.plan.workload import Cluster, Ring, Workload
 
 _SUM_BYTES = 4  # of an element of a sum
@@ -137,18 +136,15 @@ def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> P
     def sums(tiles: Sequence[Tile], rank: int) -> float:
         return sum_bytes(tiles, ring.shape, rank, backward) / cluster.memory_rate
 
-    ranks = {
-        plan.rank: [
-            links.step(plan.rank, step, kernels(step.tiles) + sums(step.tiles, plan.rank))
-            for step in plan.steps
-        ]
-        for plan in every
-    }
+    def computing(rank: int, step: Step) -> float:
+        seconds = kernels(step.tiles) + sums(step.tiles, rank)
+        return seconds + links.taken_from_computing(rank, step)
+
     busiest = max(every, key=lambda plan: kernels(plan.tiles))
     choice = _choice(ring)
     cost = choice.backward_costs[choice.backward] if backward else choice.forward_cost
     return Pass(
-        duration(ranks),
+        duration(every, computing, links.message),
         kernels(busiest.tiles),
         sums(busiest.tiles, busiest.rank),
         cost.rank,
@@ -193,24 +189,23 @@ class _Links:
             if any(ring.nodes[plan.rank] != ring.nodes[send.peer] for send in plan.sends)
         )
 
-    def step(self, rank: int, step: PlannedStep, seconds: float) -> Step:
-        """Return a step of a plan with its times; what messages take from computing is in them."""
-        sends = [self._message(s.item, rank, s.peer, s.lands) for s in step.sends]
-        receives = [self._message(r.item, r.peer, rank, r.lands) for r in step.receives]
-        busy = max(sum(message.seconds for message in ends) for ends in (sends, receives))
-        sent = sum(self._size(send.item) for send in step.sends)
-        lost = self._cluster.contention * busy + sent / self._cluster.copy_rate
-        return Step(seconds + lost, sends, receives)
+    def message(self, item: Item, source: int, target: int) -> tuple[str, float]:
+        """Return the network that an item takes from rank to rank, and for how many seconds."""
+        size, nodes = self._size(item), self._ring.nodes
+        if nodes[source] == nodes[target]:
+            return "within", size / self._cluster.within_rate
+        shared = size * self._rings * self._leaving[self._nics[source]]
+        return "between", shared / self._cluster.nic_rate
+
+    def taken_from_computing(self, rank: int, step: Step) -> float:
+        """Return the seconds that a step's messages take from the computing beside them."""
+        sending = sum(self.message(s.item, rank, s.peer)[1] for s in step.sends)
+        receiving = sum(self.message(r.item, r.peer, rank)[1] for r in step.receives)
+        copied = sum(self._size(send.item) for send in step.sends) / self._cluster.copy_rate
+        return self._cluster.contention * max(sending, receiving) + copied
 
     def _size(self, item: Item) -> int:
         return payload(item, self._sizes, self._ring.shape.tokens)
-
-    def _message(self, item: Item, source: int, target: int, lands: int) -> Message:
-        size, nodes = self._size(item), self._ring.nodes
-        if nodes[source] == nodes[target]:
-            return Message(source, target, "within", lands, size / self._cluster.within_rate)
-        shared = size * self._rings * self._leaving[self._nics[source]]
-        return Message(source, target, "between", lands, shared / self._cluster.nic_rate)
 
 
 def _exchange(load: Workload) -> Pass:
