@@ -101,6 +101,13 @@ def sliced_rows(lse_BHS: Tensor) -> Tensor:
     return longer[:, :, 2 : 2 + lse_BHS.shape[2]]
 
 
+@pytest.fixture
+def several_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernel cuts the tiles here, the last stripe shorter than the others."""
+    monkeypatch.setattr(cpu, "_STRIPE_ROWS", 9)
+
+
+@pytest.mark.usefixtures("several_stripes")
 @EVERY_KERNEL
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("band", "queries", "keys"), BANDS.values(), ids=BANDS)
@@ -112,10 +119,8 @@ def test_a_tile_equals_the_oracle(
     band: Band,
     queries: int,
     keys: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skip_bands(kernel, device, dtype, band, queries, keys)
-    monkeypatch.setattr(cpu, "_STRIPE_ROWS", 9)  # several of them, the last one shorter
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     expected = oracle.attention(q, k, v, dout, visible(band, queries, keys, device))
