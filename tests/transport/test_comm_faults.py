@@ -225,6 +225,7 @@ def test_when_a_rank_never_calls_at_all_the_others_give_up_in_time(tmp_path: Pat
     with job(tmp_path / "store", 3, *scenario, group_seconds=6) as broken_job:
         for kind, text, _ in broken_job.replies([0, 2]).values():
             assert kind == "CommunicationError", text
+            assert "1 did not come within 2 s" in text
 
 
 def make_two_contexts(timeout_seconds: float) -> Callable[[], None]:
