@@ -107,7 +107,8 @@ def _parser() -> options.Parser:
     add("--peak-tflops", type=float, help=text)
     add("--judged-steps", type=int, default=20, metavar="N", help="default: 20")
     add("--tolerance", type=float, help="default: 1e-4, under --bf16 and --fp16 1e-2")
-    add("--no-trace", action="store_true", help="do not profile steps 2 and 3")
+    text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
+    add("--no-trace", action="store_true", help=text)
     add("--dry-run", action="store_true", help="show the commands and run none")
     text = "train nothing: write all runs of launchers below these directories into one CSV and "
     text += "one JSON, named by --output"
