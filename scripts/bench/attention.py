@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 scripts/bench/attention.py --device cuda
 
 Without torchrun the ranks are processes of this machine over gloo. Their nodes are those of
---ranks-per-node: in name only, or with --mbit network namespaces, in which every rank has a card of
+--ranks-per-node: in name only, or with --mbit network namespaces, in which every rank has a NIC of
 so many Mbit/s to the other nodes (inf: without a limit) and links without a limit within its own;
 that needs root and iproute2. Under torchrun they are its ranks, on GPUs over NCCL.
 """
@@ -39,7 +39,7 @@ from algorithms import (
 )
 from harness import Row
 from ranks import join, launch
-from shaped_links import CARD, LinkError, bytes_out, refuse_where_impossible, shaped_links
+from shaped_links import NIC, LinkError, bytes_out, refuse_where_impossible, shaped_links
 
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.cost import visible_pairs
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     """What was measured of a case, by what ran."""
 
     times: dict[str, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
-    sent: dict[str, Any]  # bytes of forward, of backward and through a card; of who sends most
+    sent: dict[str, Any]  # bytes of forward, of backward and through a NIC; of who sends most
 
 
 def mask_of(name: str, tokens: int) -> Mask:
@@ -134,12 +134,12 @@ def kernels_of(name: str) -> str:
 
 
 def count_bytes(run: Attention) -> tuple[int, int, int]:
-    """Return the payload that this rank counts forward and backward, and what its card counts."""
+    """Return the payload that this rank counts forward and backward, and what its NIC counts."""
     dist.barrier()
-    before = bytes_out().get(CARD, 0)
+    before = bytes_out().get(NIC, 0)
     payload = run.count_bytes()
     dist.barrier()
-    return *payload, bytes_out().get(CARD, 0) - before
+    return *payload, bytes_out().get(NIC, 0) - before
 
 
 def message_rate() -> float:
@@ -253,7 +253,7 @@ and itself. All but full are causal. Forward and backward apart, quartiles and F
 WHERE = "Ranks: processes with one thread each over gloo."
 LINKS = (
     WHERE
-    + """ Every rank has a card of the given speed to the other nodes, shaped in both
+    + """ Every rank has a NIC of the given speed to the other nodes, shaped in both
 directions, and links without a limit within its node; TCP reno."""
 )
 
@@ -264,7 +264,7 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=[*DEFAULTS], default="cpu")
     add("--ranks", type=int, nargs="+", default=[2, 4], help="not under torchrun")
     add("--ranks-per-node", type=int, default=2, help="not under torchrun")
-    add("--mbit", type=float, nargs="+", help="of a rank's card, in namespaces")
+    add("--mbit", type=float, nargs="+", help="of a rank's NIC, in namespaces")
     add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
     add("--tokens", type=int, nargs="+", help="of a rank")

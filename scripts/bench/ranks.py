@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shaped_links import CARD, enter
+from shaped_links import NIC, enter
 
 PATIENCE_SECONDS = 120.0
 _LIMIT = datetime.timedelta(seconds=PATIENCE_SECONDS)
@@ -68,7 +68,7 @@ def _be_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if namespace:
         enter(namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = CARD if namespace else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = NIC if namespace else "lo"
     torch.set_num_threads(1)
     file = dist.FileStore(store, ranks)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=_LIMIT)

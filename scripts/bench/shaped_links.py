@@ -4,9 +4,9 @@ Every rank has a namespace of its own, because gloo does not bind the sockets th
 a rank's own routes decide by which link its bytes leave.
 
     rank --- near0, near1 ... --- the other ranks of its node: not shaped
-      \\---- card --- switch ----- the ranks of other nodes: shaped in both directions
+      \\---- NIC ---- switch ----- the ranks of other nodes: shaped in both directions
 
-So traffic between nodes leaves by the sender's card, whichever rank it goes to. Needs root and
+So traffic between nodes leaves by the sender's NIC, whichever rank it goes to. Needs root and
 iproute2. Nothing is made outside the new namespaces, and with them all of it disappears.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-CARD, SWITCH_ADDRESS = "card", "10.77.255.254"
+NIC, SWITCH_ADDRESS = "nic", "10.77.255.254"
 # Cubic is not permitted in every namespace; reno always is.
 SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
@@ -126,14 +126,14 @@ def _build(cluster: Cluster, mbit: float, made: ExitStack) -> None:
 
 
 def _plug_in(cluster: Cluster, rank: int, mbit: float) -> None:
-    """Give the rank its address and its card, a link to the switch shaped at both ends."""
+    """Give the rank its address and its NIC, a link to the switch shaped at both ends."""
     here, port, address = cluster.namespace(rank), f"port{rank}", cluster.address(rank)
-    _veth(here, CARD, cluster.switch, port)
-    _run(f"ip -n {here} address add {address} dev {CARD}")
-    _run(f"ip -n {here} route add 10.77.0.0/16 via {SWITCH_ADDRESS} dev {CARD} onlink")
+    _veth(here, NIC, cluster.switch, port)
+    _run(f"ip -n {here} address add {address} dev {NIC}")
+    _run(f"ip -n {here} route add 10.77.0.0/16 via {SWITCH_ADDRESS} dev {NIC} onlink")
     _run(f"ip -n {cluster.switch} route add {address} dev {port}")
     if not math.isinf(mbit):
-        for name, device in ((here, CARD), (cluster.switch, port)):
+        for name, device in ((here, NIC), (cluster.switch, port)):
             shape = f"tbf rate {mbit}mbit burst 256kb latency 50ms"
             _run(f"tc -n {name} qdisc add dev {device} root {shape}")
 

@@ -106,7 +106,7 @@ def test_traffic_of_flat_and_double_rings(
     assert traffic(flat.gradients(), SIZES, placed) == Traffic(
         gradients, away * leaves * gradient, away * leaves * gradient * senders
     )
-    # All cards work; a chain has one more hop within the node.
+    # All NICs work; a chain has one more hop within the node.
     more = returns is CHAIN and nodes > 1 and length > 1
     assert traffic(double.reads(), SIZES, placed) == Traffic(
         reads, (nodes - 1) * block, (nodes - 1) * block * length

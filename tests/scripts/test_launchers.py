@@ -254,7 +254,7 @@ def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
     assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
 
 
-def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
+def test_the_fastest_active_nics_are_found(tmp_path: Path) -> None:
     ports = {
         "mlx5_0/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
         "mlx5_1/ports/1": ("1: DOWN", "400 Gb/sec (4X NDR)"),
@@ -267,8 +267,8 @@ def test_the_fastest_active_cards_are_found(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
-    assert network.fastest_cards(tmp_path) == "=mlx5_0:1,mlx5_3:2"
-    assert network.fastest_cards(tmp_path / "nothing") == ""
+    assert network.fastest_nics(tmp_path) == "=mlx5_0:1,mlx5_3:2"
+    assert network.fastest_nics(tmp_path / "nothing") == ""
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")

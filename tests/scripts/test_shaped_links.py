@@ -86,10 +86,10 @@ def ranks(links_can_be_made: None) -> Iterator[Ranks]:
     [
         (0, 1, "near1"),
         (3, 2, "near2"),
-        (0, 2, "card"),
-        (0, 3, "card"),
-        (1, 2, "card"),
-        (3, 0, "card"),
+        (0, 2, "nic"),
+        (0, 3, "nic"),
+        (1, 2, "nic"),
+        (3, 0, "nic"),
     ],
 )
 def test_a_message_leaves_by_the_senders_own_link(
@@ -99,7 +99,7 @@ def test_a_message_leaves_by_the_senders_own_link(
     assert sender == ranks.cluster.address(source)
     assert sent.pop(device) == pytest.approx(PAYLOAD_BYTES, rel=0.02)
     assert max(sent.values()) < 0.01 * PAYLOAD_BYTES
-    if device == "card":  # both shapers let their burst pass at once
+    if device == "nic":  # both shapers let their burst pass at once
         assert seconds > (PAYLOAD_BYTES - 2 * 256 * 1024) * 8 / 100e6
 
 
@@ -180,10 +180,10 @@ def test_what_is_missing_for_links_is_said(
 
 @needs_links
 @pytest.mark.parametrize("mbit, shapers", [("inf", 0), ("100", 2)])
-def test_a_card_without_a_limit_has_no_shaper(mbit: str, shapers: int) -> None:
+def test_a_nic_without_a_limit_has_no_shaper(mbit: str, shapers: int) -> None:
     code = f"""import subprocess, shaped_links as links
 with links.shaped_links(2, 1, float("{mbit}")) as cluster:
-    for name, device in ((cluster.namespace(0), links.CARD), (cluster.switch, "port0")):
+    for name, device in ((cluster.namespace(0), links.NIC), (cluster.switch, "port0")):
         subprocess.run(["tc", "-n", name, "qdisc", "show", "dev", device], check=True)
 """
     shown = subprocess.check_output([sys.executable, "-c", code], cwd=BENCH, text=True)

@@ -15,7 +15,7 @@ def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
     device = device_towards(master)
     found = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
-    found["NCCL_IB_HCA"] = fastest_cards(hardware.SYSFS)
+    found["NCCL_IB_HCA"] = fastest_nics(hardware.SYSFS)
     return {name: value for name, value in found.items() if value and not os.environ.get(name)}
 
 
@@ -33,10 +33,10 @@ def device_towards(host: str) -> str:
     return next((str(row.get("dev") or row["ifname"]) for row in rows), "")
 
 
-def fastest_cards(sysfs: Path) -> str:
+def fastest_nics(sysfs: Path) -> str:
     """Return "=name:port,..." of the active InfiniBand or RoCE ports of the highest rate.
 
-    A card for storage or management beside them would be used for training, too.
+    A NIC for storage or management beside them would be used for training, too.
     """
     ports = [port for port in hardware.network(sysfs) if ":" in port["name"]]
     rates = {p["name"]: float(p["rate"].split()[0]) for p in ports if "ACTIVE" in p["state"]}
