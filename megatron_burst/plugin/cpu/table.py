@@ -165,11 +165,6 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     return (group.create_default_device(),)
 
 
-def allowed_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `initialize_megatron`, which otherwise asserts that there is a GPU."""
-    return functools.partial(initialize, allow_no_cuda=True)
-
-
 def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
 
@@ -240,8 +235,10 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": with_cpu_arguments,
-    # pretrain() offers no way to pass Megatron's own allow_no_cuda.
-    "megatron.training.training:initialize_megatron": allowed_without_cuda,
+    # It asserts that there is a GPU, and pretrain() has no way to pass its own allow_no_cuda.
+    "megatron.training.training:initialize_megatron": lambda initialize: functools.partial(
+        initialize, allow_no_cuda=True
+    ),
     # Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors would
     # come from the generator that initialises the model, in amounts that depend on the batch and
     # on TP, so that equal seeds gave unequal models.
