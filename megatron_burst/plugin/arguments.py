@@ -29,7 +29,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.limits import lm_head_refusals, refusals
+from megatron_burst.plugin.limits import lm_head_refusals, pattern_refusals, refusals
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,8 @@ def _profile_instead_of_trace(args: argparse.Namespace) -> None:
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
     """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
     what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
-    _refuse_all(refusals(args), what)
+    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout)
+    _refuse_all([*refusals(args), *layers], what)
 
 
 def _refuse_all(reasons: Sequence[str], what: str) -> None:

@@ -51,6 +51,10 @@ class SharedState:
         self._block_table = None if file is None else load_block_mask(file)
         self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
 
+    def __deepcopy__(self, _: Any) -> "SharedState":
+        """Return itself: Megatron copies specs that hold it."""
+        return self
+
     def get_megatrons(
         self,
         config: ModelParallelConfig,

@@ -175,6 +175,13 @@ def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def of_local_layers(stack_spec: Any) -> Any:
+    """Megatron's stack spec of a hybrid model, which is TransformerEngine's, of local layers."""
+    from megatron_burst.plugin.local_layers import local_stack_spec  # imports Megatron
+
+    return local_stack_spec()
+
+
 _FSDP = "megatron.core.distributed.fsdp"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -243,6 +250,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # come from the generator that initialises the model, in amounts that depend on the batch and
     # on TP, so that equal seeds gave unequal models.
     "megatron.training.training:set_jit_fusion_options": returns(None),
+    # There is no --transformer-impl for hybrid models.
+    "megatron.training.models.hybrid:default_hybrid_stack_spec": of_local_layers,
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
     # takes no tensor for its sizes.
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": as_numpy_where_asked,
