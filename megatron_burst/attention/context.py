@@ -42,7 +42,7 @@ class AttentionCall:
     forward_plan: Plan
     backward_plan: Plan
     kernel: Kernel
-    scale: float  # of the call itself; all else is of every call with its shapes and mask
+    scale: float
     communicator: Communicator
     gradient_dtype: torch.dtype | None = None  # on the wire; None: that of sums
     soft_cap: float | None = None
@@ -243,7 +243,8 @@ class BurstContext:
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
-        return AttentionCall(*choice.plans(number), kernel, 1.0, messenger, wire_dtype, soft_cap)
+        scale = 1.0  # `prepare` puts in each call's own
+        return AttentionCall(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap)
 
     def _log(self, kernel: Kernel, request: Request, choice: Choice, shape: Shape) -> None:
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
