@@ -10,7 +10,7 @@ part last.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
@@ -83,14 +83,3 @@ class Direct(Schedule):
         rows = tile.rows_of(self.sent)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
         return tile.reading(self.sent, part)
-
-
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the union of the intervals as disjoint ones that do not touch, in order."""
-    union: list[Interval] = []
-    for interval in sorted(intervals):
-        if union and interval.start <= union[-1].stop:
-            last = union.pop()
-            interval = Interval(last.start, max(last.stop, interval.stop))
-        union.append(interval)
-    return union
