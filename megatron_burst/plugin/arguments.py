@@ -269,9 +269,7 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
     if not sizes:
         return
     given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    is_double = config.topology is Topology.DOUBLE or (
-        config.topology is Topology.AUTO and config.algorithm is Algorithm.BURST
-    )
+    is_flat = config.shape_of_rings is Topology.FLAT
     refuse(
         (
             len(sizes) != 2,
@@ -282,7 +280,7 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
             f"--burst-ranks-per-node {config.ranks_per_node} and {given} say the same: drop one of "
             "them",
         ),
-        (not is_double, f"{given} needs a double ring: take --burst-topology double or drop it"),
+        (is_flat, f"{given} needs a double ring: take --burst-topology double or drop it"),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plans.mask import BlockTable, Mask
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
@@ -97,7 +97,7 @@ class SharedState:
     def _compare_block_masks(self) -> None:
         if self._block_table is not None and dist.is_initialized():
             assert dist.group.WORLD is not None
-            digest = BlockTable.of(self._block_table).digest
+            digest = str(Mask.full(block_table=self._block_table))
             what, limit = "the contents of --burst-block-mask", self.config.timeout_seconds
             check_agreement(dist.group.WORLD, what, digest, limit)
 
