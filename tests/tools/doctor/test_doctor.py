@@ -189,7 +189,7 @@ def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     assert ended.returncode == 1 and ended.stderr == ""
     assert report["target"] == "on this machine (cpu): 1 x 2 ranks"
     (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert error.startswith("this cannot run on a CPU:") and "--use-torch-fsdp2" in error
+    assert error.startswith("this cannot run on a CPU:") and "use_torch_fsdp2 = True" in error
     assert report["shape"].startswith("torch.bfloat16 on cpu")
     assert [k["kernel"] for k in report["kernels"] if k["is_taken"]] == ["cpu"]
 
