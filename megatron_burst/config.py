@@ -261,7 +261,7 @@ class FileConfig:
     and complete before training starts, and checkpoints, of which the newest complete one is
     loaded; a save that fails says where, and one over an earlier checkpoint leaves no mixture that
     counts as complete. on: looked at. off: Megatron's own behaviour. auto: on in python -m
-    megatron_burst.pretrain_gpt, off where another script is run."""
+    megatron_burst.pretrain, off where another script is run."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)

@@ -20,7 +20,7 @@ import megatron_burst.kernels
 from megatron_burst.tools.command import VERBS
 
 ROOT = Path(megatron_burst.__file__).parent
-NEED_MEGATRON = ("plugin", "launch", "run", "pretrain_gpt", "tools")
+NEED_MEGATRON = ("plugin", "launch", "run", "pretrain", "pretrain_gpt", "tools")
 # The rooms, from the ground up: a module may import from its own and from those before it.
 ROOMS = (
     "config",
@@ -32,6 +32,7 @@ ROOMS = (
     "",  # megatron_burst/__init__.py
     "plugin",
     "launch",
+    "pretrain",
     "pretrain_gpt",
     "run",
     "tools",

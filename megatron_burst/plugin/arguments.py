@@ -216,7 +216,7 @@ def _profile_instead_of_trace(args: argparse.Namespace) -> None:
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
     """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
     what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
-    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout)
+    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout, args)
     _refuse_all([*refusals(args), *layers], what)
 
 

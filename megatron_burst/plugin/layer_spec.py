@@ -90,7 +90,7 @@ class StackWithContexts:
         **options: Any,
     ) -> Any:
         """Return the stack."""
-        if reasons := pattern_refusals("".join(layer_type_list), shared.config.layout):
+        if reasons := pattern_refusals("".join(layer_type_list), shared.config.layout, config):
             raise ValueError("\n  ".join(["burst cannot run this hybrid stack:", *reasons]))
         shared.get_megatrons(config, pg_collection)
         given = {"layer_type_list": layer_type_list, "pg_collection": pg_collection, **options}

@@ -43,7 +43,9 @@ LIMITS = with_remedies(
     sft="its documents are padded and split one by one, which is not built",
     hybrid_context_parallel="its ranks hold sequences of different lengths",
     mtp_num_layers="Megatron builds MTP layers from a spec of its own, without our attention",
-    hybrid_override_pattern="it is deprecated: pass --hybrid-layer-pattern",
+    hybrid_override_pattern=(
+        "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
+    ),
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
@@ -110,10 +112,11 @@ def refusals(settings: Any) -> list[str]:
     return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
 
 
-def pattern_refusals(pattern: str | None, layout: LayoutName) -> list[str]:
-    """Return why layers of a hybrid layer pattern cannot run beside our attention."""
+def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> list[str]:
+    """Return why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
     reasons = []
-    if "D" in (pattern or ""):
+    pattern = pattern or ""
+    if "D" in pattern:
         reasons.append(
             f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
             "take + (MLA) layers, or drop --context-parallel-algo"
@@ -123,6 +126,12 @@ def pattern_refusals(pattern: str | None, layout: LayoutName) -> list[str]:
         reasons.append(
             f"{found} in the pattern {pattern}: these layers undo Megatron's zigzag "
             f"by themselves and know no other order: drop --burst-layout {layout}"
+        )
+    ranks = getattr(settings, "tensor_model_parallel_size", 1)
+    if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
+        reasons.append(
+            f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
+            "of its norm over them under sequence parallelism alone: add --sequence-parallel"
         )
     return reasons
 
@@ -194,8 +203,9 @@ def _document_refusal(args: Any) -> str | None:
         return None
     if found := recurrent_layers(getattr(args, "hybrid_layer_pattern", None)):
         return (
-            f"dataloader_inter_document_masking = True: {found} layers carry their state over the "
-            "ends of documents: drop --dataloader-inter-document-masking"
+            f"dataloader_inter_document_masking = True: {found} layers take every document in a "
+            "zigzag of its own, and there is one of the whole sequence: drop "
+            "--dataloader-inter-document-masking"
         )
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1

@@ -13,16 +13,28 @@ import torch
 from megatron_burst import BurstConfig
 from tests.plugin.test_layer_spec import leaves
 
+pytest.importorskip("megatron.training.models.gpt")
 hybrid_layer_specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
 from megatron.core.extensions import transformer_engine as te  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.hybrid.hybrid_block import HybridStack  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
-from megatron_burst.plugin.layer_spec import StackWithContexts, burst_layer_spec  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.hooks.layer_names import name_mtp_layers  # noqa: E402
+from megatron_burst.plugin.layer_spec import (  # noqa: E402
+    LayerSpecProvider,
+    StackWithContexts,
+    burst_layer_spec,
+)
 from megatron_burst.plugin.local_layers import (  # noqa: E402
     LocalHybridStack,
     SequenceParallelNorm,
@@ -129,6 +141,45 @@ def test_layers_that_cannot_stand_beside_ours_are_refused(
     spec = burst_layer_spec(local_stack_spec(), BurstConfig(**settings))
     with pytest.raises(ValueError, match=message):
         empty_stack(spec, layer_type_list=list(layers))
+
+
+def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last = "megatron.core.parallel_state.is_pipeline_last_stage"
+    monkeypatch.setattr(last, lambda **_: True)
+    transformer = config(mtp_num_layers=2)
+    stock = get_gpt_mtp_block_spec(
+        transformer, get_gpt_layer_local_spec(), use_transformer_engine=False
+    )
+    shared = SharedState(BurstConfig(check_nan=True))
+    wrapped = attach._with_burst_mtp(lambda config, spec, vp_stage: stock)
+    ours, kept = (
+        wrapped(SimpleNamespace(transformer_layer_spec=provider), None, vp_stage=None)
+        for provider in (LayerSpecProvider(None, shared), None)
+    )
+    assert kept is stock
+    for layer in ours.layer_specs:
+        norms = layer.submodules.enorm, layer.submodules.hnorm, layer.submodules.layer_norm
+        assert norms == (SequenceParallelNorm,) * 3
+        attention = layer.submodules.mtp_model_layer.submodules.self_attention.submodules
+        assert attention.core_attention.module is CoreAttentionByCommType
+
+    model = torch.nn.Module()
+    for place in ("decoder", "mtp"):
+        layer = torch.nn.Module()
+        layer.self_attention = torch.nn.Module()
+        layer.self_attention.core_attention = BurstCoreAttention(
+            **{"shared": shared, "config": config(), "layer_number": 1},
+            **{"attn_mask_type": AttnMaskType.causal, "attention_type": "self"},
+            pg_collection=GROUPS,
+        )
+        setattr(model, place, torch.nn.ModuleList([layer]))
+    name_mtp_layers([model])
+    q = torch.full((8, 1, 4, 8), torch.nan)
+    for place, name in (("decoder", "layer 1, rank 0"), ("mtp", "layer mtp.0, rank 0")):
+        with pytest.raises(RuntimeError, match=f"--burst-check-nan: {name}"):
+            getattr(model, place)[0].self_attention.core_attention(q, q, q, None)
 
 
 def test_megatron_may_copy_a_stack_deeply() -> None:

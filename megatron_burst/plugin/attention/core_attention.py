@@ -149,13 +149,19 @@ class BurstCoreAttention(ModuleWithSink):
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
+        self._layer_number = layer_number
+        self.call_layer(str(layer_number))
+
+    def call_layer(self, name: str) -> None:
+        """Set the name of the layer in what is said by the checks, which begin anew."""
         self._attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
-        if shared.verification is not None:
-            self._check = LayerCheck(shared.verification, config, layer_number, softmax_scale)
+        given = self.config, self._layer_number, self._softmax_scale
+        if self._shared.verification is not None:
+            self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if shared.config.check_nan:
-            self._attend = with_nan_check(self._attend, layer_number)
+        if self._shared.config.check_nan:
+            self._attend = with_nan_check(self._attend, name)
 
     def forward(
         self,
