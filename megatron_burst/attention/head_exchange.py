@@ -40,13 +40,7 @@ def _share(source: int, target: int) -> Item:
 
 
 class HeadExchange:
-    """The all-to-all of one group as one of its ranks sees it.
-
-    Args:
-        rank: this rank's number in the group.
-        layout: which of the group's tokens each of its ranks holds.
-        communicator: of the ranks of the group.
-    """
+    """The all-to-all of one group, among whose tokens `layout` says which each rank holds."""
 
     def __init__(self, rank: int, layout: Layout, communicator: Communicator) -> None:
         self.rank, self.ranks = rank, layout.ranks

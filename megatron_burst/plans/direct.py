@@ -36,7 +36,7 @@ class Direct(Schedule):
         tiles: dict[int, Sequence[Tile]] = {0: self.tiling(rank, rank)}
         if backward:
             tiles[0], first, second = half_and_quarters(tiles[0])
-            tiles[self._end] = first + second
+            tiles[self.grid.ranks] = first + second
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
             parts = self._parts(owner, rank)
             used = self.tiling.of_block(self.sent, owner, rank)
@@ -45,42 +45,34 @@ class Direct(Schedule):
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""
+        ways = Channel.READ_WITHIN, Channel.READ_BETWEEN
         return [
             Hop(Item(self.sent, owner, part), owner, user, channel, 0, distance - 1)
-            for owner, user, distance in self._pairs()
-            for channel in [self._channel(owner, user, Channel.READ_WITHIN)]
-            for part in self._parts(owner, user)
+            for owner, user, distance, part in self._needed()
+            for channel in [self._channel(owner, user, *ways)]
         ]
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        kind = self.sent.gradient
+        kind, end = self.sent.gradient, self.grid.ranks
+        ways = Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN
         return [
-            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, self._end)
-            for owner, user, distance in self._pairs()
-            for channel in [self._channel(owner, user, Channel.GRADIENT_WITHIN)]
-            for part in self._parts(owner, user)
+            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, end)
+            for owner, user, distance, part in self._needed()
+            for channel in [self._channel(owner, user, *ways)]
         ]
 
-    @property
-    def _end(self) -> int:
-        return self.grid.ranks
-
-    def _pairs(self) -> Iterator[tuple[int, int, int]]:
-        """Every owner with every rank that needs something of it, and its distance from that."""
+    def _needed(self) -> Iterator[tuple[int, int, int, Interval]]:
+        """Every part of an owner's rows that a rank needs, and how far apart they are."""
         visits = {user: self.grid.visits(user) for user in range(self.grid.ranks)}
         for distance in range(1, self.grid.ranks):
             for user, owners in visits.items():
-                if self.tiling.of_block(self.sent, owners[distance], user):
-                    yield owners[distance], user, distance
+                for part in self._parts(owners[distance], user):
+                    yield owners[distance], user, distance, part
 
-    def _channel(self, owner: int, user: int, within: Channel) -> Channel:
-        between = {
-            Channel.READ_WITHIN: Channel.READ_BETWEEN,
-            Channel.GRADIENT_WITHIN: Channel.GRADIENT_BETWEEN,
-        }
+    def _channel(self, owner: int, user: int, within: Channel, between: Channel) -> Channel:
         nodes = {self.grid.coordinates(rank)[0] for rank in (owner, user)}
-        return within if len(nodes) == 1 else between[within]
+        return within if len(nodes) == 1 else between
 
     def _parts(self, owner: int, user: int) -> list[Interval]:
         """The rows of `owner` that `user` needs, as few intervals."""

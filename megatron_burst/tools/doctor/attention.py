@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.config import Algorithm, BurstConfig, Topology
+from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.kernels import KERNELS, Request, select_kernel
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.mask import Mask
@@ -57,9 +57,8 @@ def _kind(group: range, args: Namespace, config: BurstConfig | None, target: Tar
     if config.algorithm is Algorithm.ULYSSES:
         return f"an all-to-all, {_nodes(places)}"
     heads = head_groups(places, config.head_parallel_size)
-    baseline = config.algorithm is not Algorithm.BURST and config.topology is Topology.AUTO
-    topology = Topology.FLAT if baseline else config.topology
-    grid, why_flat = choose_grid(topology, [places[members[0]] for members in heads.groups])
+    nodes = [places[members[0]] for members in heads.groups]
+    grid, why_flat = choose_grid(config.shape_of_rings, nodes)
     shared = f"heads over {heads.size} ranks, " if heads.size > 1 else ""
     flat = f" ({why_flat})" if why_flat else ""
     return f"{shared}{grid}{flat}, {_nodes(places)}"

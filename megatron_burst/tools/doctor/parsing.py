@@ -21,7 +21,7 @@ from unittest.mock import patch
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.situation import Finding, Level, Target, names_our_spec
 
 
@@ -117,7 +117,7 @@ def validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespa
     from megatron_burst.plugin import attach
 
     if line.is_attached:
-        attach.attach(own_entry=line.program == OUR_ENTRY)
+        attach.attach(own_entry=line.program in OUR_ENTRIES)
     # The data of a cluster need not be here; a check of its own says so.
     elsewhere = (
         patch.object(attach, "check_data_files") if target.is_cluster else contextlib.nullcontext()
@@ -158,17 +158,15 @@ def _add_from_checkpoint(args: Namespace) -> None:
 
 def _build_configs(line: LaunchLine, args: Namespace) -> None:
     """Make the model's configuration, which checks what the parser does not."""
-    from megatron.training import argument_utils
-
-    from megatron_burst.plugin import gpt_training, spec
+    from megatron_burst.plugin import pretraining, spec
     from megatron_burst.plugin.arguments import MEGATRON
     from megatron_burst.plugin.limits import refusals
 
-    if line.program == OUR_ENTRY and (missing := gpt_training.unsupported(args)):
+    if line.program in OUR_ENTRIES and (missing := pretraining.unsupported(args)):
         raise ValueError(missing)
     if not line.is_attached and names_our_spec(args):
         spec.config_from_args(args)
-    model_config = argument_utils.gpt_config_from_args(copy.copy(args))
+    model_config = pretraining.model_config(copy.copy(args))
     algorithm = getattr(args, "context_parallel_algo", MEGATRON)
     if algorithm != MEGATRON and (reasons := refusals(model_config.transformer)):
         raise ValueError("\n".join(reasons))
