@@ -100,7 +100,7 @@ def _has_bands(args: Namespace, config: BurstConfig) -> bool:
         layout = make_layout(config, args.seq_length, args.context_parallel_size)
     except ValueError:
         return window is not None
-    return any(tile.is_banded for tile in Tiling(layout, Mask.causal(window=window)).all())
+    return Tiling(layout, Mask.causal(window=window)).needs.is_banded
 
 
 @dataclass(frozen=True, slots=True)
