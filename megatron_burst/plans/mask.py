@@ -111,7 +111,7 @@ class Mask:
     """The attention mask of a whole sequence, never built as a matrix.
 
     Query i sees key j if all that is given allows it: j <= i where causal, i - j <= window, both in
-    one document, and blocks[block of i, block of j].
+    one document, and block_table[block of i, block of j].
     """
 
     is_causal: bool
