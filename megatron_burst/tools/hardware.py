@@ -1,7 +1,7 @@
 """What a machine is: versions, GPUs and the links between them, network ports. Imports no torch.
 
-GPUs are what `nvidia-smi` says, links between them what `nvidia-smi topo -m` says, in its words:
-NV18 are 18 NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
+GPUs are what `nvidia-smi` says, links between them the table of `nvidia-smi topo -m`: NV18 are 18
+NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
 """
 
 import os
@@ -33,13 +33,13 @@ class Hardware:
     """The devices of a machine."""
 
     gpus: Sequence[dict[str, str]]  # by nvidia-smi's names of its fields
-    links: dict[str, str]  # "0-1": by what two GPUs are joined
+    links: Sequence[str]  # the lines of a table: by what two GPUs or NICs are joined
     network: Sequence[dict[str, str]]
 
 
 def read(sysfs: Path = SYSFS) -> Hardware:
     """Read this machine."""
-    return Hardware(gpus(), gpu_links(_output("nvidia-smi", "topo", "-m")), network(sysfs))
+    return Hardware(gpus(), gpu_links(), network(sysfs))
 
 
 def describe(run: str, command: Sequence[str]) -> dict[str, object]:
@@ -109,16 +109,10 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
 
 
-def gpu_links(matrix: str) -> dict[str, str]:
-    """Return by what every two GPUs are joined: "0-1": "NV18".
-
-    Args:
-        matrix: what `nvidia-smi topo -m` prints, a row and a column for each GPU and NIC.
-    """
-    rows = [line.split("\t") for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
-    of_gpus = [[cell.strip() for cell in row[1:]] for row in rows if re.match(r"GPU\d", row[0])]
-    count = len(of_gpus)
-    return {f"{i}-{j}": of_gpus[i][j] for i in range(count) for j in range(i + 1, count)}
+def gpu_links() -> list[str]:
+    """Return the table of `nvidia-smi topo -m`, a row and a column for each GPU and NIC."""
+    table, _, _ = _output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
+    return re.sub(r"\x1b\[\d*m", "", table).splitlines()
 
 
 def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
