@@ -95,7 +95,6 @@ for pid in "${pids[@]}"; do
 done
 exit $failed
 """
-SINFO = "printf '%b' \"$SINFO_SAYS\""
 # What a host's nvidia-smi says stands in a file of its name.
 NVIDIA_SMI = """
 file=$STAND_INS/gpus-$(uname -n)
@@ -114,7 +113,6 @@ BODIES = {
     "squeue": SQUEUE,
     "sbatch": SBATCH,
     "srun": SRUN,
-    "sinfo": SINFO,
     "nvidia-smi": NVIDIA_SMI,
 }
 

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -128,8 +127,6 @@ def test_an_interrupted_series_goes_on_where_it_stopped(counted: Machine) -> Non
     deadline = time.monotonic() + 100
     while "double-ring" not in counted.text("started") and time.monotonic() < deadline:
         time.sleep(0.05)
-    busy = counted.run(*SERIES, *launcher(counted), expect=2)
-    assert "another series runs in" in busy.stderr
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=100)
     assert job.returncode == 130
@@ -195,7 +192,7 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         unlinked="4, 0, 0\n4, 0, 0\n Link 0: 25 GB/s\n",
     )
     hosts = "good used computing broken smaller unlinked faulty dead"
-    found = check(machine, "--nodes", hosts, "--skew-ms", "20000", expect=1)
+    found = check(machine, "--nodes", hosts, expect=1)
     reasons = {
         "good": "free",
         "used": "busy 40000 MiB in use",
@@ -210,39 +207,14 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         state, _, why = reason.partition(" ")
         assert found[host].startswith(state) and why in found[host], found[host]
     assert found["good"].split()[:4] == ["free", "2", "9", "MiB"]
-    assert found["dead"].split()[1:5] == ["-", "-", "-", "-"]
+    assert found["dead"].split()[1:4] == ["-", "-", "-"]
 
 
 def test_the_free_nodes_are_a_list_for_the_launcher(machine: Machine) -> None:
     gpus(machine, a=FREE, b="70000, 0, 0\n4, 0, 0\n" + LINKS, c=FREE)
-    listed = machine.run("check_nodes.sh", "--list", "--nodes", "a b c", "--skew-ms", "20000")
+    listed = machine.run("check_nodes.sh", "--list", "--nodes", "a b c")
     assert listed.stdout == "a c\n"
-    machine.run("check_nodes.sh", "--list", "--nodes", "b", "--skew-ms", "20000", expect=1)
-
-
-def test_a_clock_that_is_off_is_found(machine: Machine) -> None:
-    gpus(machine, here=FREE, late=FREE)
-    date = machine.folder / "bin/date"
-    date.write_text(
-        '#!/usr/bin/env bash\n[[ $(uname -n) == late ]] || exec /bin/date "$@"\n'
-        'exec /bin/date -d "200 seconds ago" "$@"\n'
-    )
-    date.chmod(0o755)
-    found = check(machine, "--nodes", "here late", "--skew-ms", "20000", expect=1)
-    assert found["here"].startswith("free")
-    off = re.search(r"unhealthy .* its clock is off by -(\d+) ms", found["late"])
-    assert off and 150_000 < int(off[1]) < 250_000
-
-
-def test_slurm_is_asked_only_for_idle_nodes(machine: Machine) -> None:
-    gpus(machine, n1=FREE, n2=FREE, n3=FREE)
-    says = {"SINFO_SAYS": r"n1 idle\nn2 allocated\nn3 down*\n"}
-    found = check(machine, "--slurm", "--skew-ms", "20000", expect=1, **says)
-    assert found["n1"].startswith("free")
-    assert "Slurm says allocated" in found["n2"] and found["n2"].startswith("busy")
-    assert "Slurm says down*" in found["n3"] and found["n3"].startswith("unhealthy")
-    asked = machine.text("slurm.log")
-    assert "--nodelist=n1" in asked and "--nodelist=n2" not in asked
+    machine.run("check_nodes.sh", "--list", "--nodes", "b", expect=1)
 
 
 # ---- results

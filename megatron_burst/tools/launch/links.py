@@ -30,9 +30,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     device = common_device()
     group = dist.new_group(backend="nccl") if device.type == "cuda" else None
-    result = measure(LARGE, device, group)
+    text = json.dumps(measure(LARGE, device, group), indent=2)
     if dist.get_rank() == 0:
-        text = json.dumps(result, indent=2)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(f"{text}\n")
         print(text)

@@ -1,7 +1,6 @@
 """Runs a series of trainings, sizes x methods x ablations, and goes on where it stopped."""
 
 import argparse
-import fcntl
 import re
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ ABOUT = """Runs every combination, one after the other, each in DIR/SIZE.METHOD.
 
 At the end all are collected into DIR/results.csv and DIR/results.json. What has finished is not run
 again: after an interruption give the same command. One that fails does not stop the others; it is
-tried again by the next call. A single series works in a directory at a time.
+tried again by the next call.
 
 Of sizes, methods and ablations - is none, which is the default: your own flags, what the run says,
 nothing changed. Flags that come later win: those of the size, of the method, of the ablation, and
@@ -64,34 +63,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what has not finished; return 0 if nothing failed."""
     output = (args.output or Path("runs/series")).absolute()
-    commands = _commands(args, output)
-    if args.list:
-        print(*(f"{name}: {_status(output / name)}" for name in commands), sep="\n")
-        return 0
-    if args.dry_run:
-        for command in commands.values():
+    signals, failed = Signals(), 0
+    for name, command in _commands(args, output).items():
+        status = _status(output / name)
+        if args.dry_run:
             subprocess.run(command)
-        return 0
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(f"another series runs in {output}") from None
-        return _run_all(output, commands)
+        elif args.list or not status.startswith(("to do", "failed")):
+            print(f"{name}: {status}", flush=True)
+        else:
+            print(f"-- {name}", flush=True)
+            failed += supervise([(name, command)], signals) != 0
+        if signals.ended:
+            say(f"stopped in {name}; the same command goes on")
+            return INTERRUPTED
+    if not (args.dry_run or args.list):
+        collect = ["-m", "megatron_burst", "compare", "--collect", str(output)]
+        subprocess.run([site.python_of_training(), *collect], check=True)
+    if failed:
+        say(f"{failed} run(s) failed; the same command tries them again")
+    return 1 if failed else 0
 
 
 def _commands(args: argparse.Namespace, output: Path) -> dict[str, list[str]]:
     """Return what starts each combination, by its name."""
     defined = METHODS | ABLATIONS | {"-": ""} | dict(d.split("=", 1) for d in args.define)
+    if unknown := {*args.methods.split(), *args.ablations.split()} - defined.keys():
+        names = ", ".join(defined)
+        raise LaunchError(f"no method or ablation {', '.join(unknown)}; there are {names}")
     sizes = [size for word in args.sizes.split() for size in _expand(word)]
     start = shlex.split(args.launcher) or [site.python_of_training(), *site.LAUNCH, "local"]
     start += ["--dry-run"] if args.dry_run else []
     found = {}
     for case in product(sizes, args.methods.split(), args.ablations.split()):
-        if unknown := set(case[1:]) - defined.keys():
-            names = ", ".join(defined)
-            raise LaunchError(f"no method or ablation {', '.join(unknown)}; there are {names}")
         name = ".".join(part for part in case if part != "-") or "run"
         size, *flags = case
         found[name] = [*start, "--output", str(output / name)]
@@ -99,25 +102,6 @@ def _commands(args: argparse.Namespace, output: Path) -> dict[str, list[str]]:
         found[name] += [word for each in flags for word in shlex.split(defined[each])]
         found[name] += node.given(args)
     return found
-
-
-def _run_all(output: Path, commands: dict[str, list[str]]) -> int:
-    signals, failed = Signals(), 0
-    for name, command in commands.items():
-        status = _status(output / name)
-        if not status.startswith(("to do", "failed")):
-            print(f"{name}: {status}", flush=True)
-            continue
-        print(f"-- {name}", flush=True)
-        failed += supervise([(name, command)], signals) != 0
-        if signals.ended:
-            say(f"stopped in {name}; the same command goes on")
-            return INTERRUPTED
-    collect = ["-m", "megatron_burst", "compare", "--collect", str(output)]
-    subprocess.run([site.python_of_training(), *collect], check=True)
-    if failed:
-        say(f"{failed} run(s) failed; the same command tries them again")
-    return 1 if failed else 0
 
 
 def _expand(word: str) -> Sequence[str]:
