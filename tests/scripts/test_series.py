@@ -2,20 +2,16 @@
 
 import csv
 import json
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.compare import collect
-from megatron_burst.tools.launch import links
 from tests.scripts.stand_ins import Machine, place
-from tests.workers import Team, WorkerPool
 
 
 @pytest.fixture
@@ -241,7 +237,6 @@ def write_run(directory: Path, **arguments: object) -> None:
 def test_figures_are_those_of_compare(tmp_path: Path) -> None:
     sizes = {"seq_length": 128, "global_batch_size": 4, "world_size": 4, "num_experts": 8}
     write_run(tmp_path / "a/burst", **sizes, context_parallel_algo="burst")
-    (tmp_path / "a/links.json").write_text('{"between_nodes_gbit_per_s": 12.5}')
     assert collect.write([tmp_path / "a"], tmp_path / "out/results") == 0
     (row,) = json.loads((tmp_path / "out/results.json").read_text())
     expected = {
@@ -249,7 +244,7 @@ def test_figures_are_those_of_compare(tmp_path: Path) -> None:
         "seconds_per_step": 1.625, "tokens_per_second_per_gpu": 512 / 1.625 / 4,
         "peak_memory_bytes": 2.0**30, "context_parallel_algo": "burst", "world_size": "4",
         "torch": "2.11", "hosts": "n1", "nodes": 1, "run": "toy",
-        "link_between_nodes_gbit_per_s": 12.5, "command": "scripts/launch_local.sh --x",
+        "command": "scripts/launch_local.sh --x",
     }  # fmt: skip
     assert {key: row[key] for key in expected} == pytest.approx(expected)
     with (tmp_path / "out/results.csv").open() as file:
@@ -279,19 +274,3 @@ def test_a_node_is_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     assert collect.device(node) == "2 x NVIDIA X"
     assert "torch" in node["versions"] and node["command"] == ["a", "b"]
     assert node["settings"]["BURST_RANKS_PER_NODE"] == "2"
-
-
-def measured(team: Team, per_node: int) -> dict[str, object]:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)  # of this worker, where nobody else reads it
-    return links.measure(1 << 16, torch.device("cpu"))
-
-
-def test_links_are_timed_within_nodes_and_between_them(workers: WorkerPool) -> None:
-    results = workers.run(8, measured, 4)
-    assert all(result == results[0] for result in results)
-    assert results[0]["ranks_per_node"] == 4
-    for name in ("within_nodes", "between_nodes"):
-        assert results[0][f"{name}_gbit_per_s"] > 0
-        assert results[0][f"{name}_latency_us"] > 0
-    (one_node, *_) = workers.run(8, measured, 8)
-    assert "between_nodes_gbit_per_s" not in one_node

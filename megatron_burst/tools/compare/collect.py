@@ -1,8 +1,8 @@
 """Collects runs of launchers into one CSV and one JSON: `megatron-burst compare --collect DIR`.
 
-A run is a directory that a launcher made: its command.txt, status, TensorBoard's events, the
-node-N.json of its nodes and, there or in a directory above, the links.json of --measure-links. A
-row has the figures of compare, and what it ran on: versions, devices, links and the command.
+A run is a directory that a launcher made: its command.txt, status, TensorBoard's events and the
+node-N.json of its nodes. A row has the figures of compare, and what it ran on: versions, devices
+and the command.
 """
 
 import csv
@@ -36,7 +36,6 @@ def row(directory: Path, root: Path) -> dict[str, Any]:
         "status": _read(directory / "status") or "unfinished",
         **_figures(directory, nodes),
         **(_machine(nodes) if nodes else {}),
-        **_links(directory, root),
         "command": _read(directory / "command.txt"),
     }
 
@@ -77,13 +76,6 @@ def device(node: dict[str, Any]) -> str:
     return f"{node['cpu']['count']} x {node['cpu']['model']}"
 
 
-def _links(directory: Path, root: Path) -> dict[str, Any]:
-    """The nearest links.json, from the run up to the directory that is collected."""
-    places = [place for place in (directory, *directory.parents) if place.is_relative_to(root)]
-    found = next((text for place in places if (text := _read(place / "links.json"))), "{}")
-    return {f"link_{name}": value for name, value in json.loads(found).items()}
-
-
 def _read(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.exists() else ""
 
@@ -114,10 +106,9 @@ def write(roots: Sequence[Path], output: Path | None, *, as_json: bool = False) 
     output.with_name(f"{output.name}.json").write_text(text + "\n")
     if as_json:
         print(text)
-        return 0
-    for each in found:
-        seconds = each.get("seconds_per_step")
-        timed = f" of {seconds:.3f} s" if seconds else ""
-        print(f"{each['name']}: status {each['status']}, {each['steps']} steps{timed}")
-    print(f"{len(found)} run(s) in {output}.csv and {output}.json")
+    else:
+        lines = (
+            f"{each['name']}: status {each['status']}, {each['steps']} steps" for each in found
+        )
+        print(*lines, f"{len(found)} run(s) in {output}.csv and {output}.json", sep="\n")
     return 0

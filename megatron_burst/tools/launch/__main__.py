@@ -85,8 +85,6 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help=text)
     text = "run this pretrain_gpt.py of Megatron-LM instead of ours"
     add("--script", type=Path, metavar="PATH", help=text)
-    text = "time the links between the ranks into DIR/links.json instead of training"
-    add("--measure-links", action="store_true", help=text)
 
 
 if __name__ == "__main__":

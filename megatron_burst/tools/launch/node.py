@@ -63,7 +63,7 @@ def command(args: argparse.Namespace, output: Path, *more: str, image: str = "")
 
 def given(args: argparse.Namespace) -> list[str]:
     """Return the options that all launchers take, less --output, and Megatron's flags again."""
-    options = ["--measure-links"] if args.measure_links else []
+    options = []
     for name in ("run", "ranks_per_node", "script"):
         if (value := getattr(args, name)) is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
@@ -107,14 +107,12 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
     start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
-    start += ["--nproc-per-node", ranks, "-m"]
-    if args.measure_links:
-        links = str(args.output / "links.json")
-        return [*start, "megatron_burst.tools.launch.links", "--output", links]
+    start += ["--nproc-per-node", ranks]
     program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
     named = site.plan("--run", args.run, "--flags") if args.run else []
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
-    return [*start, f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
+    program = ["-m", f"megatron_burst.{program[0]}", *program[1:]]
+    return [*start, *program, *board, *named, *args.flags]
 
 
 def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:
