@@ -1,15 +1,18 @@
 """What a machine is: versions, GPUs and the links between them, network ports. Imports no torch.
 
+`python -m megatron_burst.tools.hardware` prints its devices as JSON.
+
 GPUs are what `nvidia-smi` says, links between them the table of `nvidia-smi topo -m`: NV18 are 18
 NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
 """
 
+import json
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -23,7 +26,8 @@ _PACKAGES = tuple(
 )
 _GPU_FIELDS = tuple(
     "name memory.total driver_version power.limit clocks.max.sm compute_cap "
-    "pcie.link.gen.max pcie.link.width.max mig.mode.current".split()
+    "pcie.link.gen.max pcie.link.width.max mig.mode.current memory.used utilization.gpu "
+    "ecc.errors.uncorrected.volatile.total".split()
 )
 SYSFS = Path("/sys/class")
 
@@ -142,3 +146,7 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(read())))

@@ -39,7 +39,7 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
-    "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
+    "-c import sys; sys.exit"* | "-m megatron_burst.tools."*) exec "$REAL_PYTHON" "$@" ;;
     *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
     *'burst plan --run toy'*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
@@ -100,8 +100,8 @@ NVIDIA_SMI = """
 file=$STAND_INS/gpus-$(uname -n)
 [[ -e $file ]] || { echo "no devices were found"; exit 9; }
 case $* in
-    *nvlink*) grep GB/s "$file" || true ;;
-    *) grep -v GB/s "$file" ;;
+    *topo*) grep ^GPU "$file" || true ;;
+    *) grep -v ^GPU "$file" ;;
 esac
 """
 BODIES = {

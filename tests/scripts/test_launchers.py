@@ -397,8 +397,7 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
         ]
         assert given[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.text("out/status") == "0\n"
-    log = machine.text("slurm.log")
-    assert f"update JobId=42 Comment={machine.folder}/out\n" in log and "requeue" not in log
+    assert "requeue" not in machine.text("slurm.log")
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,16 @@ def test_an_unknown_method_is_refused_with_those_there_are(machine: Machine) -> 
 
 # ---- nodes
 
-LINKS = " Link 0: 25 GB/s\n Link 1: 25 GB/s\n"
-FREE = "4, 0, 0\n4, 0, 0\n" + LINKS
+LINKS = "GPU0\t X \tNV18\nGPU1\tNV18\t X \n"
+
+
+def gpu(memory: int = 4, busy: int = 0, errors: int = 0) -> str:
+    """What nvidia-smi says of one."""
+    fields = "NVIDIA X, 81559 MiB, 570.1, 700 W, 1980 MHz, 9.0, 5, 16, Disabled"
+    return f"{fields}, {memory} MiB, {busy} %, {errors}\n"
+
+
+FREE = gpu() * 2 + LINKS
 
 
 def check(machine: Machine, *arguments: str, expect: int, **variables: str) -> dict[str, str]:
@@ -180,12 +188,12 @@ def gpus(machine: Machine, **hosts: str) -> None:
 def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None:
     gpus(
         machine,
-        good=FREE.replace("4,", "9,"),  # as texts 9 is above 500, 40000 and 100 are below
-        used="4, 0, 0\n40000, 0, 0\n" + LINKS,
-        computing="4, 0, 0\n4, 100, 0\n" + LINKS,
-        broken="4, 0, 0\n4, 0, 2\n" + LINKS,
-        smaller="4, 0, 0\n" + LINKS,
-        unlinked="4, 0, 0\n4, 0, 0\n Link 0: 25 GB/s\n",
+        good=gpu(9) * 2 + LINKS,  # as texts 9 is above 500, 40000 and 100 are below
+        used=gpu() + gpu(40000) + LINKS,
+        computing=gpu() + gpu(busy=100) + LINKS,
+        broken=gpu() + gpu(errors=2) + LINKS,
+        smaller=gpu() + LINKS,
+        unlinked=gpu() * 2 + LINKS.replace("NV18", "SYS"),
     )
     hosts = "good used computing broken smaller unlinked faulty dead"
     found = check(machine, "--nodes", hosts, expect=1)
@@ -194,20 +202,20 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         "used": "busy 40000 MiB in use",
         "computing": "busy a GPU is at work, 100 %",
         "broken": "unhealthy 2 uncorrected ECC errors",
-        "smaller": "unhealthy 1 GPUs, another node has 2",
-        "unlinked": "unhealthy 1 NVLinks, another node has 2",
-        "faulty": "unhealthy nvidia-smi: no devices were found",
+        "smaller": "unhealthy GPUs: 1 x NVIDIA X, most nodes have 2 x NVIDIA X",
+        "unlinked": "unhealthy links between GPUs: not those of most nodes",
+        "faulty": "unhealthy GPUs: none, most nodes have 2 x NVIDIA X",
         "dead": "unhealthy no answer: ssh: connect to host dead: No route to host",
     }
     for host, reason in reasons.items():
         state, _, why = reason.partition(" ")
         assert found[host].startswith(state) and why in found[host], found[host]
-    assert found["good"].split()[:4] == ["free", "2", "9", "MiB"]
-    assert found["dead"].split()[1:4] == ["-", "-", "-"]
+    assert " ".join(found["good"].split()) == "free 2 x NVIDIA X 9 MiB"
+    assert found["dead"].split()[1:3] == ["-", "-"]
 
 
 def test_the_free_nodes_are_a_list_for_the_launcher(machine: Machine) -> None:
-    gpus(machine, a=FREE, b="70000, 0, 0\n4, 0, 0\n" + LINKS, c=FREE)
+    gpus(machine, a=FREE, b=gpu(70000) + gpu() + LINKS, c=FREE)
     listed = machine.run("check_nodes.sh", "--list", "--nodes", "a b c")
     assert listed.stdout == "a c\n"
     machine.run("check_nodes.sh", "--list", "--nodes", "b", expect=1)

@@ -1,46 +1,30 @@
 """Says which nodes are free and healthy, asked over ssh."""
 
 import argparse
-import os
+import json
 import re
 import shlex
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megatron_burst.tools.launch import site
-from megatron_burst.tools.launch.processes import LaunchError
+from megatron_burst.tools.launch import ssh
 
 ABOUT = """Asks every node at the same time and prints a line for each, and why one is not free:
 
   busy         memory of a GPU is in use, or a GPU is at work
-  unhealthy    no answer, an nvidia-smi that fails, ECC errors that were not corrected, or fewer
-               GPUs, NVLinks or active InfiniBand ports than another node has, or a slower NIC
+  unhealthy    no answer, ECC errors that were not corrected, or other GPUs, links between them or
+               active InfiniBand and RoCE ports than most nodes have
 
-The status is 0 if every node is free. It changes nothing on any node.
+Nodes are reached as `launch ssh` does, in its container. The status is 0 if every node is free. It
+changes nothing on any node.
 """
-# For `sh -s` on a node, which may lack Python outside of its containers.
-PROBE = r"""
-if command -v nvidia-smi >/dev/null 2>&1; then
-    rows=$(timeout 15 nvidia-smi --format=csv,noheader,nounits \
-        --query-gpu=memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total 2>&1) ||
-        echo "fault=nvidia-smi: $(echo "$rows" | head -n 1)"
-    echo "$rows" | sed 's/^/gpu=/'
-    timeout 15 nvidia-smi nvlink --status 2>/dev/null | grep 'GB/s' | sed 's/^/nvlink=/'
-fi
-for port in /sys/class/infiniband/*/ports/*; do
-    if [ -r "$port/state" ]; then echo "port=$(cat "$port/state") $(cat "$port/rate")"; fi
-done
-"""
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
-ROW = "{:<20} {:<10} {:>5} {:>12} {:>16}  {}"
-COMPARED = {
-    "gpus": "GPUs",
-    "nvlinks": "NVLinks",
-    "ports": "active ports",
-    "rate_gbit": "Gbit/s a NIC",
-}
+LINKS = "links between GPUs"
+ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
 
 
 @dataclass(slots=True)
@@ -48,7 +32,8 @@ class Node:
     """What a node said, and what is wrong with it."""
 
     name: str
-    numbers: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)  # what most nodes should have alike
+    memory_mib: int = 0  # in use, of the fullest GPU
     faults: list[str] = field(default_factory=list)
     occupied: list[str] = field(default_factory=list)
 
@@ -59,92 +44,84 @@ class Node:
 
     def row(self) -> str:
         """Return the line of the table."""
-        n = self.numbers
-        gpus, memory = "-", "-"
-        if n.get("gpus"):
-            gpus, memory = f"{n['gpus']:.0f}", f"{n['memory_mib']:.0f} MiB"
-        links = f"{n['ports']:.0f} x {n['rate_gbit']:g} Gbit/s" if n.get("ports") else "-"
-        why = "; ".join(self.faults + self.occupied)
-        return ROW.format(self.name, self.state, gpus, memory, links, why).rstrip()
+        gpus, why = self.kinds.get("GPUs") or "-", "; ".join(self.faults + self.occupied)
+        memory = "-" if gpus == "-" else f"{self.memory_mib} MiB"
+        return ROW.format(self.name, self.state, gpus, memory, why).rstrip()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add whom to ask, and what is expected of them."""
     add = parser.add_argument
-    add("--nodes", metavar='"HOST ..."', help="ask these over ssh (default: BURST_NODES)")
+    add("--nodes", metavar='"HOST ..."', help="default: BURST_NODES")
     add("--list", action="store_true", help="print the names of the free nodes alone, on one line")
-    add("--memory-mib", type=float, default=500, help="in use, with which a GPU counts as free")
+    add("--memory-mib", type=int, default=500, help="in use, with which a GPU counts as free")
     add("--timeout", type=float, default=30, help="seconds to wait for an answer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask and judge the nodes; with --list the status is 0 if one is free, else if all are."""
-    names = (args.nodes or os.environ.get("BURST_NODES", "")).split()
-    if not names:
-        raise LaunchError('say which nodes: --nodes "HOST ..." or BURST_NODES')
+    hosts, task = ssh.hosts_of(args), ("-m", "megatron_burst.tools.hardware")
+    commands = {host: ssh.connect(host, Path.cwd(), *task) for host in hosts}
     if args.dry_run:
-        print(*(shlex.join(_command(name)) for name in names), sep="\n")
+        print(*map(shlex.join, commands.values()), sep="\n")
         return 0
-    with ThreadPoolExecutor(len(names)) as threads:
-        nodes = list(threads.map(lambda name: _ask(name, args.timeout), names))
-    _judge(nodes, args.memory_mib)
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        nodes = list(threads.map(lambda host: _ask(host, commands[host], args), hosts))
+    if answered := [node for node in nodes if node.kinds]:
+        _compare(answered)
     free = [node.name for node in nodes if node.state == "free"]
     if args.list:
         print(*free)
         return 0 if free else 1
-    print(ROW.format("node", "state", "GPUs", "memory used", "links", "").rstrip())
+    print(ROW.format("node", "state", "GPUs", "memory used", "").rstrip())
     print(*(node.row() for node in nodes), sep="\n")
     return 0 if len(free) == len(nodes) else 1
 
 
-def _command(name: str) -> list[str]:
-    return [*site.words("BURST_SSH", SSH), name, "sh", "-s"]
-
-
-def _ask(name: str, timeout: float) -> Node:
+def _ask(host: str, command: Sequence[str], args: argparse.Namespace) -> Node:
     try:
         done = subprocess.run(
-            _command(name), input=PROBE, capture_output=True, text=True, timeout=timeout
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
         )
     except subprocess.TimeoutExpired:
-        return Node(name, faults=[f"no answer within {timeout:g} s"])
+        return Node(host, faults=[f"no answer within {args.timeout:g} s"])
     if done.returncode:
         first = (done.stderr.splitlines() or [f"status {done.returncode}"])[0]
-        return Node(name, faults=[f"no answer: {first}"])
-    faults = re.findall("^fault=(.*)", done.stdout, re.MULTILINE)
-    return Node(name, _numbers(done.stdout), faults)
+        return Node(host, faults=[f"no answer: {first}"])
+    said = json.loads(done.stdout)
+    node = Node(host, _kinds(said))
+    node.memory_mib = _most(said, "memory.used")
+    if errors := _most(said, "ecc.errors.uncorrected.volatile.total"):
+        node.faults.append(f"{errors} uncorrected ECC errors of a GPU")
+    if node.memory_mib > args.memory_mib:
+        node.occupied.append(f"{node.memory_mib} MiB in use")
+    elif (busy := _most(said, "utilization.gpu")) > 5:
+        node.occupied.append(f"a GPU is at work, {busy} %")
+    return node
 
 
-def _numbers(said: str) -> dict[str, float]:
-    """Return the numbers of an answer; of GPUs the most used one's."""
-    gpus = re.findall(r"^gpu=(\d+), (\S+), (\S+)", said, re.MULTILINE)
-    rates = [*map(float, re.findall(r"^port=\d+: ACTIVE ([\d.]+)", said, re.MULTILINE))]
-    rows = [[int(cell) if cell.isdigit() else 0 for cell in row] for row in gpus] or [[0, 0, 0]]
-    used, busy, errors = zip(*rows, strict=True)
-    return {
-        "gpus": len(gpus),
-        "memory_mib": max(used),
-        "busy": max(busy),
-        "ecc_errors": sum(errors),
-        "nvlinks": said.count("\nnvlink="),
-        "ports": len(rates),
-        "rate_gbit": max(rates, default=0),
-    }
+def _most(said: dict[str, Any], name: str) -> int:
+    """The largest number of the GPUs, 0 where they do not say it."""
+    found = (re.match(r"\d+", gpu.get(name, "")) for gpu in said["gpus"])
+    return max((int(number[0]) for number in found if number), default=0)
 
 
-def _judge(nodes: Sequence[Node], memory_mib: float) -> None:
-    """Add what is wrong with nodes that answered, also compared with each other."""
-    answered = [node for node in nodes if node.numbers]
-    for key, what in COMPARED.items():
-        most = max((node.numbers[key] for node in answered), default=0)
-        for node in answered:
-            if (here := node.numbers[key]) < most:
-                node.faults.append(f"{here:g} {what}, another node has {most:g}")
-    for node in answered:
-        n = node.numbers
-        if n["ecc_errors"]:
-            node.faults.append(f"{n['ecc_errors']:.0f} uncorrected ECC errors")
-        if n["memory_mib"] > memory_mib:
-            node.occupied.append(f"{n['memory_mib']:.0f} MiB in use")
-        elif n["busy"] > 5:
-            node.occupied.append(f"a GPU is at work, {n['busy']:.0f} %")
+def _kinds(said: dict[str, Any]) -> dict[str, str]:
+    gpus = Counter(gpu["name"] for gpu in said["gpus"])
+    ports = Counter(p["rate"] for p in said["network"] if "ACTIVE" in p["state"])
+    counted = [", ".join(f"{n} x {name}" for name, n in each.items()) for each in (gpus, ports)]
+    return {"GPUs": counted[0], "active ports": counted[1], LINKS: "\n".join(said["links"])}
+
+
+def _compare(nodes: Sequence[Node]) -> None:
+    """Add by what nodes differ from most of them."""
+    for what in nodes[0].kinds:
+        usual = Counter(node.kinds[what] for node in nodes).most_common(1)[0][0]
+        for node in (node for node in nodes if node.kinds[what] != usual):
+            here = node.kinds[what] or "none"
+            differs = f"{here}, most nodes have {usual or 'none'}"
+            node.faults.append(f"{what}: {differs if what != LINKS else 'not those of most nodes'}")

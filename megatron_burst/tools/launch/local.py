@@ -22,7 +22,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train to the end; return the status."""
     output = site.prepare_output(args)
+    more = "--dry-run" if args.dry_run else "--end-with-input"
+    command = [site.python_of_training(), *node.command(args, output, more)]
     if args.dry_run:
-        return subprocess.call(node.command(args, output, "--dry-run"))
-    command = node.command(args, output, "--end-with-input")
+        return subprocess.call(command)
     return run_logged([("this machine", command)], output, by_input=True)

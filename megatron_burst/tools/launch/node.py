@@ -55,10 +55,9 @@ def meeting(nodes: int, master: str, port: int) -> list[str]:
     return ["--nodes", str(nodes), "--master", master, "--port", str(port)]
 
 
-def command(args: argparse.Namespace, output: Path, *more: str, image: str = "") -> list[str]:
-    """Return the command that runs a node, in a container or not, with what the user gave."""
-    python = site.python_of_training(in_container=bool(image))
-    return [python, *site.LAUNCH, "node", *more, "--output", str(output), *given(args)]
+def command(args: argparse.Namespace, output: Path, *more: str) -> list[str]:
+    """Return the words after `python` that run a node, with what the user gave a launcher."""
+    return [*site.LAUNCH, "node", *more, "--output", str(output), *given(args)]
 
 
 def given(args: argparse.Namespace) -> list[str]:
@@ -107,12 +106,12 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
     start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
-    start += ["--nproc-per-node", ranks]
-    program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
+    run_script = ["megatron_burst.run", str(args.script)]
+    start += ["--nproc-per-node", ranks, "-m"]
+    start += run_script if args.script else ["megatron_burst.pretrain_gpt"]
     named = site.plan("--run", args.run, "--flags") if args.run else []
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
-    program = ["-m", f"megatron_burst.{program[0]}", *program[1:]]
-    return [*start, *program, *board, *named, *args.flags]
+    return [*start, *board, *named, *args.flags]
 
 
 def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:

@@ -58,8 +58,9 @@ def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port:
         mounts = ",".join(site.mounts(output))
         options += [f"--container-image={image}", f"--container-mounts={mounts}"]
         options += [f"--container-workdir={Path.cwd()}"]
-    task = node.command(args, output, *node.meeting(nodes, master, port), image=image)
-    return ["srun", f"--nodes={nodes}", *options, *task]
+    python = site.python_of_training(in_container=bool(image))
+    task = node.command(args, output, *node.meeting(nodes, master, port))
+    return ["srun", f"--nodes={nodes}", *options, python, *task]
 
 
 # ---- outside of a job
@@ -85,7 +86,8 @@ def _submit(args: argparse.Namespace) -> int:
     print(shlex.join(["env", f"BURST_ROOT={site.ROOT}", *command]))
     print("# in the job:", shlex.join(_srun(args, output, *where)), sep="\n")
     print("# on every node:", flush=True)
-    return subprocess.call(node.command(args, output, *node.meeting(*where), "--dry-run"))
+    task = node.command(args, output, *node.meeting(*where), "--dry-run")
+    return subprocess.call([site.python_of_training(), *task])
 
 
 # ---- in the job
@@ -94,9 +96,8 @@ def _submit(args: argparse.Namespace) -> int:
 def _be_job(args: argparse.Namespace) -> int:
     job, size = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_JOB_NUM_NODES"])
     if args.nodes not in (None, size):
-        raise LaunchError(
-            f"--nodes {args.nodes}, but this job has {size}; start it outside of the job"
-        )
+        text = f"--nodes {args.nodes}, but this job has {size}; start it outside of the job"
+        raise LaunchError(text)
     # The same output after it was put into the queue again.
     output = site.prepare_output(args, f"runs/slurm-{job}")
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -106,8 +107,6 @@ def _be_job(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return 0
-    # A series knows the job by its comment, also one that sbatch was given without us.
-    subprocess.call(["scontrol", "update", f"JobId={job}", f"Comment={output}"])
     log = output / "log.txt"
     before = log.stat().st_size if log.exists() else 0
     restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)

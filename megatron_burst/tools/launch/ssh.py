@@ -33,16 +33,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train on all nodes to the end; return the status of the first that failed."""
-    hosts = (args.nodes or os.environ.get("BURST_NODES", "")).split()
-    if not hosts:
-        raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+    hosts = hosts_of(args)
     site.check_run(args.run)
     output = site.prepare_output(args)
     master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
     port = int(os.environ.get("BURST_PORT") or random.randrange(10000, 30000))
-    meeting = node.meeting(len(hosts), master, port)
+    meeting = [*node.meeting(len(hosts), master, port), "--end-with-input", "--node-rank"]
     commands = [
-        (host, _connect(args, output, host, *meeting, "--node-rank", str(rank)))
+        (host, connect(host, output, *node.command(args, output, *meeting, str(rank))))
         for rank, host in enumerate(hosts)
     ]
     if args.dry_run:
@@ -51,8 +49,21 @@ def run(args: argparse.Namespace) -> int:
     return run_logged(commands, output, by_input=True)
 
 
-def _connect(args: argparse.Namespace, output: Path, host: str, *more: str) -> list[str]:
-    """Return the command that starts a node from here."""
+def hosts_of(args: argparse.Namespace) -> list[str]:
+    """Return the nodes of --nodes or the site's settings."""
+    if hosts := (args.nodes or os.environ.get("BURST_NODES", "")).split():
+        return hosts
+    raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+
+
+def connect(host: str, output: Path, *task: str) -> list[str]:
+    """Return the command that runs the Python of a node from here, in its container if it has one.
+
+    Args:
+        host: the node.
+        output: what a container sees, too.
+        task: the words after `python`.
+    """
     image = os.environ.get("BURST_IMAGE", "")
     here, variables = Path.cwd(), site.variables_for_nodes()
     container: list[str] = []
@@ -63,6 +74,7 @@ def _connect(args: argparse.Namespace, output: Path, host: str, *more: str) -> l
         container += [*site.words("BURST_DOCKER_OPTIONS", DOCKER), *settings, *volumes]
         container += ["--workdir", str(here), image]
     given = [f"{name}={value}" for name, value in variables.items()]
-    task = node.command(args, output, *more, "--end-with-input", image=image)
-    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(['env', *given, *container, *task])}"
+    python = site.python_of_training(in_container=bool(image))
+    words = ["env", *given, *container, python, *task]
+    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(words)}"
     return [*site.words("BURST_SSH", SSH), host, shlex.join(["bash", "-c", line])]
