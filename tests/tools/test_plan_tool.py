@@ -282,6 +282,7 @@ def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert {"burst", "ring", "allgather", "ulysses"} == {e["algorithm"].split()[0] for e in found}
     assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
+    assert found[0]["memory_parts"]["weights"] > 0
     assert found == sorted(found, key=lambda each: each["seconds_a_step"])
 
 

@@ -22,7 +22,6 @@ class Run:
     cluster: str
     gpus: int
     flags: Flags
-    note: str = ""
 
     def workload(self, configs: "Configs") -> Workload:
         """Return what the planner predicts."""
@@ -56,13 +55,7 @@ class Configs:
         table = _inherited(self.tables, name)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
-        return Run(
-            name=name,
-            cluster=table["cluster"],
-            gpus=table["gpus"],
-            flags=_set(given),
-            note=table.get("note", ""),
-        )
+        return Run(name=name, cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""
