@@ -184,11 +184,10 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
         if variant.why_not:
             results.append(series.run(variant))
             continue
-        name = f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}"
         again = " (finished before)" if series.is_finished(variant) else ""
-        with console.status(f"{name}, see {series.folder(variant)}/log.txt"):
-            results.append(series.run(variant))
-        console.print(f"{name}{again}: {_line(results[-1])}")
+        console.print(f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}{again}", end=": ")
+        results.append(series.run(variant))
+        console.print(_line(results[-1]))
     return results
 
 
@@ -204,8 +203,6 @@ def _show(comparison: Comparison, page: Path, console: Console) -> None:
     for cells in rows(comparison):
         table.add_row(*cells)
     console.print(table)
-    if left := sum(result.status == LEFT_OUT for result in comparison.results):
-        console.print(f"{left} variants were not run; the page says why")
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")
