@@ -39,7 +39,7 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
         yield from (Finding("grid", _NOTE, text) for text in grids(parsed, target))
     except ValueError as error:
         yield Finding("grid", _ERROR, str(error))
-    yield from _sizes(args, target)
+    yield from _sizes(args)
     yield from _start(args, line, target)
     yield from _losses(args)
     yield from _masks(args)
@@ -67,23 +67,15 @@ def launcher_findings(line: LaunchLine, target: Target) -> Iterator[Finding]:
 # ---- runs that stop after the parser, or start something else than meant
 
 
-def _sizes(args: Namespace, target: Target) -> Iterator[Finding]:
-    """Divisions that Megatron looks at only after its parser, or never."""
-    tensor = args.tensor_model_parallel_size
-    over = tensor if args.sequence_parallel else 1
-    local = (args.seq_length or 0) // args.context_parallel_size
-    tokens = local * (args.micro_batch_size or 1) // over
-    tile = 32 if args.fp8_recipe == "mxfp8" else 16
+def _sizes(args: Namespace) -> Iterator[Finding]:
+    """Divisions that Megatron looks at only when the model runs."""
     heads = args.num_attention_heads or 0
-    groups = args.group_query_attention and args.num_query_groups
-    experts = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
-    experts *= args.pipeline_model_parallel_size
-    parallel = "expert TP x EP x PP (--expert-tensor-parallel-size is TP where it is not given)"
+    groups = (args.group_query_attention and args.num_query_groups) or 1
+    local = (args.seq_length or 0) // args.context_parallel_size
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     for what, number, by, divisor in (
-        ("--num-attention-heads", heads, "--num-query-groups", groups or 1),
-        ("a rank's part of --seq-length", local, "--tensor-model-parallel-size", over),
-        ("the ranks of the job", target.ranks, parallel, experts if args.num_experts else 1),
-        ("a rank's tokens of a micro-batch", tokens, "FP8's tiles", tile if args.fp8 else 1),
+        ("--num-attention-heads", heads, "--num-query-groups", groups),
+        ("a rank's part of --seq-length", local, "--tensor-model-parallel-size", tensor),
     ):
         if number % divisor:
             text = f"{what}, {number}, does not divide by {by}, {divisor}"
