@@ -362,7 +362,7 @@ JOB = {
 def test_outside_of_a_job_it_submits_itself(machine: Machine) -> None:
     machine.run("launch.slurm", "--nodes", "2", "--run", "toy", "--output", "out", "--wait", "--x")
     log = machine.text("slurm.log")
-    assert log.startswith(f"sbatch --nodes 2 --wait --comment {machine.folder}/out --output ")
+    assert log.startswith(f"sbatch --nodes 2 --wait --output {machine.folder}/out/slurm-%j.txt ")
     assert f"{SCRIPTS}/launch.slurm --output {machine.folder}/out --run toy -- --x" in log
     assert f"BURST_ROOT={ROOT}" in log
 

@@ -5,14 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_burst.tools.launch import check, local, node, series, site, slurm, ssh
+from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import LaunchError, say
 
 PLACES = {
     "local": local,
     "ssh": ssh,
     "slurm": slurm,
-    "series": series,
     "check": check,
     "node": node,
 }

@@ -73,7 +73,7 @@ def _submit(args: argparse.Namespace) -> int:
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
-    command += ["--comment", str(output), "--output", str(output / "slurm-%j.txt")]
+    command += ["--output", str(output / "slurm-%j.txt")]
     if script := os.environ.get("BURST_BATCH_SCRIPT"):  # scripts/launch.slurm, with its own options
         command += [script, *given]
     else:
