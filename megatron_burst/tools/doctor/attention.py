@@ -1,66 +1,17 @@
-"""The attention that a command line asks for: its rings on the nodes, its tiles, its kernel."""
+"""The attention that a command line asks for, and which kernels serve it."""
 
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.config import Algorithm, BurstConfig, Topology
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import KERNELS, Request, select_kernel
-from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import choose_grid
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
-
-
-def grids(parsed: Parsed, target: Target) -> list[str]:
-    """Say what rings the context-parallel groups make on the nodes of the job.
-
-    Megatron counts ranks in the order tensor, context, data, pipeline, and torchrun by nodes.
-
-    Raises:
-        ValueError: heads cannot be shared out in a node.
-    """
-    args = parsed.args
-    assert args is not None
-    tensor, size = args.tensor_model_parallel_size, args.context_parallel_size
-    span = tensor * size
-    if size == 1 or target.ranks % span:
-        return [f"{target}; context parallelism of {size}: no rings"]
-    firsts = (base + i for base in range(0, target.ranks, span) for i in range(tensor))
-    groups = [range(first, first + span, tensor) for first in firsts]
-    kinds = Counter(_kind(group, args, parsed.config, target) for group in groups)
-    return [f"{count} x {size} context-parallel ranks: {kind}" for kind, count in kinds.items()]
-
-
-def _kind(group: range, args: Namespace, config: BurstConfig | None, target: Target) -> str:
-    places = [rank // target.ranks_per_node for rank in group]
-    if config is None:
-        return f"Megatron's own context parallelism, {_nodes(places)}"
-    if args.hierarchical_context_parallel_sizes:
-        within = args.hierarchical_context_parallel_sizes[0]
-        places = [i // within for i in range(len(group))]
-    elif config.ranks_per_node is not None:
-        places = [rank // config.ranks_per_node for rank in group]
-    if config.algorithm is Algorithm.ULYSSES:
-        return f"an all-to-all, {_nodes(places)}"
-    heads = head_groups(places, config.head_parallel_size)
-    baseline = config.algorithm is not Algorithm.BURST and config.topology is Topology.AUTO
-    topology = Topology.FLAT if baseline else config.topology
-    grid, why_flat = choose_grid(topology, [places[members[0]] for members in heads.groups])
-    shared = f"heads over {heads.size} ranks, " if heads.size > 1 else ""
-    flat = f" ({why_flat})" if why_flat else ""
-    return f"{shared}{grid}{flat}, {_nodes(places)}"
-
-
-def _nodes(places: Sequence[int]) -> str:
-    count = len(set(places))
-    return "on one node" if count == 1 else f"on {count} nodes"
 
 
 def request_of(parsed: Parsed, target: Target) -> Request | None:

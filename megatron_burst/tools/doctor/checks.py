@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megatron_burst.plugin.arguments import asks_for_us
-from megatron_burst.tools.doctor.attention import grids
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.parsing import Parsed
@@ -35,10 +34,6 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
         yield Finding("checkpoint-args", _NOTE, parsed.unknown, "also pass the model's flags")
     if (args := parsed.args) is None or (parsed.stops and parsed.config is None):
         return
-    try:
-        yield from (Finding("grid", _NOTE, text) for text in grids(parsed, target))
-    except ValueError as error:
-        yield Finding("grid", _ERROR, str(error))
     yield from _sizes(args)
     yield from _start(args, line, target)
     yield from _losses(args)

@@ -55,7 +55,7 @@ def look(
     line = LaunchLine(OUR_ENTRY if attached else "pretrain_gpt.py", tuple(words), attached)
     target = HERE if "--load" in flags else CLUSTER
     found = checks.findings(line, target, parsed(parser, words))
-    return {finding.check: finding.level for finding in found if finding.check != "grid"}
+    return {finding.check: finding.level for finding in found}
 
 
 def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +63,7 @@ def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -
     assert look(parser, "") == {}, "of Megatron's own attention"
 
 
-LINE = LaunchLine(OUR_ENTRY, ())
-OF_THE_JOB = {"ranks", "validation", "checkpoint-args", "grid"}
+OF_THE_JOB = {"ranks", "validation", "checkpoint-args"}
 CASES = [
     ("mean-of-means", W, OURS, "--calculate-per-token-loss"),
     ("mean-of-means", X, f"{OURS} --eod-mask-loss", "--calculate-per-token-loss"),
@@ -116,31 +115,6 @@ def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
     assert len(set(rows)) == len(rows) and set(rows) == names
     others = {"not-attached", "lost-spec"}
     assert names - {case[0] for case in CASES} == others
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("", "2 x 8 context-parallel ranks: flat ring, on one node"),
-        ("--context-parallel-size 16", "double ring of 2 nodes x 8 ranks, on 2 nodes"),
-        ("--tensor-model-parallel-size 2", "double ring of 2 nodes x 4 ranks"),
-        ("--burst-head-parallel-size 4", "heads over 4 ranks, flat ring"),
-        ("--context-parallel-algo ulysses", "an all-to-all, on one node"),
-        ("--context-parallel-size 16 --context-parallel-algo ring", "flat ring, on 2 nodes"),
-        ("--burst-head-parallel-size 3", "--burst-head-parallel-size 3 needs 3 ranks of a node"),
-        ("--burst-ranks-per-node 4", "double ring of 2 nodes x 4 ranks"),
-        (
-            "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
-            "double ring of 2 nodes x 2 ranks",
-        ),
-        ("--context-parallel-size 1", "no rings"),
-        ("--context-parallel-algo megatron", "Megatron's own context parallelism"),
-    ],
-)
-def test_the_grid(parser: argparse.ArgumentParser, flags: str, said: str) -> None:
-    found = checks.findings(LINE, CLUSTER, parsed(parser, shlex.split(f"{CLEAN} {OURS} {flags}")))
-    (text,) = (finding.text for finding in found if finding.check == "grid")
-    assert said in text
 
 
 def test_variables_that_harm() -> None:
