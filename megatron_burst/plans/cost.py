@@ -49,15 +49,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Payload bytes that leave: the most of any rank, rank's NIC or node.
-
-    A rank has a NIC of its own, which only messages to other nodes pass; `node` is for
-    machines whose ranks share one.
-    """
+    """Payload bytes that leave: the most of any rank, and of any rank's NIC, to other nodes."""
 
     rank: int
     nic: int
-    node: int
 
     @property
     def bottleneck(self) -> int:
@@ -68,23 +63,17 @@ class Traffic:
 def traffic(
     hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 0
 ) -> Traffic:
-    """Count what these hops put on the links.
+    """Count what the hops of all ranks, placed on these nodes, put on the links.
 
-    Args:
-        hops: of all ranks.
-        sizes: the bytes of a whole item of each kind.
-        nodes: each rank's node.
-        local_tokens: the rows of a whole item, where parts of items are sent.
+    `sizes` are the bytes of a whole item of each kind, `local_tokens` its rows where parts go.
     """
     sent, through_nic = [0] * len(nodes), [0] * len(nodes)
-    through_node = dict.fromkeys(nodes, 0)
     for hop in hops:
         size = payload(hop.item, sizes, local_tokens)
         sent[hop.source] += size
         if nodes[hop.source] != nodes[hop.target]:
             through_nic[hop.source] += size
-            through_node[nodes[hop.source]] += size
-    return Traffic(max(sent), max(through_nic), max(through_node.values()))
+    return Traffic(max(sent), max(through_nic))
 
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:

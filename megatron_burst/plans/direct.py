@@ -10,7 +10,7 @@ part last.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
@@ -36,7 +36,7 @@ class Direct(Schedule):
         tiles: dict[int, Sequence[Tile]] = {0: self.tiling(rank, rank)}
         if backward:
             tiles[0], first, second = half_and_quarters(tiles[0])
-            tiles[self._end] = first + second
+            tiles[self.grid.ranks] = first + second
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
             parts = self._parts(owner, rank)
             used = self.tiling.of_block(self.sent, owner, rank)
@@ -45,42 +45,34 @@ class Direct(Schedule):
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""
+        needed = self._needed(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         return [
             Hop(Item(self.sent, owner, part), owner, user, channel, 0, distance - 1)
-            for owner, user, distance in self._pairs()
-            for channel in [self._channel(owner, user, Channel.READ_WITHIN)]
-            for part in self._parts(owner, user)
+            for owner, user, distance, channel, part in needed
         ]
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        kind = self.sent.gradient
+        needed = self._needed(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
+        kind, end = self.sent.gradient, self.grid.ranks
         return [
-            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, self._end)
-            for owner, user, distance in self._pairs()
-            for channel in [self._channel(owner, user, Channel.GRADIENT_WITHIN)]
-            for part in self._parts(owner, user)
+            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, end)
+            for owner, user, distance, channel, part in needed
         ]
 
-    @property
-    def _end(self) -> int:
-        return self.grid.ranks
-
-    def _pairs(self) -> Iterator[tuple[int, int, int]]:
-        """Every owner with every rank that needs something of it, and its distance from that."""
-        visits = {user: self.grid.visits(user) for user in range(self.grid.ranks)}
-        for distance in range(1, self.grid.ranks):
+    def _needed(
+        self, within: Channel, between: Channel
+    ) -> Iterator[tuple[int, int, int, Channel, Interval]]:
+        """Every part of an owner's rows that a rank needs; how far apart they are, and its way."""
+        ranks = range(self.grid.ranks)
+        node = {rank: self.grid.coordinates(rank)[0] for rank in ranks}
+        visits = {user: self.grid.visits(user) for user in ranks}
+        for distance in ranks[1:]:
             for user, owners in visits.items():
-                if self.tiling.of_block(self.sent, owners[distance], user):
-                    yield owners[distance], user, distance
-
-    def _channel(self, owner: int, user: int, within: Channel) -> Channel:
-        between = {
-            Channel.READ_WITHIN: Channel.READ_BETWEEN,
-            Channel.GRADIENT_WITHIN: Channel.GRADIENT_BETWEEN,
-        }
-        nodes = {self.grid.coordinates(rank)[0] for rank in (owner, user)}
-        return within if len(nodes) == 1 else between[within]
+                owner = owners[distance]
+                channel = within if node[owner] == node[user] else between
+                for part in self._parts(owner, user):
+                    yield owner, user, distance, channel, part
 
     def _parts(self, owner: int, user: int) -> list[Interval]:
         """The rows of `owner` that `user` needs, as few intervals."""
@@ -91,14 +83,3 @@ class Direct(Schedule):
         rows = tile.rows_of(self.sent)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
         return tile.reading(self.sent, part)
-
-
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the union of the intervals as disjoint ones that do not touch, in order."""
-    union: list[Interval] = []
-    for interval in sorted(intervals):
-        if union and interval.start <= union[-1].stop:
-            last = union.pop()
-            interval = Interval(last.start, max(last.stop, interval.stop))
-        union.append(interval)
-    return union

@@ -51,28 +51,24 @@ class Ring(Schedule):
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
-        tiles = self._tiles_by_step(rank)
-        if backward and self.grid.ranks > 1 and not self.gather:
-            tiles |= self._own_tiles_by_step(tiles[0])
+        visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
+        if self.gather:
+            return {self._delay: [tile for visit in visits for tile in visit]}
+        tiles: dict[int, Sequence[Tile]] = dict(enumerate(visits))
+        if backward and len(visits) > 1:
+            tiles |= self._own_tiles_by_step(visits[0])
         return tiles
 
     def reads(self) -> list[Hop]:
         """Return the hops of all blocks, in the forward or in the backward."""
-        return [
-            hop
-            for owner in self._owners
-            for hop in _needed([*self._reads(owner)], self._users(owner))
-        ]
+        owners = range(self.grid.ranks)
+        return [hop for o in owners for hop in _needed([*self._reads(o)], self._users(o))]
 
     def gradients(self) -> list[Hop]:
         """Return the hops of all gradients of a backward."""
-        ways = {GradientReturn.CHAIN: self._chain, GradientReturn.HOME: self._to_owner}
-        way = ways[self.gradient_return]
-        return [hop for owner in self._owners for hop in _begun(way(owner), self._users(owner))]
-
-    @property
-    def _owners(self) -> range:
-        return range(self.grid.ranks)
+        chained, owners = self.gradient_return is GradientReturn.CHAIN, range(self.grid.ranks)
+        way = self._chain if chained else self._to_owner
+        return [hop for o in owners for hop in _begun(way(o), self._users(o))]
 
     @property
     def _delay(self) -> int:
@@ -104,14 +100,8 @@ class Ring(Schedule):
         return None if part.length == self.tiling.local_tokens else part
 
     def _users(self, owner: int) -> set[int]:
-        others = (rank for rank in self._owners if rank != owner)
+        others = (rank for rank in range(self.grid.ranks) if rank != owner)
         return {user for user in others if self.tiling.of_block(self.sent, owner, user)}
-
-    def _tiles_by_step(self, rank: int) -> dict[int, Sequence[Tile]]:
-        visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
-        if self.gather:
-            return {self._delay: [tile for visit in visits for tile in visit]}
-        return dict(enumerate(visits))
 
     def _own_tiles_by_step(self, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
         """Spread the own tiles over the first step and the ends, under the last gradients.

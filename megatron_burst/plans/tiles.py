@@ -33,11 +33,7 @@ class _Cell(NamedTuple):
 
 
 class Tiling:
-    """The tiles of every pair of ranks under one layout and mask, made when asked for.
-
-    Raises:
-        ValueError: the mask is one of a sequence of another length.
-    """
+    """The tiles of every pair of ranks under one layout and mask, made when asked for."""
 
     def __init__(self, layout: Layout, mask: Mask) -> None:
         mask.check_length(layout.tokens)

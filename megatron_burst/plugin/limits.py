@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_burst.config import LayoutName
+
 # What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
 # Megatron's own implementation captures whole layers.
 _GRAPHS_BESIDE_ATTENTION = {
@@ -41,8 +43,9 @@ LIMITS = with_remedies(
     sft="its documents are padded and split one by one, which is not built",
     hybrid_context_parallel="its ranks hold sequences of different lengths",
     mtp_num_layers="Megatron builds MTP layers from a spec of its own, without our attention",
-    hybrid_layer_pattern="HybridModel is not supported",
-    hybrid_override_pattern="HybridModel is not supported",
+    hybrid_override_pattern=(
+        "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
+    ),
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
@@ -109,6 +112,36 @@ def refusals(settings: Any) -> list[str]:
     return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
 
 
+def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> list[str]:
+    """Return why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
+    reasons = []
+    pattern = pattern or ""
+    if "D" in pattern:
+        reasons.append(
+            f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
+            "take + (MLA) layers, or drop --context-parallel-algo"
+        )
+    found = recurrent_layers(pattern)
+    if layout is not LayoutName.ZIGZAG and found:
+        reasons.append(
+            f"{found} in the pattern {pattern}: these layers undo Megatron's zigzag "
+            f"by themselves and know no other order: drop --burst-layout {layout}"
+        )
+    ranks = getattr(settings, "tensor_model_parallel_size", 1)
+    if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
+        reasons.append(
+            f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
+            "of its norm over them under sequence parallelism alone: add --sequence-parallel"
+        )
+    return reasons
+
+
+def recurrent_layers(pattern: str | None) -> str:
+    """Name the layers of a hybrid layer pattern that carry a state from token to token, if any."""
+    named = {"M": "M (Mamba)", "G": "G (gated delta net)"}
+    return " and ".join(name for symbol, name in named.items() if symbol in (pattern or ""))
+
+
 def lm_head_refusals(settings: Any) -> list[str]:
     """Return why the chunked loss cannot run with these settings; see `refusals`."""
     return beyond(LM_HEAD_LIMITS, settings)
@@ -168,6 +201,12 @@ def _document_refusal(args: Any) -> str | None:
     """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
     if not getattr(args, "dataloader_inter_document_masking", False):
         return None
+    if found := recurrent_layers(getattr(args, "hybrid_layer_pattern", None)):
+        return (
+            f"dataloader_inter_document_masking = True: {found} layers take every document in a "
+            "zigzag of its own, and there is one of the whole sequence: drop "
+            "--dataloader-inter-document-masking"
+        )
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type

@@ -48,10 +48,10 @@ def profiled(team: Team, settings: dict[str, Any], mask: Mask, directory: Path) 
     sent = context.bytes_sent - sent
     attend()
     profiler.export_chrome_trace(str(directory / f"rank-{team.rank}.json.gz"))
-    (plans,) = context._plans.values()
+    (call,) = context._calls.values()
     return {
-        "forward": planned(plans.forward),
-        "backward": planned(plans.backward),
+        "forward": planned(call.forward_plan),
+        "backward": planned(call.backward_plan),
         "sent": sent,
     }
 

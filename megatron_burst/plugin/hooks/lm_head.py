@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
@@ -15,6 +14,7 @@ from megatron_burst.config import LmHeadConfig
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.function import apply
+from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
 from megatron_burst.plugin.limits import lm_head_refusals
 
@@ -90,7 +90,7 @@ class ChunkedOutput:
         self._config = config
         self._said: set[str] = set()
         self._kernel_name, self._kernel = fused_kernel(transformer.gradient_accumulation_fusion)
-        if _is_first_of_its_stage():  # not the first rank of the job where there are stages
+        if is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 
     def __call__(
@@ -148,11 +148,3 @@ def wait_for_weights(layer: torch.nn.Module, hidden: Tensor) -> None:
                 f"--lm-head-loss chunked: a forward-pre-hook of the output layer changes its "
                 f"input: {hook}"
             )
-
-
-def _is_first_of_its_stage() -> bool:
-    return bool(
-        parallel_state.model_parallel_is_initialized()
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )

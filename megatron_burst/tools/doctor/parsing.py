@@ -22,7 +22,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import burst_config_from_args
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.target import Target
 
 
@@ -86,7 +86,7 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if line.starts_us and cpu_platform.cpu_platform_active():
         cpu_platform.check_job()
     if line.is_attached:
-        attach.attach(own_entry=line.program == OUR_ENTRY)
+        attach.attach(own_entry=line.program in OUR_ENTRIES)
     parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
     args = parser()
     found.unknown = _missing_checkpoint(args, target)
@@ -131,14 +131,12 @@ def _add_from_checkpoint(args: Namespace) -> None:
 
 def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:
     """Make the model's configuration, which checks what the parser does not."""
-    from megatron.training import argument_utils
-
-    from megatron_burst.plugin import gpt_training
+    from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.limits import refusals
 
-    if line.program == OUR_ENTRY and (missing := gpt_training.unsupported(args)):
+    if line.program in OUR_ENTRIES and (missing := pretraining.unsupported(args)):
         raise ValueError(missing)
-    model_config = argument_utils.gpt_config_from_args(args)
+    model_config = pretraining.model_config(args)
     if config is not None and (reasons := refusals(model_config.transformer)):
         raise ValueError("\n".join(reasons))
 

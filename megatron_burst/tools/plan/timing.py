@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_burst.plans.cost import Shape, payload, visible_pairs
+from megatron_burst.plans.layout import boundary
 from megatron_burst.plans.plan import Item, Plan, Step, Tile, assemble
 from megatron_burst.plans.planning import Choice, choose
-from megatron_burst.plans.recompute import boundary
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.tools.flops import attention_flops

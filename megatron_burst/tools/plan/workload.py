@@ -13,7 +13,6 @@ from megatron_burst.config import (
     LayoutName,
     LmHeadConfig,
     LmHeadLoss,
-    Topology,
     flags,
 )
 from megatron_burst.loss.call import Call
@@ -69,10 +68,7 @@ class Ring:
     @property
     def grid(self) -> Grid:
         """Of the ranks."""
-        topology = self.config.topology
-        if topology is Topology.AUTO and self.config.algorithm is not Algorithm.BURST:
-            topology = Topology.FLAT
-        return choose_grid(topology, self.nodes)[0]
+        return choose_grid(self.config.shape_of_rings, self.nodes)[0]
 
     @cached_property
     def layout(self) -> Layout:

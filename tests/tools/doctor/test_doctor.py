@@ -33,9 +33,12 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back what the doctor attaches."""
     arguments = pytest.importorskip("megatron.training.arguments")
     import megatron.training.argument_utils as argument_utils
+    import megatron.training.models.gpt as gpt
 
     monkeypatch.setattr(arguments, "parse_args", arguments.parse_args)
-    monkeypatch.setattr(argument_utils, "gpt_config_from_args", argument_utils.gpt_config_from_args)
+    for name in ("gpt_config_from_args", "hybrid_config_from_args"):
+        monkeypatch.setattr(argument_utils, name, getattr(argument_utils, name))
+    monkeypatch.setattr(gpt, "mtp_block_spec", gpt.mtp_block_spec)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -183,7 +186,7 @@ def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     assert ended.returncode == 1 and ended.stderr == ""
     assert report["target"] == "on this machine (cpu): 1 x 2 ranks"
     (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert error.startswith("this cannot run on a CPU:") and "--use-torch-fsdp2" in error
+    assert error.startswith("this cannot run on a CPU:") and "use_torch_fsdp2 = True" in error
 
 
 def test_cpus_of_several_nodes_have_to_be_asked_for(
