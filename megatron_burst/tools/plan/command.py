@@ -80,7 +80,7 @@ def _figures(each: Candidate) -> dict[str, Any]:
     """Return a row of the ranking as it is written to JSON."""
     return {
         "algorithm": each.name,
-        "same_plan": list(each.twins),
+        "predicted_alike": list(each.twins),
         "head_parallel_size": each.load.head_parallel,
         "recompute_fraction": each.fraction,
         "memory_bytes": each.memory.total,
