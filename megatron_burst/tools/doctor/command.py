@@ -100,10 +100,9 @@ def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
 def _shape(given: argparse.Namespace, target: Target) -> Request | None:
     if given.shape is None:
         return None
-    heads, kv_heads, size, *value_size = map(int, given.shape.split(","))
-    return Request(
-        target.device, DTYPES[given.dtype], heads, kv_heads, size, *(value_size or [size])
-    )
+    heads, kv_heads, size, *more = map(int, given.shape.split(","))
+    value_size = more[0] if more else size
+    return Request(target.device, DTYPES[given.dtype], heads, kv_heads, size, value_size)
 
 
 def _described(request: Request | None) -> str:
