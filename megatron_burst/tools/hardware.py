@@ -48,7 +48,6 @@ def read(sysfs: Path = SYSFS) -> Hardware:
 
 def describe(run: str, command: Sequence[str]) -> dict[str, object]:
     """Return what a node of a run is, for a JSON file beside its log."""
-    found = read()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -57,11 +56,9 @@ def describe(run: str, command: Sequence[str]) -> dict[str, object]:
         "commit": commit(Path(__file__).parent),
         "python": platform.python_version(),
         "versions": versions(),
-        "gpus": found.gpus,
-        "gpu_links": found.links,
+        **asdict(read()),
         "cpu": {"model": cpu_model(), "count": len(os.sched_getaffinity(0))},
         "kernel": platform.release(),
-        "links": found.network,
         "settings": settings(os.environ),
     }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_burst.tools import terminal
-from megatron_burst.tools.options import Parser, add_json
+from megatron_burst.tools.options import Parser
 from megatron_burst.transport.profiling import PREFIX
 
 ATTENTION = "attention"
@@ -169,7 +169,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
     parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    add_json(parser)
     args = parser.parse(sys.argv[1:] if argv is None else argv)
     content = summary(args.directory)
     if args.json:

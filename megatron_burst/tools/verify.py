@@ -209,9 +209,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "as if so many shared a node (default: where they are)"
     parser.add("--gpus-per-node", was=["--ranks-per-node"], help=text, **number)
     parser.add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
-    options.add_shape(parser, heads=8, head_dim=64)
+    for name, default, text in (
+        ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
+        ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
+        ("--head-dim", 64, "of Q and K (default: 64)"),
+        ("--value-head-dim", None, "of V (default: that of --head-dim)"),
+        ("--batch", 1, "sequences (default: 1)"),
+    ):
+        parser.add(name, default=default, help=text, **number)
     parser.add("--sink", action="store_true", help="with a sink in every head")
-    options.add_json(parser)
     args = parser.parse(words)
     args.kv_heads = args.kv_heads or args.heads
     args.value_head_dim = args.value_head_dim or args.head_dim

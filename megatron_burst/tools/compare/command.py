@@ -109,7 +109,6 @@ def _parser() -> options.Parser:
     text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
     add("--no-trace", action="store_true", help=text)
     add("--dry-run", action="store_true", help="show the commands and run none")
-    options.add_json(parser)
     add("flags", nargs="*", metavar="MEGATRON-FLAGS", help="after --")
     return parser
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,14 +47,16 @@ def _parser() -> options.Parser:
         "megatron_burst.pretrain_gpt FLAGS",
     )
     add = parser.add
-    options.add_cluster(parser, was_gpus=("--gpus",))
+    number: dict[str, Any] = {"type": options.positive}
+    add("--nodes", metavar="M", help="nodes of the cluster", **number)
+    text = "GPUs, and ranks, of a node"
+    add("--gpus-per-node", was=("--gpus",), metavar="L", help=text, **number)
     text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
     add("--compute-capability", default="9.0", metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
     add("--shape", metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
     add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
-    options.add_json(parser)
     return parser
 
 

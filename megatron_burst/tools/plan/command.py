@@ -159,13 +159,11 @@ def _parser() -> options.Parser:
         "megatron-burst plan --run toy --flags",
     )
     add = parser.add
-    parser.section("named runs")
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     text = "print the flags of --run alone, a word a line, for scripts"
     add("--flags", action="store_true", help=text)
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
-    parser.section("what is predicted")
     add("--model", metavar="NAME", help="a model of configs/; or flags after --")
     add("--cluster", metavar="NAME", help="a800, a100, h100, h200, b200")
     add("--gpus", type=options.positive, metavar="N", help="of the job")
@@ -176,5 +174,4 @@ def _parser() -> options.Parser:
         was = ("--card-gb-s",) if flag == "nic-gb-s" else ()
         add(f"--{flag}", was=was, type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
-    options.add_json(parser)
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.tools.flops import Flags, peak_tflops
-from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
+from megatron_burst.tools.plan.workload import Cluster
 
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
@@ -22,10 +22,6 @@ class Run:
     cluster: str
     gpus: int
     flags: Flags
-
-    def workload(self, configs: "Configs") -> Workload:
-        """Return what the planner predicts."""
-        return workload_of(self.flags, configs.cluster(self.cluster), self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
