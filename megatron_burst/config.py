@@ -8,69 +8,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-
-class Algorithm(StrEnum):
-    """How attention is spread over the context-parallel ranks."""
-
-    BURST = "burst"
-    RING = "ring"
-    ALLGATHER = "allgather"
-    ULYSSES = "ulysses"
-
-
-class Backward(StrEnum):
-    """What is sent in the backward."""
-
-    AUTO = "auto"
-    QUERY = "query"
-    KV = "kv"
-
-
-class Topology(StrEnum):
-    """One ring over all ranks, or a ring in each node and one between the nodes."""
-
-    AUTO = "auto"
-    FLAT = "flat"
-    DOUBLE = "double"
+# What the values mean is said where they are used, in the fields below.
+Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
+Backward = StrEnum("Backward", "AUTO QUERY KV")
+Topology = StrEnum("Topology", "AUTO FLAT DOUBLE")
+GradDtype = StrEnum("GradDtype", "FLOAT32 MODEL")
+GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
+LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
+FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
-    """Which tokens a rank holds."""
+    """Which tokens a rank holds; `plans.layout` shows them."""
 
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
     CONTIGUOUS = "contiguous"
     STRIPED = "striped"
-
-
-class GradDtype(StrEnum):
-    """Precision of a gradient on the wire."""
-
-    FLOAT32 = "float32"
-    MODEL = "model"
-
-
-class GradientReturn(StrEnum):
-    """How a gradient returns to its owner."""
-
-    AUTO = "auto"
-    CHAIN = "chain"
-    HOME = "home"
-
-
-class LmHeadLoss(StrEnum):
-    """Who turns the last hidden states into losses."""
-
-    MEGATRON = "megatron"
-    CHUNKED = "chunked"
-
-
-class FileChecks(StrEnum):
-    """When the files of data sets and checkpoints are looked at."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
 
 
 def refuse(*cases: tuple[bool, str]) -> None:
@@ -187,7 +141,6 @@ class BurstConfig:
     --distributed-timeout-minutes."""
 
     def __post_init__(self) -> None:
-        """Check every value; strings become members of their enum."""
         _settle_enums(self)
         layout, segments, fraction = self.layout, self.segments, self.recompute_fraction
         segmented = layout is LayoutName.SEGMENTED_ZIGZAG
@@ -223,6 +176,13 @@ class BurstConfig:
     def cuts_for_recompute(self) -> bool:
         """Whether segmented zigzag cuts where recompute ends, not into equal pieces."""
         return self.recompute_fraction is not None and 0 < self.recompute_fraction < 1
+
+    @property
+    def shape_of_rings(self) -> Topology:
+        """FLAT, or DOUBLE where the nodes allow it: what AUTO stands for."""
+        if self.topology is not Topology.AUTO:
+            return self.topology
+        return Topology.DOUBLE if self.algorithm is Algorithm.BURST else Topology.FLAT
 
     def _check_preset(self) -> None:
         """A baseline fixes what burst chooses; refuse what would have no effect."""
@@ -270,7 +230,6 @@ class LmHeadConfig:
     the weight, their gradients and up to 32 bytes a token (default: 512)."""
 
     def __post_init__(self) -> None:
-        """Check every value; a string becomes a member of its enum."""
         _settle_enums(self)
         sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
@@ -302,14 +261,14 @@ class FileConfig:
     and complete before training starts, and checkpoints, of which the newest complete one is
     loaded; a save that fails says where, and one over an earlier checkpoint leaves no mixture that
     counts as complete. on: looked at. off: Megatron's own behaviour. auto: on in python -m
-    megatron_burst.pretrain_gpt, off where another script is run."""
+    megatron_burst.pretrain, off where another script is run."""
 
     def __post_init__(self) -> None:
-        """Check the value; a string becomes a member of its enum."""
         _settle_enums(self)
 
 
 def _settle_enums(config: Any) -> None:
+    """Let strings become members of their enum; refuse what is none."""
     for spec in dataclasses.fields(config):
         if known := _members(spec):
             value, name = str(getattr(config, spec.name)), _flag_name(config, spec)

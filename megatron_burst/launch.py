@@ -31,7 +31,7 @@ def prepare(*, own_entry: bool = False) -> None:
     TransformerEngine or a checkout.
 
     Args:
-        own_entry: whether it is our pretrain_gpt that runs, which needs no flag to be asked for.
+        own_entry: whether our own entry runs, which needs no flag to be asked for.
 
     Raises:
         ValueError: Megatron is missing, too old or new, or mixed from two places; or this node of

@@ -4,6 +4,8 @@
         -m megatron_burst.run PATH/pretrain_gpt.py \\
         --context-parallel-size 4 --context-parallel-algo burst ...
 
+or PATH/pretrain_hybrid.py with a `--hybrid-layer-pattern`.
+
 Without a flag of the plug-in it replaces nothing of Megatron.
 """
 

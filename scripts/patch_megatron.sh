@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Applies or removes the patch by which a fork's own pretrain_gpt.py loads the plug-in.
+# Applies or removes the patch by which a fork's own scripts load the plug-in.
 set -euo pipefail
 
 usage() {
@@ -7,14 +7,14 @@ usage() {
 Usage: scripts/patch_megatron.sh --megatron DIR [--check | --reverse] [--help]
 
 Applies the patch of patches/ that fits the Megatron-LM checkout DIR, then proves it: the help of
-the patched pretrain_gpt.py has to show the plug-in's flags, else the patch is taken out again.
+the patched scripts has to show the plug-in's flags, else the patch is taken out again.
 Applied already, it is proved and left as it is.
   --check     change nothing; exit status 0: applied and proved, 1: not applied, but it can be
   --reverse   take the patch out again
 Exit status 2: DIR is refused, the proof failed, or the command line is wrong.
 
 The version in DIR/megatron/core/package_info.py says which patch fits. The proof needs neither a
-GPU nor data, but a Python with megatron_burst and all that pretrain_gpt.py imports.
+GPU nor data, but a Python with megatron_burst and all that the scripts import.
 
 Environment variables:
   PYTHON   the Python of the proof (default: python3, then python, from PATH)
@@ -41,8 +41,10 @@ done
 command -v git >/dev/null || refuse "git is not on PATH"
 
 info=megatron/core/package_info.py
-[[ -f $megatron/$info && -f $megatron/pretrain_gpt.py ]] ||
-    refuse "$megatron is no checkout of Megatron-LM: it lacks $info or pretrain_gpt.py"
+scripts=(pretrain_gpt.py pretrain_hybrid.py)
+for file in "$info" "${scripts[@]}"; do
+    [[ -f $megatron/$file ]] || refuse "$megatron is no checkout of Megatron-LM: it lacks $file"
+done
 megatron=$(cd -- "$megatron" && pwd -P)
 version=$(sed -n -E 's/^(MAJOR|MINOR) *= *([0-9]+).*/\2/p' "$megatron/$info" | paste -s -d .)
 case $version in
@@ -60,24 +62,25 @@ apply() {
 }
 
 prove() {
-    local python log
+    local python script log
     python=${PYTHON:-$(command -v python3 || command -v python)} || refuse "no Python on PATH"
-    log=$(cd -- "$megatron" && "$python" pretrain_gpt.py --help 2>&1) || true
-    if [[ $log == *"$flag"* ]]; then
-        say "proved: pretrain_gpt.py --help shows $flag and the other flags of the plug-in"
-        return 0
-    fi
-    tail -n 15 <<<"$log" >&2
-    say "$python pretrain_gpt.py --help does not show $flag" >&2
-    return 1
+    for script in "${scripts[@]}"; do
+        log=$(cd -- "$megatron" && "$python" "$script" --help 2>&1) || true
+        if [[ $log != *"$flag"* ]]; then
+            tail -n 15 <<<"$log" >&2
+            say "$python $script --help does not show $flag" >&2
+            return 1
+        fi
+    done
+    say "proved: --help of ${scripts[*]} shows $flag and the other flags of the plug-in"
 }
 
 applied=no
 if apply --reverse --check 2>/dev/null; then
     applied=yes
 elif ! fault=$(apply --check 2>&1); then
-    refuse "the patch does not fit this pretrain_gpt.py, which is not upstream's; put the lines of
-$patch into it by hand, before it imports Megatron:
+    refuse "the patch does not fit these scripts, which are not upstream's; put the lines of
+$patch into them by hand, before they import Megatron:
 $fault"
 fi
 case $action-$applied in

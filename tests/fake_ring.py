@@ -67,7 +67,7 @@ def peaks(
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         node_of = [r * nodes // ranks for r in range(ranks)]
-        grid, _ = choose_grid(contexts._topology(config), node_of)
+        grid, _ = choose_grid(config.shape_of_rings, node_of)
         channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
         communicator = Communicator(range(ranks), channels, 60.0)
         communicator._watchdog = None  # nothing gets through

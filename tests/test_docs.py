@@ -23,9 +23,7 @@ PAGES = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, "megatron_burst/run.py", "megatron_burst/pretrain_gpt.py"]
-)
+@pytest.mark.parametrize("page", [*PAGES, "megatron_burst/run.py", "megatron_burst/pretrain.py"])
 def test_a_command_with_several_ranks_passes_megatrons_check_of_the_environment(page: str) -> None:
     text = (ROOT / page).read_text().replace("\\\n", "")
     several = "--(?:context-parallel|tensor-model-parallel)-size|--cp-comm-type burst"

@@ -9,7 +9,7 @@ from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
-from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.comm import Block, rows_of
 from megatron_burst.transport.profiling import span
 
 
@@ -38,7 +38,7 @@ def backward(
         transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
-            with span("backward", number, "tile", *tile.owners):
+            with span("backward", number, "tile", tile.query_owner, tile.key_owner):
                 dq, dk, dv = _differentiate(tile, blocks, outputs, call)
             with span("backward", number, "merge"):
                 sums.add(d_query, tile.query_slice, (dq,))

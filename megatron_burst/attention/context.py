@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype, Topology
+from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
     Kernel,
     Request,
@@ -21,11 +21,10 @@ from megatron_burst.kernels import (
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Plan, Tile
-from megatron_burst.plans.planning import Choice, Plans, choose, make_layout, mib
-from megatron_burst.plans.recompute import boundary, first_saved_row
+from megatron_burst.plans.planning import Choice, choose, make_layout, mib
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
@@ -33,7 +32,7 @@ from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 
 logger = logging.getLogger(__name__)
 
-_PLANS_KEPT = 64  # of one context: more than the masks of one step
+_CALLS_KEPT = 64  # of one context: more than the masks of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class AttentionCall:
     communicator: Communicator
     gradient_dtype: torch.dtype | None = None  # on the wire; None: that of sums
     soft_cap: float | None = None
-    first_saved_row: int = 0  # of a call with a memory: see `recompute`
+    first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
 
     def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
         """Cut the tile's rows out of the blocks that it reads."""
@@ -81,8 +80,8 @@ class BurstContext:
         self.nodes = nodes  # of the ranks of one ring
         self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._agreement = agreement  # None: nobody to agree with
-        self._calls = 0
-        self._plans: dict[tuple[object, ...], Plans] = {}
+        self._number = 0  # of calls
+        self._calls: dict[tuple[object, ...], AttentionCall] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
     @classmethod
@@ -123,7 +122,7 @@ class BurstContext:
         nodes = nodes_of_ranks(config, group, hierarchy)
         heads = _head_groups(config, nodes)
         nodes = [nodes[members[0]] for members in heads.groups]
-        grid, why_flat = choose_grid(_topology(config), nodes)
+        grid, why_flat = choose_grid(config.shape_of_rings, nodes)
         if why_flat and group.rank() == 0:
             logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
         if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
@@ -187,83 +186,67 @@ class BurstContext:
 
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
-        plans = self._plans_of(q, k, v, mask, soft_cap)
-        forward_plan, row = plans.forward, 0
-        group, index = self.heads.coordinates(self.rank)
-        if memory is not None:
-            tokens = q.shape[1] * self.grid.ranks
-            stop = boundary(self.layout(tokens), memory.fraction)
-            row = first_saved_row(self.heads.ring_layout(self.layout(tokens)), group, stop)
-            if memory.saved is not None and stop != tokens:
-                early = replace(mask, query_stop=stop)
-                forward_plan = self._plans_of(q, k, v, early, soft_cap).forward
-        request = _request(q, k, v, mask, soft_cap, plans)
-        return AttentionCall(
-            forward_plan,
-            plans.backward,
-            select_kernel(self.config.kernel, request),
-            scale,
-            self.communicator.subgroup(self.heads.ring(index)) if self.group else self.communicator,
-            q.dtype if self.config.grad_dtype is GradDtype.MODEL else None,
-            soft_cap,
-            row,
-        )
+        call = replace(self._call(q, k, v, mask, soft_cap), scale=scale)
+        if memory is None:
+            return call
+        layout = self.layout(q.shape[1] * self.grid.ranks)
+        stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
+        if memory.saved is not None and stop != layout.tokens:
+            early = self._call(q, k, v, replace(mask, query_stop=stop), soft_cap)
+            call = replace(call, forward_plan=early.forward_plan)
+        row = first_saved_row(self.heads.ring_layout(layout), number, stop)
+        return replace(call, first_saved_row=row)
 
-    def _plans_of(
+    def _call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
-    ) -> Plans:
-        """Return the plans of a call, made and compared with other ranks' when it is new.
+    ) -> AttentionCall:
+        """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        key = q.shape, q.dtype, k.shape, v.shape, soft_cap, mask
-        self._calls += 1
-        plans = self._plans.pop(key, None)
-        if plans is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
+        key = q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
+        self._number += 1
+        call = self._calls.pop(key, None)
+        if call is None:
             if self._agreement is not None:
-                call = f"call {self._calls} of q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
-                call += f"v {tuple(v.shape)}, {mask}"
-                call += "" if soft_cap is None else f", soft cap {soft_cap}"
+                said = f"call {self._number} of q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
+                said += f"v {tuple(v.shape)}, {mask}"
+                said += "" if soft_cap is None else f", soft cap {soft_cap}"
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
-                check_agreement(self._agreement, what, call, limit, f"attention {call}")
-            plans = self._make_plans(q, k, v, mask, soft_cap)
-        self._plans[key] = plans  # the last: with documents every batch has a mask of its own
-        if len(self._plans) > _PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        return plans
+                check_agreement(self._agreement, what, said, limit, f"attention {said}")
+            call = self._plan(q, k, v, mask, soft_cap)
+        self._calls[key] = call  # the last: with documents every batch has a mask of its own
+        if len(self._calls) > _CALLS_KEPT:
+            del self._calls[next(iter(self._calls))]
+        return call
 
-    def _make_plans(
+    def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
-    ) -> Plans:
-        layout = self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks))
-        tiling, shape = Tiling(layout, mask), self._shape(q, k, v)
+    ) -> AttentionCall:
+        tiling = Tiling(self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks)), mask)
+        wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
+        shape = _shape(q, k, v, wire_dtype)
         choice = choose(
             self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
         )
-        plans = choice.plans(self.heads.coordinates(self.rank)[0])
+        about = {"soft_cap": soft_cap, "has_documents": mask.documents is not None}
+        request = Request.of(q, k, v, is_banded=choice.is_banded, **about)
+        kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
         said = shape, replace(mask, documents=mask.documents and (0,))
         if self.rank == 0 and said not in self._logged:
             self._logged.add(said)
-            self._log(_request(q, k, v, mask, soft_cap, plans), choice, shape)
-        return plans
+            self._log(kernel, request, choice, shape)
+        number, index = self.heads.coordinates(self.rank)
+        messenger = self.communicator
+        if self.group is not None:
+            messenger = messenger.subgroup(self.heads.ring(index))
+        scale = 1.0  # `prepare` puts in each call's own
+        return AttentionCall(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap)
 
-    def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-        wide = accumulation_dtype(q.dtype).itemsize
-        return Shape(
-            tokens=q.shape[0] * q.shape[1],
-            query_heads=q.shape[2],
-            kv_heads=k.shape[2],
-            head_dim=k.shape[3],
-            value_head_dim=v.shape[3],
-            element_bytes=q.element_size(),
-            gradient_bytes=q.element_size() if self.config.grad_dtype is GradDtype.MODEL else wide,
-            row_bytes=wide,
-        )
-
-    def _log(self, request: Request, choice: Choice, shape: Shape) -> None:
-        kernel = select_kernel(self.config.kernel, request)
+    def _log(self, kernel: Kernel, request: Request, choice: Choice, shape: Shape) -> None:
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
         spread = exchanged = ""
         if self.heads.size > 1:
@@ -285,12 +268,17 @@ class BurstContext:
         )
 
 
-def _request(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None, plans: Plans
-) -> Request:
-    documents = mask.documents is not None
-    return Request.of(
-        *(q, k, v), is_banded=plans.is_banded, soft_cap=soft_cap, has_documents=documents
+def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> Shape:
+    wide = accumulation_dtype(q.dtype)
+    return Shape(
+        tokens=q.shape[0] * q.shape[1],
+        query_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=k.shape[3],
+        value_head_dim=v.shape[3],
+        element_bytes=q.element_size(),
+        gradient_bytes=(wire_dtype or wide).itemsize,
+        row_bytes=wide.itemsize,
     )
 
 
@@ -299,9 +287,3 @@ def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:
     if config.algorithm is Algorithm.ULYSSES:
         return head_groups([0] * len(nodes), len(nodes))
     return head_groups(nodes, config.head_parallel_size)
-
-
-def _topology(config: BurstConfig) -> Topology:
-    """A baseline is flat unless a double ring is asked for."""
-    baseline = config.algorithm is not Algorithm.BURST
-    return Topology.FLAT if baseline and config.topology is Topology.AUTO else config.topology

@@ -70,9 +70,7 @@ class Visibility:
 class Spread:
     """A sequence whose tokens are spread over the ranks of a group; its methods are collective.
 
-    Args:
-        positions: of the tokens of each rank, in the order of its rows.
-        group: the ranks; None is this process alone.
+    `positions` are those of each rank's rows; a group of None is this process alone.
     """
 
     def __init__(self, positions: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -97,10 +95,6 @@ class Spread:
         wire = self._wire(x.clone())
         dist.all_reduce(wire, group=self.group)
         return wire.to(x.device)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' values [batch, all rows, ...], of it this rank's rows."""
-        return self.total(x).split(len(self.own), dim=1)[self.rank]
 
     def _wire(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
@@ -151,8 +145,9 @@ class Reference:
                     yield Expected(name, heads, value, grain * (1 + length))
                 elif name == "dsink":
                     yield self._sink_gradient(heads, value, rough[name])
-                elif name in ("dk", "dv"):
-                    pair = [self.spread.rows(x)[:, :, None] for x in (value, rough[name])]
+                elif name in ("dk", "dv"):  # summed over the ranks, of all rows
+                    whole = (self.spread.total(x)[:, :, None] for x in (value, rough[name]))
+                    pair = [x.split(self.q.shape[1], dim=1)[self.spread.rank] for x in whole]
                     yield self._expected(name, slice(number, number + 1), *pair)
                 else:
                     yield self._expected(name, heads, value, rough[name])

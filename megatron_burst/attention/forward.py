@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
-from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.comm import Block, rows_of
 from megatron_burst.transport.profiling import span
 
 
@@ -26,7 +26,7 @@ def forward(
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks)
         for tile in step.tiles:
-            with span("forward", number, "tile", *tile.owners):
+            with span("forward", number, "tile", tile.query_owner, tile.key_owner):
                 partial = _attend(tile, blocks, call)
             with span("forward", number, "merge"):
                 results.add(tile.query_rows, *partial)

@@ -8,7 +8,7 @@ import torch
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
-from megatron_burst.transport.blocks import Block, rows_of
+from megatron_burst.transport.comm import Block, rows_of
 
 
 @dataclass(slots=True)
@@ -21,16 +21,13 @@ class _Sum:
 
 
 class GradientAccumulator:
-    """Sums of gradients by item, in float32 (float64 for float64 inputs).
-
-    Args:
-        rank: whose sums; what belongs to another rank is a visitor's.
-        shaped: for each kind of gradient, tensors of the shapes of one rank's sums.
-        wire_dtype: what a sum is rounded to when it is sent; None sends it as it is.
-    """
+    """Sums of gradients by item, in float32 (float64 for float64 inputs)."""
 
     def __init__(
-        self, rank: int, shaped: Mapping[Kind, Block], wire_dtype: torch.dtype | None
+        self,
+        rank: int,  # what belongs to another rank is a visitor's
+        shaped: Mapping[Kind, Block],  # tensors of the shapes of one rank's sums
+        wire_dtype: torch.dtype | None,  # what sums are rounded to when sent; None: as they are
     ) -> None:
         self._rank, self._shaped, self._wire_dtype = rank, shaped, wire_dtype
         self._sums: dict[Item, _Sum] = {}

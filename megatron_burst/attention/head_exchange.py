@@ -5,6 +5,7 @@ whole sequences, and attention needs no further messages (Ulysses).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_burst.transport.profiling import span
 _PEERS_AT_A_TIME = 42
 
 
+@cache
 def exchange_plan(rank: int, ranks: int) -> Plan:
     """Plan one all-to-all: part t of what rank s has goes to rank t.
 
@@ -40,13 +42,7 @@ def _share(source: int, target: int) -> Item:
 
 
 class HeadExchange:
-    """The all-to-all of one group as one of its ranks sees it.
-
-    Args:
-        rank: this rank's number in the group.
-        layout: which of the group's tokens each of its ranks holds.
-        communicator: of the ranks of the group.
-    """
+    """The all-to-all of one group, among whose tokens `layout` says which each rank holds."""
 
     def __init__(self, rank: int, layout: Layout, communicator: Communicator) -> None:
         self.rank, self.ranks = rank, layout.ranks

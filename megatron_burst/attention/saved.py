@@ -30,7 +30,6 @@ class AttentionMemory:
     saved: "SavedRows | None" = None
 
     def __post_init__(self) -> None:
-        """Check the fraction."""
         check_fraction(self.fraction)
 
     def save(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:

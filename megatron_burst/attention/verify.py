@@ -70,17 +70,9 @@ def attend_beside_reference(
 ) -> Tensor:
     """Call `attend`, a `ring_attention`, and compare its results and later its gradients.
 
-    A collective call of the context's ranks, forward and backward.
-
-    Args:
-        attend: is called with q, k, v, context, sink and `more`, as `ring_attention` has them.
-        q, k, v: this rank's; what `attend` is given are views of them.
-        context: of the ranks.
-        visibility: which keys a query sees, in Megatron's words.
-        scale: of the scores.
-        take: is given what was found, after the forward and, with True, after the backward.
-        sink: [heads] or None.
-        **more: for `attend`.
+    A collective call of the context's ranks, forward and backward. `attend` is given views of q, k
+    and v, the context, the sink and `more`; `take` what was found, after the forward and, with
+    True, after the backward.
     """
     spread = spread_of(context, q.shape[1] * context.ranks)
     margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
@@ -133,12 +125,9 @@ def of_all_ranks[T](context: BurstContext, mine: T) -> list[T]:
 def compare(
     expected: Iterable[Expected], found: Mapping[str, Tensor], positions: Tensor
 ) -> list[Finding]:
-    """Compare tensors head by head; a NaN is an error without bound.
+    """Compare what is found, [batch, rows at these positions, heads, size], with all its heads.
 
-    Args:
-        expected: all heads of any tensors.
-        found: [batch, rows, heads, size] by name.
-        positions: of the rows, to be named.
+    A NaN is an error without bound.
     """
     norms: dict[str, list[Tensor]] = {}
     for each in expected:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from itertools import chain, takewhile
 
+import torch
+
 from megatron_burst.kernels.aten_flash import AtenFlashKernel
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.kernels.cudnn import CudnnKernel
@@ -12,9 +14,20 @@ from megatron_burst.kernels.flash4 import Flash4Kernel
 from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.kernels.protocol import Kernel, Request, TileCall
 from megatron_burst.kernels.reference import ReferenceKernel
-from megatron_burst.kernels.torch_version import check_torch_version
 
 __all__ = ["KERNELS", "Kernel", "Request", "TileCall", "passed_over", "select_kernel"]
+
+_OLDEST_TORCH = 2, 9  # before, cuDNN's attention takes and returns another log-sum-exp
+
+
+def check_torch_version() -> None:
+    """Raise an ImportError that says what to install if torch is older; a pre-release is not."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        raise ImportError(
+            "megatron_burst needs torch {0}.{1} or newer, and {2} is installed: pip install "
+            "'torch>={0}.{1}', or take a newer image".format(*_OLDEST_TORCH, torch.__version__)
+        )
+
 
 check_torch_version()
 
@@ -36,11 +49,7 @@ def select_kernel(name: str, request: Request) -> Kernel:
 
     Where K and V have heads of two sizes and a kernel wants one, it is wrapped in a `PaddedKernel`.
     "auto" never takes `reference`: dense scores in float64 would exhaust memory where people least
-    expect it.
-
-    Raises:
-        ValueError: the name is unknown, or the kernel cannot serve the request; the message has
-            every backend's reasons.
+    expect it. If none serves, a ValueError has every backend's reasons.
     """
     check_kernel_name(name)
     reasons = {}

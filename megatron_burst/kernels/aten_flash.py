@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import TileCall
-from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
+from megatron_burst.kernels.requirements import DeclaredKernel
 
 
 class AtenFlashKernel(DeclaredKernel):
@@ -14,7 +14,6 @@ class AtenFlashKernel(DeclaredKernel):
     """
 
     name = "aten_flash"
-    requirements = Requirements()
 
     def late_reasons(self) -> list[str]:
         """Return why this torch has no FlashAttention."""
@@ -43,9 +42,8 @@ class AtenFlashKernel(DeclaredKernel):
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        rng_state = torch.zeros(
-            2, dtype=torch.uint64, device=tile.q.device
-        )  # of dropout, which is 0
+        # Of dropout, which is 0.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=tile.q.device)
         left, right = tile.window
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,

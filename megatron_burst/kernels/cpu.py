@@ -1,14 +1,13 @@
 """ATen's flash attention for CPUs: returns the log-sum-exp and has a backward of its own."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.kernels.protocol import TileCall
-from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
+from megatron_burst.kernels.protocol import TileCall, swapped
+from megatron_burst.kernels.requirements import DeclaredKernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 
@@ -19,16 +18,14 @@ class CpuKernel(DeclaredKernel):
     """Flash attention in torch's own CPU code; takes grouped kv heads without repeating them."""
 
     name = "cpu"
-    requirements = Requirements(
-        device="cpu",
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        largest_head=None,
-    )
+    device = "cpu"
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    largest_head = None
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         if tile.is_banded:
-            parts = [_forward(stripe.tile, stripe.mask) for stripe in _stripes(tile)]
+            parts = [_forward(stripe, mask) for _, _, stripe, mask in _stripes(tile)]
             out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
         else:
             out_BHSD, lse_BHS = _forward(tile)
@@ -42,29 +39,19 @@ class CpuKernel(DeclaredKernel):
             return _backward(tile, dout, out, lse)
         wide = accumulation_dtype(tile.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in tile.qkv)
-        for stripe in _stripes(tile):
-            rows, keys = stripe.queries.rows, stripe.keys.rows
+        for rows, keys, stripe, mask in _stripes(tile):
             finished = dout[:, rows], out[:, rows], lse[:, :, rows]
-            part_q, part_k, part_v = _backward(stripe.tile, *finished, stripe.mask)
+            part_q, part_k, part_v = _backward(stripe, *finished, mask)
             dq[:, rows] = part_q
             dk[:, keys] += part_k
             dv[:, keys] += part_v
         return dq.to(tile.q.dtype), dk.to(tile.k.dtype), dv.to(tile.v.dtype)
 
 
-class _Stripe(NamedTuple):
-    """Some rows of a banded tile, with the keys that they see."""
-
-    queries: Interval
-    keys: Interval
-    tile: TileCall
-    mask: Tensor | None
-
-
-def _stripes(tile: TileCall) -> Iterator[_Stripe]:
+def _stripes(tile: TileCall) -> Iterator[tuple[slice, slice, TileCall, Tensor | None]]:
     """Cut a banded tile into rows with the keys they see and a mask, because the kernel knows none.
 
-    A mask is as large as a stripe, not as the tile.
+    Yields the rows and the keys of a stripe, its call and its mask, no larger than the stripe.
     """
     queries, every_key = tile.q.shape[1], Interval(0, tile.k.shape[1])
     for start in range(0, queries, _STRIPE_ROWS):
@@ -78,13 +65,13 @@ def _stripes(tile: TileCall) -> Iterator[_Stripe]:
             mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
             mask.masked_fill_(~visible, -torch.inf)
         q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]
-        yield _Stripe(rows, keys, TileCall(q, k, v, Band.FULL, tile.scale), mask)
+        yield rows.rows, keys.rows, TileCall(q, k, v, Band.FULL, tile.scale), mask
 
 
 def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, S, D], lse) of a full tile, a causal square, or one under a mask."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_to_BHSD(*tile.qkv),
+        *swapped(*tile.qkv),
         0.0,
         tile.band == Band.CAUSAL,
         attn_mask=mask,
@@ -96,16 +83,12 @@ def _backward(
     tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_to_BHSD(dout, *tile.qkv, out),
+        *swapped(dout, *tile.qkv, out),
         lse,
         0.0,
         tile.band == Band.CAUSAL,
         attn_mask=mask,
         scale=tile.scale,
     )
-    dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
+    dq, dk, dv = swapped(*grads_BHSD)
     return dq, dk, dv
-
-
-def _to_BHSD(*tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2) for t in tensors]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
+from megatron_burst.kernels.protocol import Request, TileCall, swapped
+from megatron_burst.kernels.requirements import DeclaredKernel
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
 
@@ -15,7 +15,8 @@ class CudnnKernel(DeclaredKernel):
     """cuDNN's flash attention through ATen; needs no package beside torch."""
 
     name = "cudnn"
-    requirements = Requirements(largest_head=128, one_head_size=False)
+    largest_head = 128
+    one_head_size = False
 
     def more_reasons(self, request: Request) -> Iterator[str]:
         """Yield what of the request stands against cuDNN."""
@@ -38,7 +39,7 @@ class CudnnKernel(DeclaredKernel):
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_to_BHSD(*tile.qkv), None, True, 0.0, tile.is_causal, scale=tile.scale
+            *swapped(*tile.qkv), None, True, 0.0, tile.is_causal, scale=tile.scale
         )
         batch, tokens, heads, _ = tile.q.shape
         return out_BHSD.transpose(1, 2), lse.view(batch, heads, tokens)
@@ -49,7 +50,7 @@ class CudnnKernel(DeclaredKernel):
         """Return (dq, dk, dv); see `Kernel`."""
         seed = torch.zeros((), dtype=torch.int64, device=tile.q.device)  # of dropout, which is 0
         grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *_to_BHSD(dout, *tile.qkv, out),
+            *swapped(dout, *tile.qkv, out),
             lse.contiguous()[..., None],
             seed,
             seed,
@@ -62,13 +63,9 @@ class CudnnKernel(DeclaredKernel):
             tile.is_causal,
             scale=tile.scale,
         )
-        dq, dk, dv = _to_BHSD(*grads_BHSD)  # the same swap of axes leads back
+        dq, dk, dv = swapped(*grads_BHSD)
         return dq, dk, dv
 
 
 def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _to_BHSD(*tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2) for t in tensors]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import TileCall
-from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
+from megatron_burst.kernels.requirements import DeclaredKernel
 
 # The signatures are those of 2.7.0 and later; Blackwell was refused before 2.7.4.
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.4", "2.9")
@@ -18,8 +18,8 @@ class Flash2Kernel(DeclaredKernel):
     """flash-attn 2: windows, soft caps and a deterministic backward."""
 
     name = "flash2"
-    package = PACKAGE
-    requirements = Requirements(package=PACKAGE, soft_cap=True)
+    package: Package = PACKAGE
+    has_soft_cap = True
     always: ClassVar[Mapping[str, Any]] = {"dropout_p": 0.0, "alibi_slopes": None}
     always_forward: ClassVar[Mapping[str, Any]] = {"return_softmax": False}
     causal_backward = "causal"  # what the backward calls it

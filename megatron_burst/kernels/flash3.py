@@ -8,7 +8,6 @@ import torch
 from megatron_burst.kernels.flash2 import Flash2Kernel
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request
-from megatron_burst.kernels.requirements import Requirements
 
 # Before 3.0.0 signatures changed while the version stayed 3.0.0b1.
 PACKAGE = Package("flash_attn_3", "flash_attn_interface", "3.0.0", "3.1")
@@ -19,7 +18,8 @@ class Flash3Kernel(Flash2Kernel):
 
     name = "flash3"
     package = PACKAGE
-    requirements = Requirements(package=PACKAGE, gpus=(9, 9), one_head_size=False, soft_cap=True)
+    gpus = (9, 9)
+    one_head_size = False
     always: ClassVar[Mapping[str, Any]] = {}
     always_forward: ClassVar[Mapping[str, Any]] = {}
     causal_backward = "is_causal"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request, TileCall
-from megatron_burst.kernels.requirements import DeclaredKernel, Requirements
+from megatron_burst.kernels.requirements import DeclaredKernel
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
 _MLA = (192, 128)
@@ -17,7 +17,10 @@ class Flash4Kernel(DeclaredKernel):
     """flash-attn 4: windows, soft caps, a deterministic backward and MLA's usual head sizes."""
 
     name = "flash4"
-    requirements = Requirements(package=PACKAGE, gpus=(9, 11), one_head_size=False, soft_cap=True)
+    package = PACKAGE
+    gpus = (9, 11)
+    one_head_size = False
+    has_soft_cap = True
 
     def more_reasons(self, request: Request) -> Iterator[str]:
         """Yield what of the head sizes stands against flash-attn 4."""

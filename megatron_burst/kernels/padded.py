@@ -18,10 +18,9 @@ class PaddedKernel:
 
     inner: Kernel
     size: int  # of a head after padding
-    name: str = field(init=False)
+    name: str = field(init=False)  # is logged
 
     def __post_init__(self) -> None:
-        """Say by the name, which is logged, that there is padding."""
         self.name = f"{self.inner.name} with heads padded to {self.size}"
 
     def reasons_against(self, request: Request) -> list[str]:

@@ -1,7 +1,7 @@
 """What a kernel is: attention of one tile, forward and backward."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +24,10 @@ class Request:
     has_documents: bool = False  # whether they cut tiles, into other shapes in every batch
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_banded: bool = False,
-        soft_cap: float | None = None,
-        has_documents: bool = False,
-    ) -> "Request":
-        """Describe these tensors, [batch, tokens, heads, head size]."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> "Request":
+        """Describe these tensors, [batch, tokens, heads, head size], and more by name."""
         heads, sizes = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
-        return cls(q.device, q.dtype, *heads, *sizes, is_banded, soft_cap, has_documents)
+        return cls(q.device, q.dtype, *heads, *sizes, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +65,11 @@ class TileCall:
     def is_causal(self) -> bool:
         """Whether FlashAttention calls it causal: nothing to the right of its diagonal."""
         return self.window == (None, 0)
+
+
+def swapped(*tensors: Tensor) -> list[Tensor]:
+    """Swap tokens and heads: [B, S, H, D] to [B, H, S, D], or back."""
+    return [t.transpose(1, 2) for t in tensors]
 
 
 class Kernel(Protocol):

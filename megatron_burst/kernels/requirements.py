@@ -1,36 +1,41 @@
 """What a kernel asks of a request, declared as data."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.protocol import Request
 
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 
+class DeclaredKernel:
+    """A kernel that declares what it serves: if nothing else, what FlashAttentions on GPUs do."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirements:
-    """What a kernel serves; by default what a FlashAttention on NVIDIA GPUs does."""
+    package: Package | None = None  # that has to be installed
+    device = "cuda"
+    gpus: tuple[int, int | None] = (
+        8,
+        None,
+    )  # oldest and newest major compute capability; None: any
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    largest_head: int | None = 256  # head sizes are multiples of 8 up to this; None: any
+    one_head_size = True  # whether heads of K and V must be of one size
+    has_soft_cap = False
 
-    package: Package | None = None
-    """That has to be installed."""
-    device: str = "cuda"
-    gpus: tuple[int, int | None] = (8, None)
-    """The oldest and the newest major compute capability; None: any that is newer."""
-    dtypes: tuple[torch.dtype, ...] = HALF_PRECISION
-    largest_head: int | None = 256
-    """Head sizes are multiples of 8 up to this; None: any."""
-    one_head_size: bool = True
-    """Whether heads of K and V must be of one size."""
-    soft_cap: bool = False
-    """Whether the kernel has soft caps."""
+    def reasons_against(self, request: Request) -> list[str]:
+        """Return why the kernel cannot serve the request, in the end whether it can be imported."""
+        reasons = [*self._declared_reasons(request), *self.more_reasons(request)]
+        return reasons or self.late_reasons()
 
-    def reasons_against(self, request: Request) -> Iterator[str]:
-        """Yield what stands against the kernel, before its package is imported."""
+    def more_reasons(self, request: Request) -> Iterable[str]:
+        """Yield what of the request stands against it beside what is declared."""
+        return ()
+
+    def late_reasons(self) -> list[str]:
+        """Return what may take seconds to find out, and is only asked if nothing else is wrong."""
+        return self.package.import_reasons() if self.package else []
+
+    def _declared_reasons(self, request: Request) -> Iterator[str]:
         if self.package:
             yield from self.package.reasons_against()
         yield from self._device_reasons(request)
@@ -40,10 +45,10 @@ class Requirements:
         sizes = request.head_dim, request.value_head_dim
         if self.one_head_size and sizes[0] != sizes[1]:
             yield "head sizes of K and V differ ({} and {})".format(*sizes)
-        for size in sorted(set(sizes)) if self.largest_head else ():
-            if size % 8 or size > (self.largest_head or size):
+        for size in sorted(set(sizes)):
+            if self.largest_head and (size % 8 or size > self.largest_head):
                 yield f"head size {size} is not a multiple of 8 up to {self.largest_head}"
-        if request.soft_cap is not None and not self.soft_cap:
+        if request.soft_cap is not None and not self.has_soft_cap:
             yield "it has no soft cap"
 
     def _device_reasons(self, request: Request) -> Iterator[str]:
@@ -58,23 +63,3 @@ class Requirements:
                 yield f"the GPU has compute capability {major}.{minor}, older than {oldest}.0"
             if newest is not None and major > newest:
                 yield f"the GPU has compute capability {major}.{minor}, newer than {newest}.x"
-
-
-class DeclaredKernel:
-    """What kernels share that declare their requirements."""
-
-    requirements: ClassVar[Requirements]
-
-    def reasons_against(self, request: Request) -> list[str]:
-        """Return why the kernel cannot serve the request, in the end whether it can be imported."""
-        reasons = [*self.requirements.reasons_against(request), *self.more_reasons(request)]
-        return reasons or self.late_reasons()
-
-    def more_reasons(self, request: Request) -> Iterable[str]:
-        """Yield what of the request stands against it beside the requirements."""
-        return ()
-
-    def late_reasons(self) -> list[str]:
-        """Return what may take seconds to find out, and is only asked if nothing else is wrong."""
-        package = self.requirements.package
-        return package.import_reasons() if package else []

@@ -8,7 +8,7 @@ ring alone, U = P an all-to-all alone.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.layout import Interval, Layout, joined
 from megatron_burst.plans.topology import by_node
 
 
@@ -47,21 +47,14 @@ class HeadGroups:
         members = self.groups[group]
         if len(members) == layout.ranks:
             return Layout(tuple(layout.shards[rank] for rank in members))
-        rows, start = {}, 0
-        for positions in _in_order(layout, members):
-            rows[positions] = range(start, start + len(positions))
-            start += len(positions)
-        return Layout(
-            tuple(tuple(rows[positions] for positions in layout.shards[rank]) for rank in members)
-        )
+        whole = Layout((tuple(_in_order(layout, members)),))
+        rows = dict(zip(whole.shards[0], whole.local_rows(0), strict=True))
+        held = (layout.shards[rank] for rank in members)
+        return Layout(tuple(tuple(range(*rows[positions]) for positions in of) for of in held))
 
 
 def head_groups(nodes: Sequence[Hashable], size: int) -> HeadGroups:
-    """Return groups of `size` ranks that follow each other on a node, given the node of each rank.
-
-    Raises:
-        ValueError: the ranks, or those of a node, do not divide by `size`.
-    """
+    """Return groups of `size` ranks that follow each other on a node; `nodes` are each rank's."""
     rows = by_node(nodes)
     if any(len(row) % size for row in rows):
         held = ", ".join(str(len(row)) for row in rows)
@@ -75,13 +68,7 @@ def head_groups(nodes: Sequence[Hashable], size: int) -> HeadGroups:
 
 
 def kv_head_copies(query_heads: int, kv_heads: int, size: int) -> int:
-    """Return how often each kv head of a rank is needed to give every rank of a group one.
-
-    1 where the kv heads divide by `size`.
-
-    Raises:
-        ValueError: the heads cannot be shared out evenly.
-    """
+    """Return how often each kv head of a rank is needed to give every rank of a group one."""
     if query_heads % size == 0:
         if kv_heads % size == 0:
             return 1
@@ -105,11 +92,6 @@ def _in_order(layout: Layout, ranks: Sequence[int]) -> list[range]:
 
 def _joined(ranges: Sequence[range]) -> tuple[range, ...]:
     """Join ranges without gaps that follow each other: fewer and larger tiles."""
-    joined: list[range] = []
-    for positions in ranges:
-        last = joined[-1] if joined else None
-        if last and last.step == positions.step == 1 and last.stop == positions.start:
-            joined.pop()
-            positions = range(last.start, positions.stop)
-        joined.append(positions)
-    return tuple(joined)
+    if any(positions.step > 1 for positions in ranges):
+        return tuple(ranges)
+    return tuple(range(*rows) for rows in joined(Interval(r.start, r.stop) for r in ranges))

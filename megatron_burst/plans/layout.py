@@ -10,7 +10,7 @@ Four ranks; a digit is the rank that holds that eighth of the sequence (sixteent
 Under a causal mask zigzag and striped give every rank the same number of (query, key) pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +34,25 @@ class Interval(NamedTuple):
         """The slice that selects these rows."""
         return slice(self.start, self.stop)
 
+    def shifted(self, by: int) -> "Interval":
+        """Return as many rows, that many further on."""
+        return Interval(self.start + by, self.stop + by)
+
     def within(self, whole: "Interval | None") -> "Interval":
         """Return the same rows counted from the start of `whole`; None is all rows."""
         start = 0 if whole is None else whole.start
         return Interval(self.start - start, self.stop - start)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of the intervals as disjoint ones that do not touch, in order."""
+    union: list[Interval] = []
+    for interval in sorted(intervals):
+        if union and interval.start <= union[-1].stop:
+            last = union.pop()
+            interval = Interval(last.start, max(last.stop, interval.stop))
+        union.append(interval)
+    return union
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +89,7 @@ class Layout:
         return torch.cat([torch.arange(r.start, r.stop, r.step) for r in self.shards[rank]])
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """Return `x.index_select(dim, positions(rank))`: the rows of the whole that `rank` holds.
-
-        Raises:
-            ValueError: `x` does not have this layout's number of tokens along `dim`.
-        """
+        """Return the rows that `rank` holds: `x.index_select(dim, positions(rank))`."""
         if x.shape[dim] != self.tokens:
             raise ValueError(f"expected {self.tokens} tokens along dim {dim}, got {tuple(x.shape)}")
         return torch.cat([_at(x, positions, dim) for positions in self.shards[rank]], dim)
@@ -98,9 +109,6 @@ def zigzag(tokens: int, ranks: int) -> Layout:
     """Cut the sequence into 2P equal chunks; rank r holds chunks r and 2P-1-r.
 
     This is Megatron's own split, so its data loader and rotary positions fit unchanged.
-
-    Raises:
-        ValueError: the sequence does not divide into 2P chunks.
     """
     return segmented_zigzag((tokens,), ranks)
 
@@ -108,10 +116,8 @@ def zigzag(tokens: int, ranks: int) -> Layout:
 def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
     """Cut the sequence into segments of these lengths, each of them in zigzag by itself.
 
-    Every rank has an equal share of each segment, and under a causal mask of its work.
-
-    Raises:
-        ValueError: a segment does not divide into 2P chunks.
+    Every rank has an equal share of each segment, and under a causal mask of its work; ValueError
+    for a segment that does not divide into 2P chunks.
     """
     chunks = 2 * ranks
     shards: list[list[range]] = [[] for _ in range(ranks)]
@@ -134,23 +140,38 @@ def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
 
 
 def contiguous(tokens: int, ranks: int) -> Layout:
-    """Cut the sequence into P equal pieces, one a rank; unbalanced under a causal mask.
-
-    Raises:
-        ValueError: the sequence does not divide into P pieces.
-    """
+    """Cut the sequence into P equal pieces, one a rank; unbalanced under a causal mask."""
     size = _share("contiguous", tokens, ranks)
     return Layout(tuple((range(r * size, (r + 1) * size),) for r in range(ranks)))
 
 
 def striped(tokens: int, ranks: int) -> Layout:
-    """Give rank r every P-th token from token r on (striped attention, arXiv 2311.09431).
-
-    Raises:
-        ValueError: the sequence does not divide by P.
-    """
+    """Give rank r every P-th token from token r on (striped attention, arXiv 2311.09431)."""
     _share("striped", tokens, ranks)
     return Layout(tuple((range(r, tokens, ranks),) for r in range(ranks)))
+
+
+def boundary(layout: Layout, fraction: float) -> int:
+    """Return the position before which rows are recomputed: the border of chunks nearest to ρ·S.
+
+    The later rows are saved in a checkpointed call's first pass. A rank alone, or one that holds
+    every P-th token, has no chunks, and any position will do.
+    """
+    wanted = fraction * layout.tokens
+    if layout.ranks == 1 or any(r.step > 1 for shard in layout.shards for r in shard):
+        return round(wanted)
+    borders = {layout.tokens, *(r.start for shard in layout.shards for r in shard)}
+    return min(sorted(borders), key=lambda border: abs(border - wanted))
+
+
+def first_saved_row(layout: Layout, rank: int, stop: int) -> int:
+    """Return how many rows of a rank have positions before `stop`; they must be its first."""
+    before = [len(range(r.start, min(r.stop, stop), r.step)) for r in layout.shards[rank]]
+    row = sum(before)
+    for count, rows in zip(before, layout.local_rows(rank), strict=True):
+        if count != min(rows.length, max(0, row - rows.start)):
+            raise ValueError(f"the rows of rank {rank} are not in the order of the sequence")
+    return row
 
 
 def _share(name: str, tokens: int, ranks: int) -> int:

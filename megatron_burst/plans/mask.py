@@ -1,6 +1,9 @@
 """Which keys a query sees: between two ranges of positions a band around a diagonal."""
 
 import hashlib
+import math
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -106,35 +109,6 @@ def _triangle(side: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTable:
-    """Which blocks of keys each block of queries sees; a block is 1 / `blocks` of the sequence."""
-
-    blocks: int
-    bits: bytes = field(repr=False)  # one byte a pair, row after row
-    digest: str
-
-    @classmethod
-    def of(cls, table: Tensor) -> "BlockTable":
-        """Make it of a boolean tensor [blocks of queries, blocks of keys].
-
-        Raises:
-            ValueError: the tensor is not square or not boolean.
-        """
-        if table.ndim != 2 or table.shape[0] != table.shape[1] or table.dtype != torch.bool:
-            raise ValueError(
-                f"a block mask is a square table of booleans, got {tuple(table.shape)} of "
-                f"{table.dtype}"
-            )
-        bits = table.cpu().numpy().tobytes()
-        return cls(table.shape[0], bits, hashlib.sha256(bits).hexdigest()[:16])
-
-    @property
-    def array(self) -> NDArray[np.bool]:
-        """The table: [blocks of queries, blocks of keys]."""
-        return np.frombuffer(self.bits, np.bool).reshape(self.blocks, self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
 class Mask:
     """The attention mask of a whole sequence, never built as a matrix.
 
@@ -145,7 +119,8 @@ class Mask:
     is_causal: bool
     window: int | None = None
     documents: tuple[int, ...] | None = field(default=None, repr=False)
-    block_table: BlockTable | None = None
+    block_table: bytes | None = field(default=None, repr=False)
+    """A byte for each pair of blocks, row after row; see `blocks`."""
     query_stop: int | None = None
     """Queries at this position and later see nothing: their results are known already."""
 
@@ -188,8 +163,7 @@ class Mask:
                 raise ValueError(
                     f"document boundaries grow from 0 to the end of the sequence, got {bounds[:8]}"
                 )
-        table = None if block_table is None else BlockTable.of(block_table)
-        return cls(False, window, bounds, table)
+        return cls(False, window, bounds, None if block_table is None else _bytes_of(block_table))
 
     def __str__(self) -> str:
         parts = ["causal" if self.is_causal else "full"]
@@ -197,9 +171,10 @@ class Mask:
             parts.append(f"window {self.window}")
         if self.documents is not None:
             count = len(self.documents) - 1
-            parts.append(f"{count} packed sequences ({_digest(self.documents)})")
+            digest = _digest(repr(self.documents).encode())
+            parts.append(f"{count} packed sequences ({digest})")
         if self.block_table is not None:
-            parts.append(f"{self.block_table.blocks} blocks ({self.block_table.digest})")
+            parts.append(f"{self.side} blocks ({_digest(self.block_table)})")
         if self.query_stop is not None:
             parts.append(f"queries before {self.query_stop}")
         return ", ".join(parts)
@@ -210,11 +185,21 @@ class Mask:
             raise ValueError(
                 f"the documents end at {self.documents[-1]}, the sequence has {tokens} tokens"
             )
-        if self.block_table is not None and tokens % self.block_table.blocks:
+        if self.block_table is not None and tokens % self.side:
             raise ValueError(
-                f"{tokens} tokens do not divide into the block mask's {self.block_table.blocks} "
-                "blocks: change --seq-length or --burst-block-mask"
+                f"{tokens} tokens do not divide into the block mask's {self.side} blocks: change "
+                "--seq-length or --burst-block-mask"
             )
+
+    @property
+    def side(self) -> int:
+        """How many blocks the sequence has for the block mask."""
+        return math.isqrt(len(self.block_table or ()))
+
+    @property
+    def blocks(self) -> NDArray[np.bool]:
+        """Which blocks of keys each block of queries sees: [side, side]."""
+        return np.frombuffer(self.block_table or b"", np.bool).reshape(self.side, self.side)
 
     @property
     def is_sparse(self) -> bool:
@@ -225,11 +210,21 @@ class Mask:
         """Return the positions at which documents and blocks begin, in order, 0 left out."""
         cuts = set(self.documents[1:-1]) if self.documents else set()
         if self.block_table is not None:
-            size = tokens // self.block_table.blocks
+            size = tokens // self.side
             cuts |= set(range(size, tokens, size))
         if self.query_stop is not None:
             cuts.add(self.query_stop)
         return sorted(cuts)
+
+    def reach(self, first: int, last: int) -> tuple[int, int]:
+        """Return positions before and behind which none of these queries sees a key."""
+        low, high = 0, last if self.is_causal else sys.maxsize
+        if self.window is not None:
+            low = first - self.window
+        if self.documents is not None:
+            low = max(low, self.documents[bisect_right(self.documents, first) - 1])
+            high = min(high, self.documents[bisect_right(self.documents, last)] - 1)
+        return low, high
 
     def overview(self, queries: Bounds, keys: Bounds, tokens: int) -> NDArray[np.int8]:
         """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.
@@ -251,8 +246,8 @@ class Mask:
             numbers = [np.searchsorted(starts, x, "right") for x in (first, key_first)]
             never |= numbers[0] != numbers[1]
         if self.block_table is not None:
-            size = tokens // self.block_table.blocks
-            never |= ~self.block_table.array[first // size, key_first // size]
+            size = tokens // self.side
+            never |= ~self.blocks[first // size, key_first // size]
         if self.query_stop is not None:
             never |= first >= self.query_stop
         return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
@@ -268,5 +263,13 @@ class Mask:
         return Band(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
 
 
-def _digest(values: Sequence[int]) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+def _bytes_of(table: Tensor) -> bytes:
+    if table.ndim != 2 or table.shape[0] != table.shape[1] or table.dtype != torch.bool:
+        raise ValueError(
+            f"a block mask is a square table of booleans, got {tuple(table.shape)} of {table.dtype}"
+        )
+    return table.cpu().numpy().tobytes()
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()[:16]

@@ -106,14 +106,8 @@ class Tile:
     key_part: Interval | None = None
 
     def __post_init__(self) -> None:
-        """Check that every query sees a key."""
         queries, keys = self.query_rows.length, self.key_rows.length
         assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
-
-    @property
-    def owners(self) -> tuple[int, int]:
-        """Whose queries meet whose keys."""
-        return self.query_owner, self.key_owner
 
     @property
     def pairs(self) -> int:
@@ -259,10 +253,7 @@ def _last_uses(
     becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
     sent; what arrives after it, or at the owner, is added at once.
     """
-    read: dict[Item, int] = {}
-    for step, computed in tiles.items():
-        for tile in computed:
-            read |= {item: max(step, read.get(item, 0)) for item in tile.blocks}
+    read = {item: step for step in sorted(tiles) for tile in tiles[step] for item in tile.blocks}
     sent: dict[Item, list[Hop]] = defaultdict(list)
     for hop in hops:
         if hop.source == rank:

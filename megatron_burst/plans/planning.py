@@ -10,7 +10,7 @@ from megatron_burst.config import (
     GradientReturn,
     LayoutName,
 )
-from megatron_burst.plans.cost import Traffic, imbalance, traffic
+from megatron_burst.plans.cost import Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.plan import Kind, Plan
@@ -18,16 +18,6 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-
-
-@dataclass(frozen=True, slots=True)
-class Plans:
-    """One rank's plans for one length and mask."""
-
-    forward: Plan
-    backward: Plan
-    is_banded: bool  # whether any rank has tiles that are neither full nor causal squares
-
 
 type Costs = Mapping[Schedule, Traffic]
 
@@ -43,16 +33,16 @@ class Choice:
     backward_costs: Costs  # of the best schedule for each kind of block that may be sent
     unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
 
-    def plans(self, rank: int) -> Plans:
-        """Return the plans of one rank."""
-        return Plans(
-            self.forward.forward(rank),
-            self.backward.backward(rank),
-            any(tile.is_banded for tile in self.tiling.all()),
-        )
+    @property
+    def is_banded(self) -> bool:
+        """Whether any rank has tiles that are neither full nor causal squares."""
+        return self.tiling.needs.is_banded
+
+    def plans(self, rank: int) -> tuple[Plan, Plan]:
+        """Return the plans of a rank's forward and backward."""
+        return self.forward.forward(rank), self.backward.backward(rank)
 
     def __str__(self) -> str:
-        """Say what a layer sends and computes, for the log."""
         mask = self.tiling.mask
         if self.tiling.ranks == 1:
             return f"{mask}, no rings"
@@ -63,7 +53,7 @@ class Choice:
             f"{mask}: a layer sends {mib(self.forward_cost.rank)} a rank forward"
             f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
             f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
-            f"{imbalance(self.tiling):.3f}"
+            f"{self.tiling.needs.imbalance:.3f}"
         )
 
 
@@ -77,21 +67,18 @@ def choose(
 ) -> Choice:
     """Choose by the bytes on the bottleneck link.
 
-    Args:
-        config: what is asked for.
-        tiling: who computes what.
-        grid: of the ranks.
-        sizes: the bytes of a whole item of each kind.
-        nodes: each rank's node.
-        along_grid: whether messages pass within rows and columns of the grid alone, as adopted
-            process groups do; then nothing goes straight from any rank to any other.
+    `sizes` are the bytes of a whole item of each kind. With `along_grid`, as in adopted process
+    groups, messages pass within rows and columns of the grid alone: nothing goes straight.
     """
+    gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
+    straight = config.algorithm is Algorithm.BURST and tiling.mask.is_sparse and not along_grid
 
     def costs(kind: Kind, *, backward: bool) -> Costs:
-        return {
-            schedule: traffic(schedule.hops(backward=backward), sizes, nodes, tiling.local_tokens)
-            for schedule in _schedules(config, tiling, grid, nodes, kind, along_grid)
-        }
+        found: list[Schedule] = [Ring(tiling, grid, kind, back, gather)]  # first the usual one
+        if straight:
+            found.append(Direct(tiling, grid, kind))
+        local = tiling.local_tokens
+        return {s: traffic(s.messages(backward=backward), sizes, nodes, local) for s in found}
 
     forward = costs(Kind.KV, backward=False)
     backward = {kind: costs(kind, backward=True) for kind in (Kind.KV, Kind.QUERY)}
@@ -109,11 +96,7 @@ def choose(
 
 
 def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
-    """Return which tokens of a sequence each of `ranks` ranks holds.
-
-    Raises:
-        ValueError: the sequence does not divide over the ranks.
-    """
+    """Return which tokens each rank holds; ValueError if they do not divide over the ranks."""
     if config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute:
         chunks, fraction = 2 * ranks, config.recompute_fraction or 0.0
         early = round(fraction * tokens / chunks) * chunks
@@ -131,22 +114,6 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         LayoutName.STRIPED: striped,
     }
     return makers[config.layout](tokens, ranks)
-
-
-def _schedules(
-    config: BurstConfig,
-    tiling: Tiling,
-    grid: Grid,
-    nodes: Sequence[Hashable],
-    kind: Kind,
-    along_grid: bool,
-) -> list[Schedule]:
-    """Return the schedules that may send blocks of this kind: first the usual one."""
-    gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
-    found: list[Schedule] = [Ring(tiling, grid, kind, back, gather)]
-    if config.algorithm is Algorithm.BURST and tiling.mask.is_sparse and not along_grid:
-        found.append(Direct(tiling, grid, kind))
-    return found
 
 
 def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> GradientReturn:

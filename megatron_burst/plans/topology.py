@@ -6,6 +6,10 @@ torch.distributed, and equal placements give equal grids.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_burst.config import Topology
 
@@ -55,6 +59,16 @@ class Grid:
         return f"double ring of {self.nodes} nodes x {self.ranks_per_node} ranks"
 
 
+@lru_cache(maxsize=4)
+def stations(grid: Grid) -> NDArray[np.int64]:
+    """Return which rank `visits` an owner in each step: [step, owner]."""
+    place = {rank: (n, i) for n, row in enumerate(grid.rows) for i, rank in enumerate(row)}
+    node, local = np.array([place[rank] for rank in range(grid.ranks)]).T
+    passes, steps = np.divmod(np.arange(grid.ranks)[:, None], grid.ranks_per_node)
+    at = (node + passes) % grid.nodes, (local + steps) % grid.ranks_per_node
+    return np.array(grid.rows)[at]
+
+
 def flat_grid(ranks: int) -> Grid:
     """Return one ring through the ranks in their order."""
     return Grid((tuple(range(ranks)),))
@@ -71,11 +85,11 @@ def by_node(nodes: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 def choose_grid(topology: Topology, nodes: Sequence[Hashable]) -> tuple[Grid, str]:
     """Return the grid of ranks that are placed on these nodes, and why it is not what was asked.
 
-    A flat ring visits the ranks node by node, so that it leaves each node once. `auto` and `double`
-    make a double ring where every node holds as many ranks; elsewhere they, too, make a flat one.
+    A flat ring visits the ranks node by node, so that it leaves each node once. A double ring
+    needs as many ranks on every node; else it becomes a flat one.
 
     Returns:
-        The grid, and a sentence for the log where `auto` or `double` had to be flat; else "".
+        The grid, and a sentence for the log where it had to be flat; else "".
     """
     rows = by_node(nodes)
     flat = Grid((tuple(rank for row in rows for rank in row),))

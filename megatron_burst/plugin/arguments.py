@@ -29,7 +29,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.limits import lm_head_refusals, refusals
+from megatron_burst.plugin.limits import lm_head_refusals, pattern_refusals, refusals
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,8 @@ def _profile_instead_of_trace(args: argparse.Namespace) -> None:
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
     """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
     what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
-    _refuse_all(refusals(args), what)
+    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout, args)
+    _refuse_all([*refusals(args), *layers], what)
 
 
 def _refuse_all(reasons: Sequence[str], what: str) -> None:
@@ -268,9 +269,7 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
     if not sizes:
         return
     given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    is_double = config.topology is Topology.DOUBLE or (
-        config.topology is Topology.AUTO and config.algorithm is Algorithm.BURST
-    )
+    is_flat = config.shape_of_rings is Topology.FLAT
     refuse(
         (
             len(sizes) != 2,
@@ -281,7 +280,7 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
             f"--burst-ranks-per-node {config.ranks_per_node} and {given} say the same: drop one of "
             "them",
         ),
-        (not is_double, f"{given} needs a double ring: take --burst-topology double or drop it"),
+        (is_flat, f"{given} needs a double ring: take --burst-topology double or drop it"),
     )
 
 

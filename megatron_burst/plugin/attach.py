@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
-from megatron.training.models.gpt import GPTModelConfig
+import megatron.training.models.gpt as gpt
 
 from megatron_burst.config import LayoutName
 from megatron_burst.plugin import compat
@@ -28,25 +28,39 @@ from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
 from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
+from megatron_burst.plugin.hooks.layer_names import name_mtp_layers
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
+from megatron_burst.plugin.hooks.mtp import MtpLosses
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
-from megatron_burst.plugin.layer_spec import LayerSpecProvider
+from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
+from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
 
 logger = logging.getLogger(__name__)
 
 
 def attach(*, own_entry: bool = False) -> None:
-    """Wrap Megatron's `parse_args` and `gpt_config_from_args`; again, the originals are wrapped.
+    """Wrap Megatron's `parse_args` and what builds models; again, the originals are wrapped.
 
     Megatron offers a hook for more flags, but none between parsing and validation, and none for
     a script that passes no hook. It must come before the script imports these names. Our own
-    entry, pretrain_gpt, checks files by itself.
+    entry, megatron_burst.pretrain, checks files by itself.
     """
     parse_args = original(arguments.parse_args)
     arguments.parse_args = _with_burst_flags(parse_args, own_entry=own_entry)
-    build_config = original(argument_utils.gpt_config_from_args)
-    argument_utils.gpt_config_from_args = _with_burst_spec(build_config)
+    for name in ("gpt_config_from_args", "hybrid_config_from_args"):
+        build_config = original(getattr(argument_utils, name))
+        setattr(argument_utils, name, _with_burst_spec(build_config))
+    gpt.mtp_block_spec = _with_burst_mtp(original(gpt.mtp_block_spec))
+
+
+def shared_state(model_config: Any) -> SharedState | None:
+    """Return what the layers of our attention share in a model that was configured here."""
+    if hasattr(model_config, "hybrid_stack_spec"):
+        shared: SharedState | None = model_config.hybrid_stack_spec.params.get("shared")
+        return shared
+    provider: LayerSpecProvider = model_config.transformer_layer_spec
+    return provider.shared
 
 
 def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Callable[..., Any]:
@@ -68,25 +82,43 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
     return parse
 
 
-def _with_burst_spec(gpt_config_from_args: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(gpt_config_from_args)
-    def build(args: argparse.Namespace, *more: Any, **options: Any) -> GPTModelConfig:
+def _with_burst_spec(config_from_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(config_from_args)
+    def build(args: argparse.Namespace, *more: Any, **options: Any) -> Any:
         settle_dropouts(args)
-        model_config = gpt_config_from_args(args, *more, **options)
-        spec = model_config.transformer_layer_spec
+        model_config = config_from_args(args, *more, **options)
+        is_hybrid = hasattr(model_config, "hybrid_stack_spec")
+        field = "hybrid_stack_spec" if is_hybrid else "transformer_layer_spec"
+        spec = getattr(model_config, field)
         if args.spec is not None and spec is None:
             # Megatron would go on with its default spec.
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
-        shared = _shared_state(args)
-        model_config.transformer_layer_spec = LayerSpecProvider(spec, shared)
+        shared = _make_shared_state(args)
+        ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
+        setattr(model_config, field, ours)
         model_config.pre_wrap_hooks += _hooks(args, shared)
         return model_config
 
-    build.original = gpt_config_from_args  # type: ignore[attr-defined]
+    build.original = config_from_args  # type: ignore[attr-defined]
     return build
 
 
-def _shared_state(args: argparse.Namespace) -> SharedState | None:
+def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's spec of a GPT's MTP layers, which it makes of its own layer spec."""
+
+    @functools.wraps(mtp_block_spec)
+    def build(config: Any, *more: Any, **options: Any) -> Any:
+        spec, provider = mtp_block_spec(config, *more, **options), config.transformer_layer_spec
+        if spec is None or not isinstance(provider, LayerSpecProvider):
+            return spec
+        spec = with_sequence_parallel_norm(spec)
+        return spec if provider.shared is None else burst_layer_spec(spec, provider.shared)
+
+    build.original = mtp_block_spec  # type: ignore[attr-defined]
+    return build
+
+
+def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
     """Return what the layers of our attention share; None where attention is Megatron's."""
     config = burst_config_from_args(args)
     if config is None:
@@ -112,8 +144,11 @@ def _hooks(args: argparse.Namespace, shared: SharedState | None) -> Iterator[Cal
             yield SequenceHooks(shared)
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
+        yield name_mtp_layers
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
     head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
     if head is not None:
         yield ChunkedHead(head)
+    if args.mtp_num_layers and (shared is not None or head is not None):
+        yield MtpLosses()

@@ -1,40 +1,46 @@
-"""Turns Megatron's layer specs into ones with our core attention, and with norms that work."""
+"""Turns Megatron's layer, block and hybrid stack specs into ones with our core attention."""
 
-import copy
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.limits import pattern_refusals
+from megatron_burst.plugin.local_layers import (
+    block_spec,
+    local_stack_spec,
+    with_sequence_parallel_norm,
+)
+from megatron_burst.plugin.rewrite_spec import rewrite_spec
 
 if TYPE_CHECKING:
     from megatron.training.models.gpt import GPTModelConfig
 
 
 def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
-    """Copy a layer or block spec, our core attention in the place of Megatron's own.
+    """Copy a layer, block or hybrid stack spec, our core attention in the place of Megatron's own.
 
     What stood there serves the layers whose `cp_comm_type` is one of Megatron's own, and has to be
     DotProductAttention or TEDotProductAttention in all others. For frameworks that bypass
     Megatron's parser, which need not have megatron.training; the parser's path calls it, too. All
-    ranks of the job must build their first layer with it at the same time: it makes process groups.
+    ranks of the job must build their first layer with it at the same time, of a hybrid stack spec
+    their first stack: it makes process groups.
 
     Args:
-        spec: a ModuleSpec of a layer, or TransformerBlockSubmodules; dense or MoE layers, local or
+        spec: a ModuleSpec of a layer, TransformerBlockSubmodules, or a ModuleSpec of a HybridStack,
+            whose attention, MLA and MTP layers get ours; dense or MoE layers, local or
             TransformerEngine.
         config: the settings, or the shared state of a model that is built in several parts.
 
@@ -53,10 +59,55 @@ def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
         )
 
     result = rewrite_spec(spec, rewrite)
+    stack = getattr(spec, "submodules", None)
+    if isinstance(stack, HybridStackSubmodules):
+        submodules = dataclasses.replace(result.submodules, dsa_layer=stack.dsa_layer)
+        params = {**spec.params, "shared": shared, "stack": get_module(spec)}
+        return ModuleSpec(module=StackWithContexts, params=params, submodules=submodules)
     # A pipeline stage of a block may have no layers, or none with attention.
     if not replaced and not hasattr(spec, "layer_specs"):
         raise ValueError(f"this layer spec has no core_attention to replace: {spec}")
     return result
+
+
+class StackWithContexts:
+    """What stands in the spec of a hybrid stack: builds the stack, and the contexts before it.
+
+    All ranks come by, also those of a pipeline stage without attention.
+
+    Raises:
+        ValueError: layers that cannot stand beside our attention.
+    """
+
+    def __new__(
+        cls,
+        config: TransformerConfig,
+        *,
+        shared: SharedState,
+        stack: type,
+        layer_type_list: Sequence[str],
+        pg_collection: ProcessGroupCollection,
+        **options: Any,
+    ) -> Any:
+        """Return the stack."""
+        if reasons := pattern_refusals("".join(layer_type_list), shared.config.layout, config):
+            raise ValueError("\n  ".join(["burst cannot run this hybrid stack:", *reasons]))
+        shared.get_megatrons(config, pg_collection)
+        given = {"layer_type_list": layer_type_list, "pg_collection": pg_collection, **options}
+        return stack(config, **given)
+
+
+def stack_spec(spec: Any, shared: SharedState | None) -> Any:
+    """Return the stack spec of a hybrid model: our attention, and norms that work.
+
+    Args:
+        spec: the one that `--spec` named; None for Megatron's own.
+        shared: the contexts of our attention; None leaves core attention as it is.
+    """
+    if spec is None or spec is hybrid_stack_spec:
+        spec = hybrid_stack_spec if transformer_block.HAVE_TE else local_stack_spec()
+    spec = with_sequence_parallel_norm(spec)
+    return spec if shared is None else burst_layer_spec(spec, shared)
 
 
 class LayerSpecProvider:
@@ -93,82 +144,3 @@ class LayerSpecProvider:
             return self._spec
         takes_stage = "vp_stage" in inspect.signature(self._spec).parameters
         return self._spec(model_config, **({"vp_stage": vp_stage} if takes_stage else {}))
-
-
-class SequenceParallelNorm:
-    """Megatron's `WrappedTorchNorm`, which refuses sequence parallelism, made to do it.
-
-    Calling the class returns the torch module itself. Its parameters carry `sequence_parallel`:
-    every TP rank normalises its own tokens, and Megatron sums the gradients of parameters marked
-    so over the TP ranks.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> torch.nn.Module:
-        """Build the norm `config.normalization` names, with Megatron's refusals."""
-        alone = copy.copy(config)
-        alone.sequence_parallel = False
-        norm: torch.nn.Module = WrappedTorchNorm(alone, hidden_size, eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-def with_sequence_parallel_norm(spec: Any) -> Any:
-    """Copy of a layer or block spec in which `SequenceParallelNorm` replaces `WrappedTorchNorm`.
-
-    The norm behind the last layer is part of a block spec, not of a layer spec: see `block_spec`.
-    """
-    return rewrite_spec(
-        spec, lambda _, value: SequenceParallelNorm if value is WrappedTorchNorm else value
-    )
-
-
-def block_spec(
-    spec: Any, config: TransformerConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
-    """The block spec of this pipeline stage for a layer or block spec, norms replaced.
-
-    A layer spec leaves the norm behind the last layer to Megatron. Without TransformerEngine it
-    takes Apex's LayerNorm where Apex is there, for RMSNorm, too, which that one is not; else its
-    own `WrappedTorchNorm`. Call it after model parallelism is initialised.
-    """
-    if not isinstance(spec, TransformerBlockSubmodules):
-        last: Any = transformer_block.LayerNormImpl
-        if last is FusedLayerNorm and config.normalization != "LayerNorm":
-            last = WrappedTorchNorm
-        layers = transformer_block.get_num_layers_to_build(config, vp_stage)
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=last)
-    return with_sequence_parallel_norm(spec)
-
-
-def rewrite_spec(spec: Any, rewrite: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy a spec, each value replaced by `rewrite(field name, value)` before it is gone through.
-
-    Goes through dataclasses (ModuleSpec, ...Submodules), lists, tuples, dicts and
-    `functools.partial`, however nested; an item of a container has the name of the container's
-    field. Every other value is kept as it is.
-    """
-    spec = rewrite(name, spec)
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        return dataclasses.replace(
-            spec,
-            **{
-                field.name: rewrite_spec(getattr(spec, field.name), rewrite, field.name)
-                for field in dataclasses.fields(spec)
-                if field.init
-            },
-        )
-
-    def walk(value: Any) -> Any:
-        return rewrite_spec(value, rewrite, name)
-
-    if isinstance(spec, functools.partial):
-        keywords = {key: walk(value) for key, value in spec.keywords.items()}
-        return functools.partial(walk(spec.func), *map(walk, spec.args), **keywords)
-    if type(spec) in (list, tuple):
-        return type(spec)(walk(item) for item in spec)
-    if type(spec) is dict:
-        return {key: walk(value) for key, value in spec.items()}
-    return spec

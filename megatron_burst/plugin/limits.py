@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_burst.config import LayoutName
+
 # What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
 # Megatron's own implementation captures whole layers.
 _GRAPHS_BESIDE_ATTENTION = {
@@ -40,9 +42,9 @@ LIMITS = with_remedies(
     reset_attention_mask="it needs the dense mask, which is never built",
     sft="its documents are padded and split one by one, which is not built",
     hybrid_context_parallel="its ranks hold sequences of different lengths",
-    mtp_num_layers="Megatron builds MTP layers from a spec of its own, without our attention",
-    hybrid_layer_pattern="HybridModel is not supported",
-    hybrid_override_pattern="HybridModel is not supported",
+    hybrid_override_pattern=(
+        "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
+    ),
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
@@ -71,9 +73,6 @@ LIMITS = with_remedies(
 
 # Of the chunked LM head and loss.
 LM_HEAD_LIMITS = with_remedies(
-    mtp_num_layers="Megatron's MTP makes losses from all logits by itself",
-    hybrid_layer_pattern="HybridModel has no hook for its output",
-    hybrid_override_pattern="HybridModel has no hook for its output",
     logits_save_dir="it saves logits, which never exist",
     logits_load_dir="it compares logits, which never exist",
     logit_dtype=(
@@ -87,7 +86,7 @@ LM_HEAD_LIMITS = with_remedies(
     overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
     use_megatron_fsdp=(
-        "it gathers and releases weights in hooks of the output layer, which is never called"
+        "it releases weights behind the output layer's call, and losses are made after it"
     ),
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
     cuda_graph_impl=(
@@ -105,8 +104,39 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    others = _graph_refusal(settings), _window_refusal(settings), _document_refusal(settings)
+    checks = _graph_refusal, _window_refusal, _document_refusal, _mtp_refusal
+    others = (check(settings) for check in checks)
     return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
+
+
+def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> list[str]:
+    """Return why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
+    reasons = []
+    pattern = pattern or ""
+    if "D" in pattern:
+        reasons.append(
+            f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
+            "take + (MLA) layers, or drop --context-parallel-algo"
+        )
+    found = recurrent_layers(pattern)
+    if layout is not LayoutName.ZIGZAG and found:
+        reasons.append(
+            f"{found} in the pattern {pattern}: these layers undo Megatron's zigzag "
+            f"by themselves and know no other order: drop --burst-layout {layout}"
+        )
+    ranks = getattr(settings, "tensor_model_parallel_size", 1)
+    if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
+        reasons.append(
+            f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
+            "of its norm over them under sequence parallelism alone: add --sequence-parallel"
+        )
+    return reasons
+
+
+def recurrent_layers(pattern: str | None) -> str:
+    """Name the layers of a hybrid layer pattern that carry a state from token to token, if any."""
+    named = {"M": "M (Mamba)", "G": "G (gated delta net)"}
+    return " and ".join(name for symbol, name in named.items() if symbol in (pattern or ""))
 
 
 def lm_head_refusals(settings: Any) -> list[str]:
@@ -168,6 +198,12 @@ def _document_refusal(args: Any) -> str | None:
     """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
     if not getattr(args, "dataloader_inter_document_masking", False):
         return None
+    if found := recurrent_layers(getattr(args, "hybrid_layer_pattern", None)):
+        return (
+            f"dataloader_inter_document_masking = True: {found} layers take every document in a "
+            "zigzag of its own, and there is one of the whole sequence: drop "
+            "--dataloader-inter-document-masking"
+        )
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
@@ -183,3 +219,18 @@ def _document_refusal(args: Any) -> str | None:
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
     return None
+
+
+def _mtp_refusal(args: Any) -> str | None:
+    """Megatron moves tokens, labels and masks by one from rank to rank as its zigzag has them."""
+    ranks = getattr(args, "context_parallel_size", 1)
+    if not getattr(args, "mtp_num_layers", None) or ranks == 1:
+        return None
+    layout = getattr(args, "burst_layout", "zigzag")
+    if layout == "zigzag" and not getattr(args, "dataloader_inter_document_masking", False):
+        return None
+    return (
+        f"mtp_num_layers = {args.mtp_num_layers}: on {ranks} context-parallel ranks Megatron moves "
+        "tokens as in a zigzag of whole sequences: drop --mtp-num-layers, or --burst-layout and "
+        "--dataloader-inter-document-masking"
+    )

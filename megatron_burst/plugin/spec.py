@@ -1,33 +1,37 @@
-"""What `--spec megatron_burst.plugin.spec gpt` names: our attention without any launcher of ours.
+"""What `--spec megatron_burst.plugin.spec gpt` or `hybrid` names: our attention, no launcher.
 
     torchrun ... pretrain_gpt.py --spec megatron_burst.plugin.spec gpt --cp-comm-type burst \
         --attention-dropout 0 --no-create-attention-mask-in-dataloader ...
 
-Megatron imports it by that flag, so an unmodified script needs nothing else. It brings attention
-alone, with the default settings.
+Megatron imports it by that flag, so an unmodified script needs nothing else; pretrain_hybrid.py
+takes `hybrid`. It brings attention alone, with the default settings.
 """
 
 import argparse
 from typing import Any
 
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
-from megatron_burst.plugin.layer_spec import LayerSpecProvider
-from megatron_burst.plugin.limits import beyond, refusals
+from megatron_burst.plugin.layer_spec import LayerSpecProvider, stack_spec
+from megatron_burst.plugin.limits import beyond, pattern_refusals, refusals
 
-_FORM = "--spec megatron_burst.plugin.spec gpt"
+_FORM = "--spec megatron_burst.plugin.spec"
 _ONLY_WITH_A_LAUNCHER = {
     "create_attention_mask_in_dataloader": (
         "a dense mask cannot be honoured in a ring: pass --no-create-attention-mask-in-dataloader"
     ),
     "dataloader_inter_document_masking": (
-        "documents need hooks of the model: start with python -m megatron_burst.run "
-        "PATH/pretrain_gpt.py"
+        "documents need hooks of the model: start with python -m megatron_burst.run SCRIPT"
+    ),
+    "mtp_num_layers": (
+        "Megatron builds MTP layers from a spec of its own: start with python -m "
+        "megatron_burst.run SCRIPT"
     ),
 }
 
@@ -46,6 +50,19 @@ def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
     return provider(model_config, vp_stage)
 
 
+class _Stack:
+    """Builds the stack of a pipeline stage; raises what `gpt` raises."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Return the stack."""
+        compat.check_megatron_version()
+        spec = stack_spec(None, SharedState(config_from_args(get_args())))
+        return spec.module(*args, submodules=spec.submodules, **spec.params, **options)
+
+
+hybrid = ModuleSpec(module=_Stack)
+
+
 def config_from_args(args: argparse.Namespace) -> BurstConfig:
     """Return the settings that --cp-comm-type asks for; ValueError as `gpt` raises it."""
     named = algorithms(args.cp_comm_type)
@@ -58,6 +75,7 @@ def config_from_args(args: argparse.Namespace) -> BurstConfig:
         algorithm=named[0], timeout_seconds=60.0 * args.distributed_timeout_minutes
     )
     check_layers(args, config, own_spec=False)
-    if reasons := [*refusals(args), *beyond(_ONLY_WITH_A_LAUNCHER, args)]:
+    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), LayoutName.ZIGZAG, args)
+    if reasons := [*refusals(args), *layers, *beyond(_ONLY_WITH_A_LAUNCHER, args)]:
         raise ValueError(f"{_FORM} cannot run this:\n  " + "\n  ".join(reasons))
     return config

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
-from megatron_burst.transport.blocks import Block
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
 _CHANNELS = list(Channel)
 
+type Block = tuple[Tensor, ...]  # the tensors of an item
 type _Work = tuple[str, dist.Work]  # with what it does
 
 
@@ -35,19 +36,13 @@ class CommunicationError(RuntimeError):
 
 
 class Communicator:
-    """The transport of one context-parallel group; counts the payload bytes that it sends.
-
-    Args:
-        ranks: the job's number of each rank of the group.
-        channels: the process group of each channel; empty for a process that has no peer.
-        timeout_seconds: how long a message may take.
-    """
+    """The transport of one context-parallel group; counts the payload bytes that it sends."""
 
     def __init__(
         self,
-        ranks: Sequence[int],
-        channels: Mapping[Channel, dist.ProcessGroup],
-        timeout_seconds: float,
+        ranks: Sequence[int],  # the job's number of each rank of the group
+        channels: Mapping[Channel, dist.ProcessGroup],  # empty for a process that has no peer
+        timeout_seconds: float,  # how long a message may take
     ) -> None:
         self._ranks, self._channels = ranks, channels
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
@@ -73,51 +68,43 @@ class Communicator:
         return part
 
     def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> "Transfers":
-        """Start the transfers of a forward or backward.
+        """Start the transfers of a plan, which errors call `name`.
 
-        Args:
-            name: which it is, for error messages.
-            plan: whose steps will be posted.
-            template: returns tensors of the shape and dtype in which an item arrives.
+        `template` returns tensors of the shape and dtype in which an item arrives.
         """
         return Transfers(self, name, plan, template)
 
     def message(self, transfer: Send | Receive, tensor: Tensor) -> "Message":
         """Return the message of one tensor of what `transfer` moves."""
-        sends = isinstance(transfer, Send)
-        verb, side = ("send", "to") if sends else ("receive", "from")
+        verb, side = ("send", "to") if isinstance(transfer, Send) else ("receive", "from")
         peer, owner = self._ranks[transfer.peer], self._numbers[transfer.item.owner]
         name = f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
-        operation = dist.isend if sends else dist.irecv
-        wire, group = self._wire(tensor), self._channels[transfer.channel]
-        return Message(transfer, name, dist.P2POp(operation, wire, peer, group), tensor, wire)
+        return Message(transfer, name, tensor, self._wire(tensor))
 
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
         """Post the messages of one channel, receives first; return what is to be waited for."""
+        operations = []
         for message in messages:
-            if message.sends and message.wire is not message.tensor:
-                message.wire.copy_(message.tensor)  # waits for the device, which gloo would not
-        together = "; ".join(dict.fromkeys(message.name for message in messages))
+            transfer, _, tensor, wire = message
+            sends = isinstance(transfer, Send)
+            if sends and wire is not tensor:
+                wire.copy_(tensor)  # waits for the device, which gloo would not
+            peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
+            operations.append(dist.P2POp(dist.isend if sends else dist.irecv, wire, peer, group))
+            self.bytes_by_channel[transfer.channel] += message.bytes_sent
+        together = _names(messages)
         with _named_errors(where, together):
-            works = dist.batch_isend_irecv([message.operation for message in messages])
+            works = dist.batch_isend_irecv(operations)
         names = [message.name for message in messages]
-        if len(works) != len(messages):  # NCCL gives one handle for all
+        if len(works) != len(names):  # NCCL gives one handle for all
             names = [together] * len(works)
-        for message in messages:
-            if message.sends:
-                self.bytes_by_channel[message.transfer.channel] += message.bytes_sent
-        named_works = list(zip(names, works, strict=True))
         if self._watchdog:
-            for name, work in named_works:
+            for name, work in zip(names, works, strict=True):
                 self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
-        return named_works
+        return list(zip(names, works, strict=True))
 
     def wait(self, works: Sequence[_Work], where: str) -> None:
-        """Wait until all are through.
-
-        Raises:
-            CommunicationError: a peer died, or a message took longer than the time limit.
-        """
+        """Wait until all are through."""
         limit = () if self._timeout is None else (self._timeout,)
         for name, work in works:
             with _named_errors(where, name):
@@ -138,19 +125,13 @@ class Message(NamedTuple):
 
     transfer: Send | Receive
     name: str
-    operation: dist.P2POp
     tensor: Tensor
     wire: Tensor
 
     @property
-    def sends(self) -> bool:
-        """Whether it leaves."""
-        return isinstance(self.transfer, Send)
-
-    @property
     def bytes_sent(self) -> int:
         """Its payload where it leaves."""
-        return self.wire.nbytes if self.sends else 0
+        return self.wire.nbytes if isinstance(self.transfer, Send) else 0
 
 
 @dataclass(slots=True)
@@ -164,8 +145,11 @@ class _Batch:
 
     def __str__(self) -> str:
         sent = sum(message.bytes_sent for message in self.messages)
-        which = "; ".join(dict.fromkeys(message.name for message in self.messages))
-        return f"for step {self.lands}, {sent} bytes: {which}"
+        return f"for step {self.lands}, {sent} bytes: {_names(self.messages)}"
+
+
+def _names(messages: Sequence[Message]) -> str:
+    return "; ".join(dict.fromkeys(message.name for message in messages))
 
 
 class Transfers:
@@ -185,25 +169,18 @@ class Transfers:
     def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
         """Start the transfers of step `number` and return at once.
 
-        Args:
-            number: the step's place in its plan.
-            step: its sends must be keys of `outgoing`.
-            outgoing: the contiguous tensors of every item that leaves. They must not be written to
-                before they have landed.
+        `outgoing` has the contiguous tensors of every item that leaves; they must not be written to
+        before they have landed.
         """
         batches: dict[tuple[int, int], _Batch] = {}
-        transfers: list[Send | Receive] = [*step.receives, *step.sends]
-        for transfer in transfers:
-            if isinstance(transfer, Receive):
-                block = self._buffer(transfer)
-            else:
-                block = outgoing[transfer.item]
+        moved: list[tuple[Send | Receive, Block]] = [(r, self._buffer(r)) for r in step.receives]
+        moved += ((s, outgoing[s.item]) for s in step.sends)
+        for transfer, block in moved:
             # All ranks post in this order: NCCL wants one over all communicators of a device.
             key = _CHANNELS.index(transfer.channel), transfer.lands
-            batch = batches.setdefault(
-                key, _Batch(transfer.lands, f"{self._name} step {number}", [])
-            )
-            batch.messages += (self._communicator.message(transfer, tensor) for tensor in block)
+            if key not in batches:
+                batches[key] = _Batch(transfer.lands, f"{self._name} step {number}", [])
+            batches[key].messages += (self._communicator.message(transfer, t) for t in block)
         for _, batch in sorted(batches.items()):
             with span(self._name, number, "post", batch):
                 batch.works = self._communicator.start(batch.messages, batch.where)
@@ -223,7 +200,7 @@ class Transfers:
         with span(self._name, number, "wait"):
             for batch in self._pending.pop(number):
                 self._communicator.wait(batch.works, batch.where)
-                for transfer, _, _, tensor, wire in batch.messages:
+                for transfer, _, tensor, wire in batch.messages:
                     if isinstance(transfer, Receive):
                         receives[transfer] = None
                         if wire is not tensor:
@@ -257,12 +234,7 @@ def check_agreement(
     timeout_seconds: float,
     where: str = "at the start",
 ) -> None:
-    """Compare `value` over the ranks of `group`, a collective call.
-
-    Raises:
-        ValueError: on every rank, if the ranks do not all have the same value.
-        CommunicationError: see `gather_objects`.
-    """
+    """Compare `value` over the ranks of `group`, a collective call; ValueError if they differ."""
     purpose = f"compare {what} with the other ranks"
     values = gather_objects(group, purpose, value, timeout_seconds, where)
     if len(set(values)) > 1:
@@ -281,9 +253,7 @@ def gather_objects[T](
 ) -> list[T]:
     """Return the values of all ranks of `group`, a collective call; errors name its purpose.
 
-    Raises:
-        CommunicationError: a rank does not come within the time limit (gloo; on NCCL within the
-            group's own).
+    The time limit is gloo's; on NCCL it is the group's own.
     """
     values: list[T] = [value] * group.size()
     with _named_errors(where, purpose):
@@ -297,24 +267,16 @@ def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     """Let all members of every channel meet; all ranks of the job's groups call it together.
 
     NCCL wants every rank of a group at its first use, and messages are between few of them.
-
-    Raises:
-        CommunicationError: a rank does not come within the group's own time limit.
     """
-    for channel in Channel:  # one order for all ranks, whose groups overlap
-        if channel in channels:
-            group = channels[channel]
-            with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
-                dist.barrier(group)
+    for channel in sorted(channels, key=_CHANNELS.index):  # one order for overlapping groups
+        with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
+            dist.barrier(channels[channel])
 
 
 def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
-    """Wait on gloo until all ranks have come.
+    """Wait on gloo until all ranks have come; a RuntimeError names those that did not.
 
     Not by `monitored_barrier`, in which all others wait for the first rank without a limit.
-
-    Raises:
-        RuntimeError: with the ranks that did not come within the time limit.
     """
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     sends: list[Any] = [dist.isend(torch.zeros(1), rank, group) for rank in others]
@@ -330,3 +292,10 @@ def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
         raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
     for send in sends:
         send.wait()
+
+
+def rows_of(block: Block, rows: Interval | None) -> Block:
+    """Return these rows of every tensor, [B, S, H, D] or [B, H, S]; None is all."""
+    if rows is None:
+        return block
+    return tuple(t[:, rows.rows] if t.ndim == 4 else t[:, :, rows.rows] for t in block)

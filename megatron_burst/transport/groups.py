@@ -35,9 +35,8 @@ def nodes_of_ranks(
 ) -> list[Hashable]:
     """Return the node of each rank of `group`, as any value that equal nodes share; a collective.
 
-    Where `hierarchy` is given, its first group is the node; else `ranks_per_node` of the config
-    cuts the job's ranks into nodes; else a node is a host name and torchrun's number of the node
-    (two launchers on one host are two nodes, as they were told).
+    It is the first group of the hierarchy, or counted by `ranks_per_node`, or a host name and
+    torchrun's number of the node (two launchers on one host are two nodes, as they were told).
     """
     rank = dist.get_rank()
     node: Hashable

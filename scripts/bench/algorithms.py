@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.transport.blocks import rows_of
+from megatron_burst.transport.comm import rows_of
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks

@@ -31,8 +31,7 @@ from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import flat_grid
-from megatron_burst.transport.blocks import Block
-from megatron_burst.transport.comm import Communicator, Transfers
+from megatron_burst.transport.comm import Block, Communicator, Transfers
 
 DEFAULTS: Mapping[str, Row] = {
     "cpu": {"ranks": 4, "tokens": 4096, "heads": 8, "head_dim": 64, "kernel": "cpu"},

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, pattern_refusals, refusals
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -53,6 +54,16 @@ REQUESTS: Mapping[str, Request] = {
     "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
+FLAG_LAYOUTS = LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG
+LAYERS: Mapping[str, str] = {
+    "*": "attention, ours",
+    "+": "multi-latent attention, ours",
+    "-": "MLP",
+    "E": "experts",
+    "M": "Mamba-2",
+    "G": "gated delta net",
+    "D": "DeepSeek sparse attention",
+}
 
 _MASKS = """\
 ## Masks, layouts and rings
@@ -70,6 +81,13 @@ bfloat16 with heads of 64 is the usual case; each row changes one thing. On whic
 which packages a kernel runs, the log says at the start of a run.
 """
 
+_LAYERS = """\
+## Layers of a HybridModel
+
+By the symbols of `--hybrid-layer-pattern`; [more](hybrid.md). `G` over tensor-parallel ranks needs
+`--sequence-parallel`. `M` and `G` run by their packages' kernels, on a CPU in plain torch.
+"""
+
 
 def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
     """Yield each section of the page: its words, the head of its table and the rows."""
@@ -77,6 +95,7 @@ def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
     yield _MASKS, ["mask, layout", *algorithms], _mask_rows(algorithms)
     yield _SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)
     yield _KERNELS, ["request", *KERNELS], _kernel_rows()
+    yield _LAYERS, ["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()
     for what, limits in (("attention", LIMITS), ("the chunked loss", LM_HEAD_LIMITS)):
         title = f"## What {what} refuses of Megatron\n"
         yield title, ["argument", "why"], _limit_rows(limits)
@@ -140,6 +159,23 @@ def _served(kernel: Kernel, request: Request) -> str:
 
 def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
     return "; ".join(reason for reason in reasons if reason not in usual) or YES
+
+
+def _layer_rows() -> Iterator[list[str]]:
+    for symbol, name in LAYERS.items():
+        found = [pattern_refusals(symbol, layout, None) for layout in FLAG_LAYOUTS]
+        documents = SimpleNamespace(
+            dataloader_inter_document_masking=True,
+            hybrid_layer_pattern=symbol,
+            context_parallel_size=1,
+            sequence_parallel=False,
+            moe_router_load_balancing_type="none",
+            num_experts=None,
+        )
+        found.append(
+            [*pattern_refusals(symbol, LayoutName.ZIGZAG, documents), *refusals(documents)]
+        )
+        yield [f"`{symbol}`", name, *("; ".join(reasons) or YES for reasons in found)]
 
 
 def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:

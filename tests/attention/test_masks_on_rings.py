@@ -142,8 +142,7 @@ def test_the_bytes_that_leave_are_the_plans(
     assert isinstance(choice.forward, Direct) == (masking.documents is None)
     for rank, reply in enumerate(answer.replies):
         plans, found = choice.plans(rank), (reply.forward.total(), reply.backward.total())
-        assert found[0] == bytes_sent(plans.forward, sizes, 12)
-        assert found[1] == bytes_sent(plans.backward, sizes, 12)
+        assert found == tuple(bytes_sent(plan, sizes, 12) for plan in plans)
 
 
 def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:

@@ -16,9 +16,16 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.layout import (
+    Layout,
+    boundary,
+    contiguous,
+    first_saved_row,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
 from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.recompute import boundary, first_saved_row
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking
@@ -152,13 +159,13 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
     )
     replies = workers.run(4, counted, place, masking, fraction)
     for rank, reply in enumerate(replies):
-        again, backward = early.plans(rank).forward, whole.plans(rank).backward
+        again, backward = early.plans(rank)[0], whole.plans(rank)[1]
         assert reply["pairs"] == sum(tile.pairs for tile in again.tiles)
         assert reply["sent"] == sum(bytes_sent(p, sizes, LOCAL) for p in (again, backward))
         rows = LOCAL - first_saved_row(layout, rank, stop)
         assert reply["kept"] == rows * HEADS * (DIM + 1) * 4
     if fraction == 0.0:
-        assert not any(early.plans(rank).forward.sends for rank in range(4))
+        assert not any(early.plans(rank)[0].sends for rank in range(4))
 
 
 def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_bytes() -> None:
@@ -166,7 +173,7 @@ def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_byte
 
     def plans(mask: Mask) -> list[Any]:
         choice = choose(BurstConfig(), Tiling(layout, mask), flat_grid(4), sizes, [0] * 4)
-        return [choice.plans(rank).forward for rank in range(4)]
+        return [choice.plans(rank)[0] for rank in range(4)]
 
     early, whole = plans(Mask(True, query_stop=256)), plans(Mask.causal())
     pairs = [sum(tile.pairs for plan in p for tile in plan.tiles) for p in (early, whole)]

@@ -259,9 +259,8 @@ def test_what_is_sent_is_not_padded(
     tiling = Tiling(zigzag(48, 4), Mask.causal())
     choice = choose(config, tiling, flat_grid(4), item_bytes, [0] * 4)
     for rank, reply in enumerate(found.replies):
-        plans = choice.plans(rank)
-        assert reply.forward.total() == bytes_sent(plans.forward, item_bytes, 12)
-        assert reply.backward.total() == bytes_sent(plans.backward, item_bytes, 12)
+        expected = [bytes_sent(plan, item_bytes, 12) for plan in choice.plans(rank)]
+        assert [reply.forward.total(), reply.backward.total()] == expected
 
 
 def attend_deterministically(team: Team, case: Case) -> list[Tensor]:

@@ -323,10 +323,10 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
     choice = choose(BurstConfig(**config), tiling, grid, shape.item_bytes(), "aabb")
     rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
     for rank, reply in enumerate(answer.replies):
-        plans = choice.plans(groups.coordinates(rank)[0])
+        forward_plan, backward_plan = choice.plans(groups.coordinates(rank)[0])
         sizes = shape.item_bytes()
-        forward = bytes_sent(plans.forward, sizes, 24) + shape.exchange_bytes(2) + rows
-        backward_bytes = bytes_sent(plans.backward, sizes, 24) + shape.exchange_bytes(2)
+        forward = bytes_sent(forward_plan, sizes, 24) + shape.exchange_bytes(2) + rows
+        backward_bytes = bytes_sent(backward_plan, sizes, 24) + shape.exchange_bytes(2)
         assert (reply.forward.total(), reply.backward.total()) == (forward, backward_bytes)
     # n·(Hq + Hkv)·(dk + dv)·e·(U - 1)/U of a rank's own tokens, the copies counted.
     assert shape.exchange_bytes(2) == 12 * (4 + max(kv_heads, 2)) * 12 * 4 // 2

@@ -232,7 +232,7 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
         (
             BURST + "--cp-comm-type burst ulysses burst --num-layers 4",
-            "--cp-comm-type burst ulysses burst has 3 names for the 4 layers of --num-layers",
+            "--cp-comm-type burst ulysses burst has 3 names for the 4 layers of the model",
         ),
         (
             BURST + "--cp-comm-type burst brust",
@@ -460,6 +460,52 @@ def test_samples_that_experts_could_not_tell_apart_are_refused(
         configure(parse(parser, line + passes))
 
 
+HYBRID = BURST + "--hybrid-layer-pattern "
+SEGMENTED = " --burst-layout segmented-zigzag"
+DOCUMENTS = " --dataloader-inter-document-masking"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags"),
+    [
+        ("*-*E|--/*-", SEGMENTED + DOCUMENTS),
+        ("+-+E", SEGMENTED + DOCUMENTS),
+        ("M*-G|M-", " --tensor-model-parallel-size 2 --sequence-parallel"),
+        ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst ring" * 4),
+    ],
+)
+def test_hybrid_patterns_that_run(
+    parser: argparse.ArgumentParser, pattern: str, flags: str
+) -> None:
+    configure(parse(parser, f"{HYBRID} '{pattern}' {flags}"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "message"),
+    [
+        ("D-M-", "", "D in the pattern D-M-: DeepSeek sparse .*: take [+] .* or drop --context-pa"),
+        ("*-/D", "", "D in the pattern [*]-/D"),
+        (
+            "M*-G",
+            SEGMENTED,
+            r"M \(Mamba\) and G \(gated delta net\) in .*: drop --burst-layout seg",
+        ),
+        ("*-/G", SEGMENTED, r"G \(gated delta net\) in the pattern [*]-/G"),
+        (
+            "*-M-",
+            DOCUMENTS,
+            r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
+        ),
+        ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
+        ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
+    ],
+)
+def test_hybrid_patterns_that_cannot(
+    parser: argparse.ArgumentParser, pattern: str, flags: str, message: str
+) -> None:
+    assert re.search(message, refusal(parser, f"{HYBRID} '{pattern}' {flags}"))
+
+
 # What of Megatron our attention cannot honour.
 
 # One command line, or where Megatron's parser has no flag one setting, for each limit.
@@ -469,8 +515,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "reset_attention_mask": "--reset-attention-mask",
     "sft": "--sft",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "mtp_num_layers": "--mtp-num-layers 1",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
     "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "modelopt_enabled": {"modelopt_enabled": True},
     "qk_clip": "--qk-clip",
@@ -693,10 +737,29 @@ def test_the_chunked_loss_goes_with_any_attention(
     configure(parse(parser, attention + CHUNKED))
 
 
-@pytest.mark.parametrize("part", [BURST, CHUNKED])
-def test_no_layers_of_mtp_are_no_mtp(parser: argparse.ArgumentParser, part: str) -> None:
-    configure(parse(parser, part + "--mtp-num-layers 0"))
-    assert "mtp_num_layers = 1: " in refusal(parser, part + "--mtp-num-layers 1")
+OTHER_LAYOUT = "--burst-layout segmented-zigzag"
+DOCUMENTS = "--dataloader-inter-document-masking"
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "others", "passes"),
+    [
+        (1, 2, "", True),
+        (0, 2, OTHER_LAYOUT, True),
+        (0, 2, DOCUMENTS, True),
+        (1, 1, DOCUMENTS, True),
+        (1, 2, OTHER_LAYOUT, False),
+        (1, 2, DOCUMENTS, False),
+    ],
+)
+def test_mtp_over_ranks_moves_tokens_in_a_zigzag_of_whole_sequences(
+    parser: argparse.ArgumentParser, heads: int, ranks: int, others: str, passes: bool
+) -> None:
+    line = f"{BURST}--mtp-num-layers {heads} --context-parallel-size {ranks} {others}"
+    if passes:
+        configure(parse(parser, line))
+    else:
+        assert "mtp_num_layers = 1: on 2 context-parallel ranks Meg" in refusal(parser, line)
 
 
 @pytest.mark.parametrize(
@@ -723,9 +786,6 @@ def test_what_the_flags_of_the_lm_head_cannot_be_is_refused(
 
 
 LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
-    "mtp_num_layers": "--mtp-num-layers 1",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
-    "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "logits_save_dir": "--logits-save-dir here",
     "logits_load_dir": "--logits-load-dir there",
     "logit_dtype": {"logit_dtype": "fp32"},

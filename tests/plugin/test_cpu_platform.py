@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.cpu.platform import REQUEST
-from megatron_burst.plugin.cpu.table import STAND_INS
+from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS
 from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +63,15 @@ def test_the_names_of_torch_come_before_megatron_is_imported() -> None:
 def test_packages_that_need_a_gpu_are_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = "transformer_engine", "transformer_engine_torch", "apex"
+    names = [name for name, contents in PACKAGES.items() if contents is None]
+    for name in PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)  # put back at the end
     for name in names:
         (tmp_path / f"{name}.py").touch()
-        monkeypatch.setitem(sys.modules, name, None)  # put back at the end
         del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     assert all(map(importlib.util.find_spec, names))
-    cpu_platform._hide_gpu_packages()
+    cpu_platform._replace_gpu_packages()
     assert not any(map(importlib.util.find_spec, names))
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine")
@@ -179,6 +180,17 @@ torch.manual_seed(7)
 assert torch.equal(first, torch.rand(3))
 from megatron.core.jit import jit_fuser
 assert jit_fuser(abs) is abs
+
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import common
+from megatron_burst.plugin.cpu import gdn, mamba
+assert mamba_mixer.HAVE_MAMBA_SSM and common.HAVE_FLA and mamba_mixer.causal_conv1d_fn is None
+assert issubclass(mamba_mixer.ExtendedRMSNorm, mamba.RMSNorm)
+for module, ours, names in (
+    (mamba_mixer, mamba, "mamba_chunk_scan_combined mamba_split_conv1d_scan_combined"),
+    (common, gdn, "causal_conv1d l2norm chunk_gated_delta_rule"),
+):
+    assert all(getattr(module, name) is getattr(ours, name) for name in names.split())
 """
 
 

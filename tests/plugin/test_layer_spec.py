@@ -30,9 +30,9 @@ from megatron_burst.plugin.attention.attention_choice import CoreAttentionByComm
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
-    SequenceParallelNorm,
     burst_layer_spec,
 )
+from megatron_burst.plugin.local_layers import SequenceParallelNorm  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "dense": {},

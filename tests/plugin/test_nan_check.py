@@ -25,7 +25,7 @@ from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
 )
 
 HUGE = 1e30  # finite, and its square is not
-attend = with_nan_check(ring_attention, 7)
+attend = with_nan_check(ring_attention, "7")
 
 
 def tensors() -> dict[str, Tensor]:

@@ -12,9 +12,12 @@ import pytest
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.hybrid.hybrid_block import HybridStack  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin import spec  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 
@@ -34,6 +37,20 @@ def arguments(**changes: Any) -> SimpleNamespace:
 def test_the_first_algorithm_named_is_the_configurations_and_the_time_limit_is_megatrons() -> None:
     config = spec.config_from_args(arguments(cp_comm_type=["ulysses", "burst"]))
     assert config.algorithm == "ulysses" and config.timeout_seconds == 180
+
+
+def test_the_hybrid_stack_is_built_beside_our_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    take = lambda self, *_: made.append(self.config.algorithm)  # noqa: E731
+    monkeypatch.setattr(spec, "get_args", lambda: arguments(cp_comm_type=["ring"]))
+    monkeypatch.setattr(SharedState, "get_megatrons", take)
+    stack = spec.hybrid.module(
+        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
+        layer_type_list=[],
+        pg_collection=SimpleNamespace(pp=None, tp=None),
+        post_process=False,
+    )
+    assert isinstance(stack, HybridStack) and made == ["ring"]
 
 
 def test_virtual_stages_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +81,8 @@ def test_virtual_stages_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
             },
             "documents need hooks of the model: start with python -m megatron_burst.run",
         ),
+        ({"mtp_num_layers": 1}, "MTP layers from a spec of its own: start with python -m"),
+        ({"hybrid_layer_pattern": "*D"}, r"D in the pattern \*D"),
     ],
 )
 def test_what_it_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:

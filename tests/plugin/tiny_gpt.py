@@ -21,7 +21,7 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.models.gpt import default_layer_spec
 
-    from megatron_burst.plugin.layer_spec import block_spec
+    from megatron_burst.plugin.local_layers import block_spec
 
     def layer_spec(config, vp_stage=None):
         return block_spec(default_layer_spec(config, vp_stage), config.transformer, vp_stage)

@@ -133,9 +133,9 @@ def test_attention_has_a_row_for_every_case(
 
 
 def test_what_the_blocks_and_documents_see() -> None:
-    table = attention.mask_of("blocks", 64).block_table
+    table = attention.mask_of("blocks", 64).blocks
     assert table is not None
-    rows = [torch.from_numpy(row.copy()).nonzero().flatten().tolist() for row in table.array]
+    rows = [torch.from_numpy(row.copy()).nonzero().flatten().tolist() for row in table]
     # Block 0 may also see the last one, which comes later: causality hides it.
     assert rows[:3] == [[0, 15], [0, 1], [0, 1, 2]] and rows[15] == [0, 14, 15]
     assert attention.mask_of("documents", 64).documents == (0, 4, 16, 20, 44, 48, 64)

@@ -23,6 +23,10 @@ from gpt_builders import gpt_builder
 from megatron.training.arguments import parse_and_validate_args
 parse_and_validate_args()
 """
+SCRIPTS = {
+    "pretrain_gpt.py": SCRIPT,
+    "pretrain_hybrid.py": SCRIPT.replace("gpt_builder", "hybrid_builder"),
+}
 SHOWS_THE_FLAG = "#!/bin/sh\necho --context-parallel-algo\n"
 SHOWS_NOTHING = "#!/bin/sh\necho usage\n"
 
@@ -32,8 +36,10 @@ def checkout(tmp_path: Path) -> Path:
     tree = tmp_path / "Megatron-LM"
     (tree / "megatron" / "core").mkdir(parents=True)
     write_version(tree, "0", "19")
-    (tree / "pretrain_gpt.py").write_text(SCRIPT)
+    for name, text in SCRIPTS.items():
+        (tree / name).write_text(text)
     (tree / "gpt_builders.py").write_text("gpt_builder = None\n")
+    (tree / "hybrid_builders.py").write_text("hybrid_builder = None\n")
     return tree
 
 
@@ -70,15 +76,16 @@ def test_the_patched_parser_has_our_flags_and_the_reverse_is_the_original(
     python = sys.executable if minor == "19" else fake_python(checkout, SHOWS_THE_FLAG)
     done = patch(checkout, python=python)
     assert done.returncode == 0, done.stderr
-    assert "proved: pretrain_gpt.py --help shows --context-parallel-algo" in done.stdout
-    added = set(code((checkout / "pretrain_gpt.py").read_text())) - set(code(SCRIPT))
-    assert added == {
-        "import megatron_burst.launch",
-        "megatron_burst.launch.start()  # before Megatron is imported",
-    }
+    shown = "proved: --help of pretrain_gpt.py pretrain_hybrid.py shows --context-parallel-algo"
+    assert shown in done.stdout
+    for name, text in SCRIPTS.items():
+        assert set(code((checkout / name).read_text())) - set(code(text)) == {
+            "import megatron_burst.launch",
+            "megatron_burst.launch.start()  # before Megatron is imported",
+        }
     done = patch(checkout, "--reverse")
     assert done.returncode == 0 and "taken out" in done.stdout
-    assert (checkout / "pretrain_gpt.py").read_text() == SCRIPT
+    assert {name: (checkout / name).read_text() for name in SCRIPTS} == SCRIPTS
 
 
 def test_twice_is_once(checkout: Path) -> None:

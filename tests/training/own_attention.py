@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plugin.layer_spec import rewrite_spec
+from megatron_burst.plugin.rewrite_spec import rewrite_spec
 
 CAP = 0.5
 

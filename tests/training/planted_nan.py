@@ -20,9 +20,9 @@ def main() -> None:
     layer, rank, where = sys.argv.pop().split(":")
     calls = itertools.count(1)
 
-    def with_nan_check(attend: Any, number: int) -> Any:
-        checked = original(attend, number)
-        if number != int(layer) or os.environ["RANK"] != rank:
+    def with_nan_check(attend: Any, name: str) -> Any:
+        checked = original(attend, name)
+        if name != layer or os.environ["RANK"] != rank:
             return checked
 
         def planted(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:

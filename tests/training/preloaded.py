@@ -29,7 +29,7 @@ def serve() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory as Group
 
     from megatron_burst import pretrain_gpt  # noqa: F401
-    from megatron_burst.plugin import attach, gpt_training  # noqa: F401
+    from megatron_burst.plugin import attach, pretraining  # noqa: F401
 
     # Every rank parses the sources of Megatron's settings for their help, twice.
     Group._get_field_docstrings = once_a_class(Group._get_field_docstrings)

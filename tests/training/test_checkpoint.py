@@ -6,14 +6,21 @@ import pytest
 
 from tests.training.launcher import BURST, HALF, STEPS, allowed, largest_difference, report, train
 
+HYBRID = ("--hybrid-layer-pattern", "*-*E", "--num-experts", "2", "--disable-bias-linear")
+
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(2, [1]), pytest.param(4, [2, 1], marks=pytest.mark.slow)]
+    ("model", "before", "after"),
+    [
+        ((), 2, [1]),
+        pytest.param((), 4, [2, 1], marks=pytest.mark.slow),
+        pytest.param(HYBRID, 4, [2, 1], marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_resumes_on_fewer_ranks(
-    tmp_path: Path, data: tuple[str, ...], before: int, after: list[int]
+    tmp_path: Path, data: tuple[str, ...], model: tuple[str, ...], before: int, after: list[int]
 ) -> None:
-    flags = (*data, *BURST, "--calculate-per-token-loss")
+    flags = (*data, *BURST, "--calculate-per-token-loss", *model)
     checkpoint = str(tmp_path / "checkpoint")
     saving = ("--save", checkpoint, "--save-interval", str(HALF))
     many = ("--context-parallel-size", str(before), *saving)

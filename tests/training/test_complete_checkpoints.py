@@ -149,7 +149,7 @@ def test_the_metadata_are_read_once_until_it_is_saved_anew(
         attach(settings(directory))
         assert [checkpointing.read_metadata(tracker) for _ in range(2)] == [(4, False)] * 2
     assert reads == [folder]
-    checkpointing.read_metadata.forget(folder)
+    checkpointing.read_metadata.missing.pop(folder)
     assert checkpointing.read_metadata(tracker) == (4, False)
     assert reads == [folder] * 2
 

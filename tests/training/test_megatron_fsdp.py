@@ -24,6 +24,7 @@ CASES = {
         f"{RECOMPUTE} --recompute-attention-fraction 0.5",
     ),
     "TP 2, sequence parallel": (4, "optim_grads_params", TENSOR),
+    "a hybrid model": (2, "optim_grads_params", "--hybrid-layer-pattern *-*-"),
     "learnable sinks": (2, "optim_grads_params", "--softmax-type learnable"),
     "experts": (
         2,

@@ -13,11 +13,11 @@ from tests.attention import faults
 
 
 def main() -> None:
-    from megatron_burst.plugin import gpt_training
+    from megatron_burst.plugin import pretraining
 
     changes: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         "lost gradient": (GradientAccumulator, "take", faults.lost_gradient),
-        "swapped batch": (gpt_training, "_next_batch", swapped_batch),
+        "swapped batch": (pretraining, "_next_batch", swapped_batch),
     }
     with faults.replaced(*changes[sys.argv.pop()]):
         try:

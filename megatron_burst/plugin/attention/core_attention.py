@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plans.mask import BlockTable, Mask
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
@@ -50,6 +50,10 @@ class SharedState:
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
         self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
+
+    def __deepcopy__(self, _: Any) -> "SharedState":
+        """Return itself: Megatron copies specs that hold it."""
+        return self
 
     def get_megatrons(
         self,
@@ -93,7 +97,7 @@ class SharedState:
     def _compare_block_masks(self) -> None:
         if self._block_table is not None and dist.is_initialized():
             assert dist.group.WORLD is not None
-            digest = BlockTable.of(self._block_table).digest
+            digest = str(Mask.full(block_table=self._block_table))
             what, limit = "the contents of --burst-block-mask", self.config.timeout_seconds
             check_agreement(dist.group.WORLD, what, digest, limit)
 
@@ -145,13 +149,19 @@ class BurstCoreAttention(ModuleWithSink):
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
+        self._layer_number = layer_number
+        self.call_layer(str(layer_number))
+
+    def call_layer(self, name: str) -> None:
+        """Set the name of the layer in what is said by the checks, which begin anew."""
         self._attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
-        if shared.verification is not None:
-            self._check = LayerCheck(shared.verification, config, layer_number, softmax_scale)
+        given = self.config, self._layer_number, self._softmax_scale
+        if self._shared.verification is not None:
+            self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if shared.config.check_nan:
-            self._attend = with_nan_check(self._attend, layer_number)
+        if self._shared.config.check_nan:
+            self._attend = with_nan_check(self._attend, name)
 
     def forward(
         self,

@@ -51,16 +51,24 @@ def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: boo
         raise ValueError(
             f"{given} contradicts --context-parallel-algo {config.algorithm}; drop one of them"
         )
-    if len(names) > 1 and args.num_layers is not None and len(names) != args.num_layers:
+    if len(names) > 1 and (layers := _layers(args)) not in (None, len(names)):
         raise ValueError(
-            f"{given} has {len(names)} names for the {args.num_layers} layers of --num-layers: "
-            "give one for each layer or one for all"
+            f"{given} has {len(names)} names for the {layers} layers of the model: give one for "
+            "each layer or one for all"
         )
     known = (*Algorithm, *MEGATRONS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
     if reasons := _beside_megatrons(args, config, own_spec):
         raise ValueError(f"{given} cannot run this:\n  " + "\n  ".join(reasons))
+
+
+def _layers(args: argparse.Namespace) -> int | None:
+    """Return how many layers the arguments describe; Megatron lets a pattern win over a number."""
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        return len(pattern.partition("/")[0].replace("|", ""))
+    layers: int | None = args.num_layers
+    return layers
 
 
 def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: bool) -> list[str]:

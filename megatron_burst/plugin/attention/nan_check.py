@@ -19,7 +19,7 @@ class NonFiniteError(RuntimeError):
     """A tensor of attention holds a NaN or an Inf; the message names layer, rank and tensor."""
 
 
-def with_nan_check(attend: Callable[..., Tensor], layer_number: int) -> Callable[..., Tensor]:
+def with_nan_check(attend: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
     """Return `attend`, a `ring_attention`, that raises at the first tensor with a NaN or an Inf.
 
     Looked at in this order: q, k, v and the sink, the output; and in backward its gradient, then
@@ -42,8 +42,7 @@ def with_nan_check(attend: Callable[..., Tensor], layer_number: int) -> Callable
     ) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         place = (
-            f"layer {layer_number}, rank {rank} (context-parallel rank {context.rank} of "
-            f"{context.ranks})"
+            f"layer {layer}, rank {rank} (context-parallel rank {context.rank} of {context.ranks})"
         )
         given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"the sink": sink})
         for name, x in given.items():

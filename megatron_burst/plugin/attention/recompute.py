@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from megatron_burst.attention.saved import AttentionMemory, HostMemory
+from megatron_burst.plugin.models import LanguageModel
 
 
 class _Call(dict[int, AttentionMemory | None]):
@@ -119,7 +119,7 @@ class RecomputeHooks:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
             model.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
-            for layer in model.decoder.layers if isinstance(model, GPTModel) else ():
+            for layer in model.decoder.layers if isinstance(model, LanguageModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
                 layer.register_forward_hook(self._leave)
         return models

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from megatron_burst.attention.verify import (
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.compat import is_first_of_its_stage
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ class Verification:
         self.is_over = False
         self.block_mask = None if config.block_mask is None else load_block_mask(config.block_mask)
         self.positions: dict[str, str] = {}  # how each kind is wrong; empty where it is right
-        self._findings: dict[int, list[Finding]] = {}
-        self.begun: set[int] = set()  # layers that have run forward and will run backward
+        self._findings: dict[str, list[Finding]] = {}
+        self.begun: set[str] = set()  # layers that have run forward and will run backward
 
     def settle(self, context: BurstContext) -> None:
         """Report what was found, unless a backward is to be waited for.
@@ -58,13 +57,13 @@ class Verification:
             self._report(context)
 
     def add(
-        self, layer: int, context: BurstContext, is_backward: bool, findings: Sequence[Finding]
+        self, layer: str, context: BurstContext, is_backward: bool, findings: Sequence[Finding]
     ) -> None:
         """Take what was found in a layer on this rank; after the last backward report."""
         self._findings.setdefault(layer, []).extend(findings)
         for finding in findings:
             if finding.where:  # should something else end the job before the report
-                logger.warning("burst verify: layer %d, %s", layer, finding)
+                logger.warning("burst verify: layer %s, %s", layer, finding)
         if is_backward:
             self.begun.discard(layer)
             self.settle(context)
@@ -73,11 +72,11 @@ class Verification:
         everyone = of_all_ranks(context, (self._findings, self.positions))
         rows = {
             layer: worst(f for findings, _ in everyone for f in findings.get(layer, ()))
-            for layer in sorted(self._findings)
+            for layer in self._findings
         }
         wrong = [text for _, positions in everyone for text in positions.values() if text]
         wrong += [f"layer {n}, {f}" for n, row in rows.items() for f in row.values() if f.where]
-        if _is_first_of_its_stage():
+        if is_first_of_its_stage():
             logger.setLevel(logging.INFO)  # of a pipeline stage one rank, whatever the others do
             logger.info(
                 "burst verify: over %d context-parallel rank(s) the first micro-batch %s the "
@@ -86,7 +85,7 @@ class Verification:
                 context.ranks,
                 "DIFFERS from" if wrong else "equals",
                 " and ".join(sorted(self.positions)) or "neither position ids nor rotary angles",
-                table("layer", {str(layer): row for layer, row in rows.items()}),
+                table("layer", rows),
             )
         if wrong:
             title = (
@@ -100,13 +99,18 @@ class Verification:
 class LayerCheck:
     """Stands in for `ring_attention` in one core attention, and checks the calls that are new.
 
-    It is given what Megatron built the core attention with.
+    It is given the name of the layer, and what Megatron built the core attention with.
     """
 
     def __init__(
-        self, verification: Verification, config: Any, layer_number: int, scale: float | None
+        self,
+        verification: Verification,
+        layer: str,
+        config: Any,
+        layer_number: int,
+        scale: float | None,
     ) -> None:
-        self._verification, self._layer, self._scale = verification, layer_number, scale
+        self._verification, self._layer, self._scale = verification, layer, scale
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -149,13 +153,3 @@ class LayerCheck:
             blocks=self._verification.block_mask,
             tokens_per_sample=tokens // (1 if documents is None else documents.samples),
         )
-
-
-def _is_first_of_its_stage() -> bool:
-    """Whether this rank speaks for its pipeline stage."""
-    if not parallel_state.model_parallel_is_initialized():
-        return not dist.is_initialized() or dist.get_rank() == 0
-    return (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )

@@ -78,6 +78,9 @@ CPU_LIMITS: Mapping[str, str] = {
     "moe_router_fusion": "it is TransformerEngine's: drop --moe-router-fusion",
     "moe_token_dispatcher_type": "use alltoall",
     "batch_invariant_mode": "its kernels are Triton's: drop --batch-invariant-mode",
+    "mamba_training_ssm_states_dtype": (
+        "the states are float32 here: drop --mamba-training-ssm-states-dtype"
+    ),
     "nvtx_ranges": "it marks ranges for CUDA's profiler: drop --nvtx-ranges",
     "record_memory_history": "it records CUDA's allocator: drop it",
 }

@@ -7,11 +7,12 @@ import os
 import socket
 import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_burst.plugin.cpu.table import STAND_INS, current_device
+from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def activate() -> None:
             "functions while they are imported"
         )
     _set_environment()
-    _hide_gpu_packages()
+    _replace_gpu_packages()
     _silence_warnings_of_the_platform()
     for target, make in STAND_INS.items():
         holder, name = resolve(target)
@@ -107,13 +108,13 @@ def _set_environment() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-def _hide_gpu_packages() -> None:
-    """Megatron takes their layers, norms and optimizers wherever they can be imported.
-
-    Without the first the second, which Megatron also imports by itself, fails for its symbols.
-    """
-    for name in ("transformer_engine", "transformer_engine_torch", "apex"):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # to import it fails from now
+def _replace_gpu_packages() -> None:
+    for name, names in PACKAGES.items():
+        module: Any = None  # to import it fails from now
+        if names is not None:
+            module = ModuleType(name)
+            vars(module).update(names)
+        sys.modules[name] = module
 
 
 def _silence_warnings_of_the_platform() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
+from megatron_burst.plugin.cpu import gdn, mamba
 from megatron_burst.plugin.cpu.arguments import with_cpu_arguments
 
 CPU = torch.device("cpu")
@@ -165,11 +166,6 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     return (group.create_default_device(),)
 
 
-def allowed_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `initialize_megatron`, which otherwise asserts that there is a GPU."""
-    return functools.partial(initialize, allow_no_cuda=True)
-
-
 def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
 
@@ -179,6 +175,34 @@ def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
 
     return converted
 
+
+def of_local_layers(stack_spec: Any) -> Any:
+    """Megatron's stack spec of a hybrid model, which is TransformerEngine's, of local layers."""
+    from megatron_burst.plugin.local_layers import local_stack_spec  # imports Megatron
+
+    return local_stack_spec()
+
+
+# What Megatron finds where it imports these modules of packages for a GPU: names, or no module. Of
+# the other modules of mamba_ssm and fla nothing is used in training.
+PACKAGES: Mapping[str, Mapping[str, Any] | None] = {
+    # Megatron takes their layers, norms and optimizers wherever they can be imported. Without the
+    # first the second, which Megatron also imports by itself, fails for its symbols.
+    "transformer_engine": None,
+    "transformer_engine_torch": None,
+    "apex": None,
+    # Mamba-2's layers, in the place of Triton's kernels; its convolution has a path in torch.
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
+    },
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
+    "causal_conv1d": None,
+    # Gated delta networks.
+    "fla.modules.convolution": {"causal_conv1d": gdn.causal_conv1d},
+    "fla.modules.l2norm": {"l2norm": gdn.l2norm},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": gdn.chunk_gated_delta_rule},
+}
 
 _FSDP = "megatron.core.distributed.fsdp"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -240,12 +264,16 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": with_cpu_arguments,
-    # pretrain() offers no way to pass Megatron's own allow_no_cuda.
-    "megatron.training.training:initialize_megatron": allowed_without_cuda,
+    # It asserts that there is a GPU, and pretrain() has no way to pass its own allow_no_cuda.
+    "megatron.training.training:initialize_megatron": lambda initialize: functools.partial(
+        initialize, allow_no_cuda=True
+    ),
     # Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors would
     # come from the generator that initialises the model, in amounts that depend on the batch and
     # on TP, so that equal seeds gave unequal models.
     "megatron.training.training:set_jit_fusion_options": returns(None),
+    # There is no --transformer-impl for hybrid models.
+    "megatron.training.models.hybrid:default_hybrid_stack_spec": of_local_layers,
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
     # takes no tensor for its sizes.
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": as_numpy_where_asked,

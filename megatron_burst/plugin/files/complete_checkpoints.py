@@ -7,8 +7,8 @@ again, over itself, and a record that is truncated.
 
 import argparse
 import functools
-import json
 import logging
+import os
 import queue
 import re
 import shutil
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"  # of torch's distributed checkpoints; written after the tensors
 MARKER = "metadata.json"  # of Megatron's torch_dist; written last
-RELEASE = "release"
 
 
 class NoCompleteCheckpointError(RuntimeError):
@@ -78,7 +77,6 @@ class CompleteOnly:
     ) -> None:
         self.original, self.missing = original, missing
         self._load, self._step = args.load, args.ckpt_step
-        self._said: set[str] = set()  # Megatron asks more than once
         self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
@@ -87,7 +85,7 @@ class CompleteOnly:
         if not file.is_file():  # an object store
             return self.original(tracker)
         text = file.read_text().strip()
-        if text == RELEASE:
+        if text == "release":
             return 0, True
         recorded = int(text) if text.isdecimal() else None
         if self._step and self._load and file.parent == Path(self._load):
@@ -103,7 +101,7 @@ class CompleteOnly:
             reason = self.missing[folder]
             if _all_ranks(reason is None):
                 for line in reasons:
-                    self._warn(f"{line}; loading iteration {iteration} instead")
+                    _warn_once(f"{line}; loading iteration {iteration} instead")
                 return iteration, False
             if reason:
                 reasons.append(f"{folder} is incomplete: {reason}")
@@ -112,14 +110,10 @@ class CompleteOnly:
             f"restore one, or delete {file} to start anew"
         )
 
-    def forget(self, folder: Path) -> None:
-        """Look at this folder anew when it is asked for next."""
-        self.missing.pop(folder, None)
 
-    def _warn(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("%s", text)
+@functools.cache
+def _warn_once(text: str) -> None:  # Megatron asks more than once
+    logger.warning("%s", text)
 
 
 def _saved(directory: Path, recorded: int | None) -> Iterator[int]:
@@ -144,10 +138,8 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     is_torch = any(folder.glob("mp_rank_*"))
     if not is_torch and dist.is_initialized() and dist.get_rank() != 0:
         return None
-    try:
-        old = _replaced(folder)
-    except (OSError, ValueError) as error:
-        return f"{_note(folder)} cannot be read: {error}"
+    note = _note(folder)
+    replaced = note.stat().st_mtime_ns if note.is_file() else 0
     marks = list(_marks(folder, is_torch, needs_marker))
     for file in marks:
         name = file.relative_to(folder)
@@ -155,7 +147,7 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
             return f"{name} does not exist"
         if is_torch and not zipfile.is_zipfile(file):  # its table stands at the end
             return f"{name} is truncated after {file.stat().st_size} bytes"
-        if old.get(str(name)) == _state(file):
+        if file.stat().st_mtime_ns <= replaced:
             return f"{name} is still that of an earlier save"
     if is_torch:
         return None if marks else "it holds no file"
@@ -224,7 +216,7 @@ def _with_note(
         first = not dist.is_initialized() or dist.get_rank() == 0
         persistent = args.save and not options.get("non_persistent_ckpt")
         folder = Path(args.save or "") / f"iter_{iteration:07d}"
-        reader.forget(folder)
+        reader.missing.pop(folder, None)  # looked at anew when it is asked for next
         if first and persistent:
             note_replaced(folder)
         if dist.is_initialized():
@@ -255,29 +247,20 @@ def _room(directory: str) -> str:
 
 
 def note_replaced(folder: Path) -> None:
-    """Write down which files make the checkpoint in this folder complete, if there is one.
+    """Note of what time the checkpoint in this folder is, if there is one.
 
-    As long as one of them is still the same, the folder does not count as complete. The note lies
-    beside the folder, all of whose files Megatron's --verify-integrity takes for the checkpoint's.
+    As long as one of the files that make it complete is as old, the folder does not count as
+    complete. The note, a file of that time, lies beside the folder, all of whose files Megatron's
+    --verify-integrity takes for the checkpoint's.
     """
     marks = [folder / METADATA, folder / MARKER, *folder.glob("mp_rank_*/*.pt")]
-    found = {str(mark.relative_to(folder)): _state(mark) for mark in marks if mark.is_file()}
-    if found:
-        written = _note(folder).with_suffix(".new")
-        written.write_text(json.dumps(found))
-        written.replace(_note(folder))
+    if times := [mark.stat().st_mtime_ns for mark in marks if mark.is_file()]:
+        new = _note(folder).with_suffix(".new")
+        new.touch()
+        os.utime(new, ns=(max(times), max(times)))
+        new.replace(_note(folder))
         logger.warning("%s holds an earlier checkpoint, which is replaced", folder)
 
 
-def _replaced(folder: Path) -> dict[str, list[int]]:
-    note = _note(folder)
-    return dict(json.loads(note.read_text())) if note.is_file() else {}
-
-
 def _note(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced.json")
-
-
-def _state(file: Path) -> list[int]:
-    found = file.stat()
-    return [found.st_mtime_ns, found.st_size]
+    return folder.with_name(f".{folder.name}.replaced")

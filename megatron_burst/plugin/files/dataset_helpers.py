@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,15 +17,13 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_COMPILERS = ("c++", "g++", "clang++")
+_BUILT = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def compile_on_every_node() -> None:
@@ -50,26 +47,25 @@ def build(folder: Path) -> None:
     Of the processes of a machine that call this one compiles and the others wait for it.
 
     Raises:
-        ValueError: what it takes is missing, with what to install, or the compiler failed.
+        ValueError: it does not compile, with what that takes.
     """
     if is_built(folder):
         return
     with _alone(folder):
         if not is_built(folder):
-            _compile(folder)
+            _make(folder)
     importlib.invalidate_caches()
 
 
 def is_built(folder: Path) -> bool:
-    """Say whether this Python can import the helpers and they are not older than their source.
+    """Say whether there are helpers for this Python that are not older than their source.
 
     The wheel of megatron-core ships both, written in any order; only a checkout has a Makefile.
     """
-    candidates = (folder / f"helpers_cpp{suffix}" for suffix in EXTENSION_SUFFIXES)
-    built = next((path for path in candidates if path.is_file()), None)
-    if built is None or not (folder / "Makefile").is_file():
-        return built is not None
-    return built.stat().st_mtime_ns >= (folder / "helpers.cpp").stat().st_mtime_ns
+    if not (folder / "Makefile").is_file():
+        return True
+    built, source = folder / _BUILT, folder / "helpers.cpp"
+    return built.is_file() and built.stat().st_mtime_ns >= source.stat().st_mtime_ns
 
 
 @contextmanager
@@ -82,43 +78,27 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(folder: Path) -> None:
-    source, version = folder / "helpers.cpp", platform.python_version()
-    compiler = _compiler(source)
+def _make(folder: Path) -> None:
+    """Run the Makefile, whose variables would else ask the Python on PATH."""
+    version, source = platform.python_version(), folder / "helpers.cpp"
     logger.info("compiling %s for Python %s", source, version)
+    includes = f"CPPFLAGS=$(shell {shlex.quote(sys.executable)} -m pybind11 --includes)"
     try:
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            new = Path(beside) / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-            command = [*compiler, str(source), "-o", str(new)]
+            new = Path(beside) / _BUILT
+            name = f"LIBNAME={new.parent.name}/helpers_cpp"
+            suffix = f"LIBEXT={new.name.removeprefix('helpers_cpp')}"
+            command = ["make", "-C", str(folder), name, suffix, includes]
             done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(
-                    f"{source} does not compile for Python {version}: {shlex.join(command)}\n"
-                    f"{done.stderr[-2000:]}"
-                )
-            new.replace(folder / new.name)  # whole, also where several machines share the folder
-    except OSError as error:
-        raise ValueError(f"{source} has to be compiled for Python {version}: {error}") from None
-
-
-def _compiler(source: Path) -> list[str]:
-    """Return the compiler with its options; ValueError with all that is missing."""
-    given = shlex.split(os.environ.get("CXX", "")) or [c for c in _COMPILERS if shutil.which(c)][:1]
-    headers = Path(sysconfig.get_path("include"))
-    missing = []
-    if not given or not shutil.which(given[0]):
-        sought = given[0] if given else ", ".join(_COMPILERS)
-        missing.append(f"a C++ compiler, {sought} (Debian, Ubuntu: apt-get install g++)")
-    if not (headers / "Python.h").is_file():
-        package = "python{}.{}-dev".format(*sys.version_info)
-        missing.append(f"{headers}/Python.h (Debian, Ubuntu: apt-get install {package})")
-    if find_spec("pybind11") is None:
-        missing.append(f"pybind11 ({sys.executable} -m pip install pybind11)")
-    if missing:
-        raise ValueError(
-            f"{source} has to be compiled for Python {platform.python_version()}, for which this "
-            f"machine lacks {' and '.join(missing)}"
-        )
-    include = importlib.import_module("pybind11").get_include()
-    options = "-O3 -std=c++17 -shared -fPIC".split()
-    return [*given, *options, f"-I{headers}", f"-I{include}"]
+            if done.returncode == 0:
+                new.replace(folder / _BUILT)  # whole, also where several machines share the folder
+                return
+            error = f"{shlex.join(command)}\n{done.stderr[-2000:]}"
+    except OSError as failed:
+        error = str(failed)
+    raise ValueError(
+        f"{source} does not compile for Python {version}, which takes make, a C++ compiler and "
+        "Python's headers (Debian, Ubuntu: apt-get install make g++ "
+        f"python{sys.version_info[0]}.{sys.version_info[1]}-dev) and pybind11 ({sys.executable} -m "
+        f"pip install pybind11): {error}"
+    )

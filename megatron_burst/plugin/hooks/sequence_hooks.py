@@ -1,4 +1,4 @@
-"""Hooks of a GPT model for what concerns whole sequences: documents and layouts of our own."""
+"""Hooks of a model for what concerns whole sequences: documents and layouts of our own."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -21,6 +20,8 @@ from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
+from megatron_burst.plugin.limits import recurrent_layers
+from megatron_burst.plugin.models import NAMES, LanguageModel
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 
@@ -28,7 +29,7 @@ _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask"
 class SequenceHooks:
     """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
 
-    Append it to `pre_wrap_hooks` of a GPTModelConfig. Around every call of a pipeline stage it
+    Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
     hands the layers the micro-batch's documents, moves what the stage has per token to the layout
     of the configuration, and moves the losses back, so that loss masks and whatever is outside
     stay Megatron's.
@@ -44,11 +45,7 @@ class SequenceHooks:
             ValueError: a model that cannot follow.
         """
         for model in models:
-            if not isinstance(model, GPTModel):
-                raise ValueError(
-                    f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need a GPTModel, "
-                    f"not a {type(model).__name__}"
-                )
+            _check_model(model)
             _check_core_attention(model)
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
@@ -57,6 +54,14 @@ class SequenceHooks:
             model.register_forward_hook(hooks.after, with_kwargs=True)
         self._shared.tokens_follow_layout = True
         return models
+
+
+def _check_model(model: Any) -> None:
+    what = f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
+    if found := recurrent_layers(getattr(model, "hybrid_layer_pattern", None)):
+        raise ValueError(f"{what} cannot be followed by {found} layers")
 
 
 def _check_core_attention(model: torch.nn.Module) -> None:
@@ -85,7 +90,7 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
                 "--position-embedding-type mrope cannot follow documents or another layout"
             )
         if isinstance(rotary, RotaryEmbedding):
-            in_layer = not isinstance(module, GPTModel)
+            in_layer = module is not model
             if in_layer and module.config.apply_rope_fusion:
                 raise ValueError(
                     "fused rotary embeddings of MLA cannot follow documents or another layout: "
@@ -97,7 +102,7 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
 class _StageHooks:
     """The two hooks of one pipeline stage."""
 
-    def __init__(self, model: GPTModel, context: BurstContext) -> None:
+    def __init__(self, model: LanguageModel, context: BurstContext) -> None:
         self._group = context.group
         moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
         self._exchange = LayoutExchange(context) if moves else None
@@ -106,7 +111,7 @@ class _StageHooks:
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
 
     def before(
-        self, model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Change the arguments of the model's forward."""
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
@@ -124,7 +129,7 @@ class _StageHooks:
         return (), given
 
     def after(
-        self, model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         """Change the output of the model's forward."""
         if model.post_process:
@@ -142,7 +147,7 @@ class _StageHooks:
         return self._exchange.to_megatrons(losses)
 
 
-def _check_output(model: GPTModel, given: dict[str, Any]) -> None:
+def _check_output(model: LanguageModel, given: dict[str, Any]) -> None:
     if model.post_process and given.get("labels") is None:
         raise ValueError(
             f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}: without labels the model returns "

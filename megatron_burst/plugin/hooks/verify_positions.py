@@ -12,7 +12,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
@@ -20,6 +19,7 @@ from megatron_burst.attention.verify import spread_of
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
+from megatron_burst.plugin.models import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class PositionHooks:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them."""
         for model in models:
-            if not isinstance(model, GPTModel):
+            if not isinstance(model, LanguageModel):
                 continue
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             if not self._ids_begin_anew:
@@ -55,7 +55,7 @@ class PositionHooks:
         return models
 
     def _look_at_ids(
-        self, context: BurstContext, model: GPTModel, args: Any, kwargs: Any, _: Any
+        self, context: BurstContext, model: LanguageModel, args: Any, kwargs: Any, _: Any
     ) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         ids, packed = given.get("position_ids"), given.get("packed_seq_params")

@@ -13,6 +13,7 @@ from torch.distributed.run import get_args_parser
 from megatron_burst.plugin.arguments import asks_for_us
 
 OUR_ENTRY = "megatron_burst.pretrain_gpt"
+OUR_ENTRIES = (OUR_ENTRY, "megatron_burst.pretrain")  # two names of one program
 OUR_RUNNER = "megatron_burst.run"
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
@@ -40,7 +41,7 @@ class LaunchLine:
     @property
     def is_attached(self) -> bool:
         """Whether the plug-in is there when it runs: a script of Megatron's has to ask for it."""
-        return self.starts_us and (self.program == OUR_ENTRY or asks_for_us(self.flags))
+        return self.starts_us and (self.program in OUR_ENTRIES or asks_for_us(self.flags))
 
     @property
     def folder(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""GPT pretraining on Megatron's building blocks: batches, loss, data sets and final figures."""
+"""Pretraining on Megatron's building blocks: batches, loss, data sets and final figures."""
 
 import json
 from argparse import Namespace
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -21,7 +20,7 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_tensorboard_writer, get_timers
+from megatron.training import argument_utils, get_args, get_tensorboard_writer, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
@@ -34,7 +33,6 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "fim_data",
     "logits_load_dir",
     "hybrid_context_parallel",
-    "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
     "check_for_spiky_loss",
     "log_straggler",
@@ -44,20 +42,30 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
 
+def model_config(args: Namespace) -> Any:
+    """Return the configuration of the model that the arguments describe, hybrid or GPT."""
+    if args.hybrid_layer_pattern is not None:
+        return argument_utils.hybrid_config_from_args(args)
+    return argument_utils.gpt_config_from_args(args)
+
+
 def unsupported(args: Namespace) -> str | None:
-    """Say what only Megatron-LM's own pretrain_gpt.py can do of what is asked for, if anything."""
+    """Say what only Megatron-LM's own scripts can do of what is asked for, if anything."""
     asked = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout:  # MTP may be on any stage
+        asked.append("--mtp-num-layers with --pipeline-model-parallel-layout")
     if not asked:
         return None
+    script = "pretrain_gpt.py" if args.hybrid_layer_pattern is None else "pretrain_hybrid.py"
     return (
         f"{', '.join(asked)} needs Megatron-LM's own script: "
-        "python -m megatron_burst.run PATH/pretrain_gpt.py"
+        f"python -m megatron_burst.run PATH/{script}"
     )
 
 
-def forward_step(data_iterator: Iterator[Any], model: GPTModel) -> tuple[Tensor, Any]:
+def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
     """Run the model on the next micro-batch; return its output and the function for its loss."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -111,7 +119,7 @@ def _next_batch(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

@@ -1,4 +1,4 @@
-"""Megatron-LM's own pretrain_gpt.py trains as ours does, however it is started. (needs a checkout)
+"""Megatron-LM's own scripts train as our entry does, however started. (needs a checkout)
 
 MEGATRON_LM_PATH names a checkout of Megatron-LM, core_v0.19.0 or main of August 2026; it is copied,
 never changed. Every way takes the same steps on two context-parallel ranks of the CPU, with the
@@ -16,23 +16,24 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools.runlog import read_scalars
-from tests.training.launcher import MODEL, STEPS, Log, environment
+from tests.training.launcher import MODEL, STEPS, Log, environment, largest_difference, report
 
 pytestmark = pytest.mark.timeout(1200)  # a checkout compiles its helpers first
 
 ROOT = Path(__file__).parents[2]
 COMMON = ("--mock-data", "--context-parallel-size", "2", "--calculate-per-token-loss")
 BURST = ("--context-parallel-algo", "burst")
-NO_CODE = (
-    "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst "
-    "--no-create-attention-mask-in-dataloader"
-).split()
+NO_CODE = "--cp-comm-type burst --no-create-attention-mask-in-dataloader".split()
 MUCH = (
     "--lm-head-loss chunked --burst-layout segmented-zigzag --dataloader-inter-document-masking "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--recompute-attention-fraction 0.5"
 ).split()
-OUR_ENTRY = ("-m", "megatron_burst.pretrain_gpt")
+OUR_ENTRY = ("-m", "megatron_burst.pretrain")
+PATTERN = ("--hybrid-layer-pattern", "*-*-*-*-")
+# The flags of a script's model and its name for `--spec`.
+SCRIPTS = {"pretrain_gpt.py": ((), "gpt"), "pretrain_hybrid.py": (PATTERN, "hybrid")}
+by_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +117,13 @@ def test_without_a_compiler_every_rank_ends_with_the_reason(checkout: Path) -> N
     assert "Connection closed" not in done.stdout
 
 
-def test_by_the_launcher(checkout: Path, train: Callable[..., Log]) -> None:
-    script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
-    found = train(*script, *MODEL, *COMMON, *BURST)
+@by_script
+def test_by_the_launcher(checkout: Path, train: Callable[..., Log], script: str) -> None:
+    model, _ = SCRIPTS[script]
+    flags = (*MODEL, *model, *COMMON, *BURST)
+    found = train("-m", "megatron_burst.run", str(checkout / script), *flags)
     assert f" in {checkout / 'megatron'}" in found.text
-    check_equal("megatron_burst.run", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
+    check_equal(f"megatron_burst.run {script}", found, train(*OUR_ENTRY, *flags))
 
 
 def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
@@ -133,10 +136,35 @@ def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
     check_equal("megatron_burst.run, all hooks", found, expected)
 
 
-def test_without_any_of_our_code_around(checkout: Path, train: Callable[..., Log]) -> None:
-    script = (str(Path(__file__).with_name("stock_on_cpu.py")), str(checkout / "pretrain_gpt.py"))
-    found = train(*script, *MODEL, *COMMON, *NO_CODE)
-    check_equal("--spec", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
+@by_script
+def test_without_any_of_our_code_around(
+    checkout: Path, train: Callable[..., Log], script: str
+) -> None:
+    model, name = SCRIPTS[script]
+    stock = (str(Path(__file__).with_name("stock_on_cpu.py")), str(checkout / script))
+    spec = ("--spec", "megatron_burst.plugin.spec", name)
+    found = train(*stock, *MODEL, *model, *COMMON, *spec, *NO_CODE)
+    check_equal(f"--spec {script}", found, train(*OUR_ENTRY, *MODEL, *model, *COMMON, *BURST))
+
+
+def test_a_gpt_goes_on_as_a_hybrid_model(
+    checkout: Path, train: Callable[..., Log], tmp_path: Path
+) -> None:
+    """Megatron's own translation of the checkpoint, the optimizer's state included."""
+    if not (checkout / "megatron/core/dist_checkpointing/gpt_checkpoint_interop.py").exists():
+        pytest.skip("this Megatron does not translate checkpoints of a GPTModel: docs/hybrid.md")
+    half, folder = str(STEPS[-1] // 2), str(tmp_path)
+    optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+    way = ("-m", "megatron_burst.run")
+    flags = (*MODEL, *COMMON, *BURST, *optimizer)
+    gpt = (*way, str(checkout / "pretrain_gpt.py"), *flags)
+    train(*gpt, "--exit-interval", half, "--save", folder)
+    expected = train(*gpt, "--load", folder)
+    hybrid = (*way, str(checkout / "pretrain_hybrid.py"), *flags, *PATTERN, "--load", folder)
+    steps = range(int(half) + 1, STEPS[-1] + 1)
+    found = train(*hybrid)
+    assert set(found.losses) == set(steps)
+    report("hybrid after GPT", largest_difference(found, expected, steps), 1e-6)
 
 
 def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-gpt_training = pytest.importorskip("megatron_burst.plugin.gpt_training")
+pretraining = pytest.importorskip("megatron_burst.plugin.pretraining")
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
     RotaryEmbedding,
 )
@@ -28,13 +28,13 @@ def given_to_the_model(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -
             given.update(options)
             return torch.zeros(1)
 
-    keys = (*gpt_training._BATCH_KEYS, *gpt_training._DOCUMENT_KEYS)
+    keys = (*pretraining._BATCH_KEYS, *pretraining._DOCUMENT_KEYS)
     args = SimpleNamespace(micro_batch_size=2, seq_length=8)
-    monkeypatch.setattr(gpt_training, "get_args", lambda: args)
-    monkeypatch.setattr(gpt_training, "get_timers", lambda: lambda *_, **__: TIMER)
-    monkeypatch.setattr(gpt_training, "_next_batch", lambda *_: dict.fromkeys(keys) | batch)
-    monkeypatch.setattr(gpt_training, "update_seqlen_stats_from_cu_seqlens", lambda bounds: None)
-    gpt_training.forward_step(iter(()), Model())
+    monkeypatch.setattr(pretraining, "get_args", lambda: args)
+    monkeypatch.setattr(pretraining, "get_timers", lambda: lambda *_, **__: TIMER)
+    monkeypatch.setattr(pretraining, "_next_batch", lambda *_: dict.fromkeys(keys) | batch)
+    monkeypatch.setattr(pretraining, "update_seqlen_stats_from_cu_seqlens", lambda bounds: None)
+    pretraining.forward_step(iter(()), Model())
     return given
 
 
@@ -58,11 +58,17 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
     [
         ({}, None),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
-        ({"mtp_num_layers": 1, "sft": True}, "--sft, --mtp-num-layers needs Megatron-LM's own"),
+        ({"mtp_num_layers": 1}, None),
+        ({"pipeline_model_parallel_layout": "E|tL"}, None),
+        (
+            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "E|mL", "sft": True},
+            "--sft, --mtp-num-layers with --pipeline-model-parallel-layout needs Megatron-LM's own",
+        ),
     ],
 )
 def test_what_needs_megatrons_script_is_named(changes: dict[str, Any], named: str | None) -> None:
-    off = dict.fromkeys(gpt_training._NEEDS_UPSTREAM_SCRIPT, False)
-    off |= {"logits_load_dir": None, "mtp_num_layers": None}  # Megatron's defaults
-    said = gpt_training.unsupported(SimpleNamespace(**off | changes))
+    off = dict.fromkeys(pretraining._NEEDS_UPSTREAM_SCRIPT, False)
+    off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
+    off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
+    said = pretraining.unsupported(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said

@@ -1,0 +1,157 @@
+"""Stand-ins for the package mamba_ssm, whose kernels need a GPU: what Megatron trains with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_burst.plugin.cpu.recurrence import causal_convolution, check_unused, decaying_memory
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor,
+    z: Tensor | None,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor:
+    """Mamba-2's selective state space.
+
+    With softplus(dt + dt_bias) as dt, for every batch and head, B and C those of the head's group
+    and the state S [n, p] zero at first; the last line where z is given:
+
+        S = exp(dt[t] * A) * S + dt[t] * outer(B[t], x[t])
+        y[t] = C[t] @ S + D * x[t]
+        y[t] = y[t] * silu(z[t])
+
+    Args:
+        x: [batch, tokens, heads, p].
+        dt: [batch, tokens, heads].
+        A: [heads], below 0.
+        B: [batch, tokens, groups, n].
+        C: [batch, tokens, groups, n].
+        chunk_size: tokens that are computed together; of no influence but rounding.
+        D: [heads] or [heads, p].
+        z: [batch, tokens, heads, p], or None.
+        dt_bias: [heads].
+        dt_softplus: False where dt + dt_bias is the step itself.
+        initial_states: None; ValueError if this or the other is given.
+        return_final_states: False.
+
+    Returns:
+        [batch, tokens, heads, p] in x's dtype; computed in float32, in float64 for float64.
+    """
+    check_unused(
+        "mamba_chunk_scan_combined",
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+    )
+    dt = dt + dt_bias  # float32, as dt_bias is
+    dt = F.softplus(dt) if dt_softplus else dt
+    B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
+    y = decaying_memory(C, B, dt.unsqueeze(-1) * x, dt * A, chunk=chunk_size)
+    y = y + D.reshape(x.shape[2], -1) * x
+    return (y if z is None else y * F.silu(z.to(y.dtype))).to(x.dtype)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    *,
+    activation: str,
+    headdim: int | None,
+    ngroups: int,
+    norm_before_gate: bool,
+    seq_idx: Tensor | None,
+) -> Tensor:
+    """Mamba-2 between its projections: convolution, state space and gate.
+
+    Equals, the last axes cut into heads of p and groups of n:
+
+        z, xBC, dt = split(zxbcdt)
+        x, B, C = split(causal_convolution(xBC, conv1d_weight, conv1d_bias, activation))
+        out = mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias)
+
+    Args:
+        zxbcdt: [batch, tokens, 2 * heads * p + 2 * groups * n + heads].
+        conv1d_weight: [heads * p + 2 * groups * n, width].
+        conv1d_bias: [heads * p + 2 * groups * n].
+        dt_bias: [heads].
+        A: [heads], below 0.
+        D: [heads] or [heads, p].
+        chunk_size: tokens that are computed together.
+        activation: "silu" or "swish".
+        headdim: p; None where D tells it.
+        ngroups: how many groups of heads share a B and a C.
+        norm_before_gate: False, ValueError if not: there is no norm here.
+        seq_idx: None, ValueError if not: the documents' numbers.
+
+    Returns:
+        [batch, tokens, heads * p].
+    """
+    check_unused(
+        "mamba_split_conv1d_scan_combined", seq_idx=seq_idx, norm_before_gate=norm_before_gate
+    )
+    heads, channels = len(A), len(conv1d_weight)
+    inner = heads * (headdim or D.shape[1])
+    z, xBC, dt = zxbcdt.split([inner, channels, heads], -1)
+    xBC = causal_convolution(xBC, conv1d_weight, conv1d_bias, activation)
+    x, B, C = xBC.split([inner, *[(channels - inner) // 2] * 2], -1)
+    x, z = (tensor.unflatten(-1, (heads, -1)) for tensor in (x, z))
+    B, C = (tensor.unflatten(-1, (ngroups, -1)) for tensor in (B, C))
+    y = mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True
+    )
+    return y.flatten(2)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm of groups of channels, behind a gate.
+
+    With x = x * silu(z) where z is given, for every `group_size` channels of the last axis:
+
+        out = x / sqrt(mean(x * x) + eps) * weight
+
+    Args:
+        hidden_size: all channels.
+        eps: added to the mean.
+        group_size: channels that are normalised together.
+        norm_before_gate: False; ValueError if not.
+        device: of the weight, which is 1 at first.
+        dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        check_unused("RMSNorm", norm_before_gate=norm_before_gate)
+        self.eps = eps
+        self.group_size = group_size
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """The norm of x [..., hidden_size], in its dtype."""
+        gated = x if z is None else x * F.silu(z)
+        groups = gated.unflatten(-1, (-1, self.group_size))
+        normed = F.rms_norm(groups, (self.group_size,), eps=self.eps)
+        return normed.flatten(-2) * self.weight

@@ -1,0 +1,100 @@
+"""What Mamba-2 and gated delta networks compute over time, in plain torch.
+
+Sources: Mamba-2's duality of recurrence and attention, arXiv 2405.21060; the delta rule in chunks,
+arXiv 2412.06464. Clear before fast: a chunk of tokens is a few products of matrices.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def decaying_memory(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None, *, chunk: int
+) -> Tensor:
+    """Write to and read from a memory that decays with every token.
+
+    Equals this loop for every batch and head, with the memory S [dk, dv] zero at first; without
+    `beta` a token writes v[t] itself:
+
+        S = exp(log_decay[t]) * S
+        S = S + outer(k[t], beta[t] * (v[t] - k[t] @ S))
+        out[t] = q[t] @ S
+
+    Args:
+        q: [B, T, H, dk], like k.
+        k: what a token writes under.
+        v: [B, T, H, dv].
+        log_decay: [B, T, H], not above 0.
+        beta: [B, T, H], how much of what the memory has for k[t] gives way to v[t] (delta rule).
+        chunk: tokens that are computed together; the result depends on it by rounding alone.
+
+    Returns:
+        [B, T, H, dv]; computed in float32, in float64 if anything given is.
+    """
+    given = (q, k, v, log_decay) if beta is None else (q, k, v, log_decay, beta)
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given), torch.float32)
+    memory = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    by_head = (tensor.to(dtype).transpose(1, 2) for tensor in given)
+    out = []
+    for part in zip(*(tensor.split(chunk, 2) for tensor in by_head), strict=True):
+        read, memory = _one_chunk(memory, *part)
+        out.append(read)
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def _one_chunk(
+    memory: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the tokens of a chunk read, and the memory after them. All are [B, H, T, ...]."""
+    decay = log_decay.cumsum(-1)
+    since_start = decay.exp().unsqueeze(-1)
+    tokens = torch.arange(decay.shape[-1])
+    later = tokens > tokens.unsqueeze(-1)
+    # What is left at token t (rows) of what token i (columns) wrote. Masked before exp, which would
+    # overflow there: infinity times 0 has no gradient.
+    left = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    if beta is not None:
+        # v becomes what each token writes. It corrects what the memory has by then, of which the
+        # earlier tokens of the chunk wrote a part: v + (left * k @ k.mT, below the diagonal) @ v.
+        strength = beta.unsqueeze(-1)
+        v = torch.linalg.solve_triangular(
+            strength * left * (k @ k.mT),
+            strength * (v - since_start * (k @ memory)),
+            upper=False,
+            unitriangular=True,
+        )
+    read = since_start * (q @ memory) + (left * (q @ k.mT)) @ v
+    return read, since_start[:, :, -1:] * memory + (left[:, :, -1].unsqueeze(-1) * k).mT @ v
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Convolve every channel with its own weights over the last tokens, then SiLU.
+
+    With x zero before the first token:
+
+        out[t] = silu(bias + sum(weight[:, j] * x[t + 1 + j - width] for j in range(width)))
+
+    Args:
+        x: [B, T, channels].
+        weight: [channels, width].
+        bias: [channels], or None.
+        activation: "silu", or "swish", its other name; ValueError for another.
+    """
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"the convolution on the CPU platform has silu, not {activation!r}")
+    channels, width = weight.shape
+    out = F.conv1d(x.mT, weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
+    return F.silu(out[..., : x.shape[1]].mT)
+
+
+def check_unused(function: str, **arguments: object) -> None:
+    """ValueError for an argument of a GPU's kernel that is given and would be ignored here."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{function} on the CPU platform is for training on whole sequences: it does not "
+                f"take {name}"
+            )

@@ -1,0 +1,190 @@
+"""Our attention in Megatron's hybrid stack specs, and the stack of local layers. (fast tier)
+
+tests/training trains with them.
+"""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_burst import BurstConfig
+from tests.plugin.test_layer_spec import leaves
+
+pytest.importorskip("megatron.training.models.gpt")
+hybrid_layer_specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
+from megatron.core.extensions import transformer_engine as te  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.hybrid.hybrid_block import HybridStack  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_burst.plugin import attach  # noqa: E402
+from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.hooks.layer_names import name_mtp_layers  # noqa: E402
+from megatron_burst.plugin.layer_spec import (  # noqa: E402
+    LayerSpecProvider,
+    StackWithContexts,
+    burst_layer_spec,
+)
+from megatron_burst.plugin.local_layers import (  # noqa: E402
+    LocalHybridStack,
+    SequenceParallelNorm,
+    local_stack_spec,
+)
+
+TES = hybrid_layer_specs.hybrid_stack_spec
+STACKS = {"TransformerEngine": (TES, te.TEDotProductAttention)}
+STACKS["local"] = (local_stack_spec(), DotProductAttention)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) -> None:
+    spec, core = STACKS[stack]
+    before = copy.copy(leaves(spec))
+    ours = burst_layer_spec(spec, BurstConfig())
+    assert leaves(spec) == before, "the original has changed"
+    changed = {
+        path: value
+        for path, value in leaves(ours).items()
+        if path.startswith(".submodules") and value != before.get(path)
+    }
+    place = ".submodules.{}.submodules.self_attention.submodules.core_attention"
+    assert list(changed) == [place.format("attention_layer"), place.format("mla_layer")]
+    for value in changed.values():
+        assert value.module is CoreAttentionByCommType and value.params["fallback"] is core
+    assert ours.module is StackWithContexts and ours.params["stack"] is spec.module
+
+
+def test_the_local_stack_has_no_layer_of_transformer_engine() -> None:
+    theirs = [getattr(te, name) for name in dir(te) if name.startswith("TE")]
+    found = {
+        path
+        for path, value in leaves(local_stack_spec()).items()
+        if any(value is each for each in theirs if each is not None)
+    }
+    assert found == set()
+
+
+# Where TransformerEngine's stack keeps the norms that stand alone in the local one.
+FUSED = {
+    "mamba_layer": ("norm", "mixer.in_proj.layer_norm_"),
+    "gdn_layer": ("input_layernorm", "self_attention.in_proj.layer_norm_"),
+    "attention_layer": ("input_layernorm", "self_attention.linear_qkv.layer_norm_"),
+    "mlp_layer": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_"),
+}
+
+
+@pytest.mark.parametrize("layer", FUSED)
+def test_norms_are_saved_under_the_names_of_transformer_engines_stack(layer: str) -> None:
+    norm, name = FUSED[layer]
+    submodules = getattr(local_stack_spec().submodules, layer).submodules
+    assert getattr(submodules, norm) is SequenceParallelNorm
+    assert submodules.sharded_state_dict_keys_map == {f"{norm}.": name}
+    fused = name.removesuffix(".layer_norm_").split(".")
+    linear = getattr(getattr(TES.submodules, layer).submodules, fused[0])
+    linear = linear.keywords["submodules"] if fused[0] == "mlp" else linear.submodules
+    assert getattr(linear, fused[1]) is te.TELayerNormColumnParallelLinear
+
+
+GROUPS: Any = SimpleNamespace(pp=None, tp=None, cp=None)
+
+
+def config(**changes: Any) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    return TransformerConfig(**sizes, attention_dropout=0.0, **changes)
+
+
+def empty_stack(spec: ModuleSpec, **changes: Any) -> Any:
+    stage = {"layer_type_list": [], "pg_collection": GROUPS, **changes}
+    return spec.module(config(), submodules=spec.submodules, **spec.params, **stage)
+
+
+def test_the_last_norm_of_a_local_stack_is_torchs() -> None:
+    spec = local_stack_spec()
+    stack = empty_stack(spec)
+    assert isinstance(stack, LocalHybridStack | HybridStack)
+    assert isinstance(stack.final_norm, torch.nn.LayerNorm) and stack.post_layer_norm
+    for without in ({"post_layer_norm": False}, {"post_process": False}):
+        assert not hasattr(empty_stack(spec, **without), "final_norm")
+
+
+def test_a_stage_without_attention_makes_the_contexts_too() -> None:
+    shared = SharedState(BurstConfig())
+    stack = empty_stack(burst_layer_spec(local_stack_spec(), shared))
+    assert isinstance(stack, LocalHybridStack)
+    assert [algorithm for _, algorithm in shared._contexts] == ["burst"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "message"),
+    [
+        ("*-D", {}, r"D in the pattern \*-D: DeepSeek sparse attention .*: take \+"),
+        (
+            "M*G",
+            {"layout": "segmented-zigzag"},
+            r"M \(Mamba\) and G \(gated delta net\) in the pattern M\*G: .* drop --burst-layout",
+        ),
+    ],
+)
+def test_layers_that_cannot_stand_beside_ours_are_refused(
+    layers: str, settings: dict[str, Any], message: str
+) -> None:
+    spec = burst_layer_spec(local_stack_spec(), BurstConfig(**settings))
+    with pytest.raises(ValueError, match=message):
+        empty_stack(spec, layer_type_list=list(layers))
+
+
+def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last = "megatron.core.parallel_state.is_pipeline_last_stage"
+    monkeypatch.setattr(last, lambda **_: True)
+    transformer = config(mtp_num_layers=2)
+    stock = get_gpt_mtp_block_spec(
+        transformer, get_gpt_layer_local_spec(), use_transformer_engine=False
+    )
+    shared = SharedState(BurstConfig(check_nan=True))
+    wrapped = attach._with_burst_mtp(lambda config, spec, vp_stage: stock)
+    ours, kept = (
+        wrapped(SimpleNamespace(transformer_layer_spec=provider), None, vp_stage=None)
+        for provider in (LayerSpecProvider(None, shared), None)
+    )
+    assert kept is stock
+    for layer in ours.layer_specs:
+        norms = layer.submodules.enorm, layer.submodules.hnorm, layer.submodules.layer_norm
+        assert norms == (SequenceParallelNorm,) * 3
+        attention = layer.submodules.mtp_model_layer.submodules.self_attention.submodules
+        assert attention.core_attention.module is CoreAttentionByCommType
+
+    model = torch.nn.Module()
+    for place in ("decoder", "mtp"):
+        layer = torch.nn.Module()
+        layer.self_attention = torch.nn.Module()
+        layer.self_attention.core_attention = BurstCoreAttention(
+            **{"shared": shared, "config": config(), "layer_number": 1},
+            **{"attn_mask_type": AttnMaskType.causal, "attention_type": "self"},
+            pg_collection=GROUPS,
+        )
+        setattr(model, place, torch.nn.ModuleList([layer]))
+    name_mtp_layers([model])
+    q = torch.full((8, 1, 4, 8), torch.nan)
+    for place, name in (("decoder", "layer 1, rank 0"), ("mtp", "layer mtp.0, rank 0")):
+        with pytest.raises(RuntimeError, match=f"--burst-check-nan: {name}"):
+            getattr(model, place)[0].self_attention.core_attention(q, q, q, None)
+
+
+def test_megatron_may_copy_a_stack_deeply() -> None:
+    """It does so for --mla-down-proj-fusion; contexts hold process groups."""
+    shared = SharedState(BurstConfig())
+    copied = copy.deepcopy(burst_layer_spec(local_stack_spec(), shared))
+    attention = copied.submodules.mla_layer.submodules.self_attention.submodules.core_attention
+    assert attention.params["shared"] is shared

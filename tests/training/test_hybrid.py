@@ -1,0 +1,126 @@
+"""HybridModel trains as the GPTModel of the same weights, and alike on any ranks. (fast tier)"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tier import slow_if
+from tests.training.launcher import BURST, STEPS, Log, allowed, largest_difference, report, train
+from tests.training.test_equal_to_one_rank import CP2, MODELS, PER_TOKEN, RECOMPUTE, TP2
+
+PAGE = Path(__file__).parents[2] / "docs" / "hybrid.md"
+FOUR_LAYERS = ("--hybrid-layer-pattern", "*-*-*-*-")
+OF_A_GPT = allowed(1e-6)
+OF_ONE_RANK = allowed(1e-4)
+
+
+def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) -> None:
+    """By the page's own code; the optimizer's state goes on, too."""
+    plain, half = tmp_path / "plain", str(STEPS[-1] // 2)
+    flags = (*data, *BURST, PER_TOKEN, "--ckpt-format", "torch")
+    train(tmp_path / "start", 1, *flags, "--exit-interval", half, "--save", str(plain))
+    expected = train(tmp_path / "gpt", 1, *flags, "--load", str(plain))
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    names["to_hybrid"](plain)
+    found = train(tmp_path / "hybrid", 1, *flags, *FOUR_LAYERS, "--load", str(plain))
+    steps = range(int(half) + 1, STEPS[-1] + 1)
+    assert set(found.losses) == set(steps)
+    report("hybrid after GPT", largest_difference(found, expected, steps), OF_A_GPT)
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]) -> Callable[..., Any]:
+    """Flags that start a model from one checkpoint, and its run on one rank."""
+    made: dict[tuple[str, ...], tuple[tuple[str, ...], Log]] = {}
+
+    def start(*model: str) -> tuple[tuple[str, ...], Log]:
+        if model not in made:
+            folder = tmp_path_factory.mktemp("hybrid")
+            save = ("--train-iters", "1", "--save", str(folder / "checkpoint"))
+            train(folder / "start", 1, *data, *model, *save)
+            load = ("--load", str(folder / "checkpoint"), "--finetune", "--no-load-optim")
+            flags = (*data, *BURST, PER_TOKEN, *model, *load)
+            made[model] = flags, train(folder / "one", 1, *flags)
+        return made[model]
+
+    return start
+
+
+DENSE = "*-*---"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --rope-type rope --no-rope-fusion"
+)
+EXPERTS = MODELS["MoE"]
+MAMBA = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 4 --mamba-num-heads 8"
+GDN = (
+    "--swiglu --linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8"
+)
+# The pattern without stages, further flags of the model, its stages, ranks and their flags.
+CASES: dict[str, tuple[str, str, str, int, str]] = {
+    "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
+    "PP 2 x CP 2, a stage without attention, fraction 0.5": (
+        *(DENSE, "", "*-*-|--"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
+    ),
+    "TP 2 x CP 2, sequence parallel": (DENSE, "", "", 4, f"{CP2} {TP2} --sequence-parallel"),
+    "DP 2 x CP 2, distributed optimizer, overlap": (
+        *(DENSE, "", ""),
+        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    ),
+    "CP 4, query backward": (DENSE, "", "", 4, "--context-parallel-size 4 --burst-backward query"),
+    "CP 2, MLA": ("+-+-", MLA, "", 2, CP2),
+    "CP 2, segmented zigzag, documents": (
+        *(DENSE, "--dataloader-inter-document-masking", ""),
+        *(2, f"{CP2} --burst-layout segmented-zigzag"),
+    ),
+    "CP 2, another algorithm in one layer": (
+        *(DENSE, "", ""),
+        *(2, f"{CP2} --cp-comm-type burst burst ulysses burst burst burst"),
+    ),
+    "CP 2, selective recompute": (
+        *(DENSE, "", ""),
+        *(2, f"{CP2} --recompute-granularity selective --recompute-attention-fraction 0.5"),
+    ),
+    "CP 2, Mamba and GDN": ("M*G-", f"{MAMBA} {GDN}", "", 2, CP2),
+    "PP 2 x CP 2, Mamba and GDN, fraction 0.5": (
+        *("M*G-", f"{MAMBA} {GDN}", "M*|G-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
+    ),
+    "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
+}
+for layers, pattern, model in (
+    ("Mamba", "M*-M*-", MAMBA),
+    ("GDN and experts", "G*EG*E", f"{EXPERTS} {GDN}"),
+):
+    for mesh, ranks, flags in (
+        ("CP 2", 2, CP2),
+        ("CP 4", 4, "--context-parallel-size 4"),
+        ("TP 2, sequence parallel", 2, f"{TP2} --sequence-parallel"),
+        ("TP 2 x CP 2, sequence parallel", 4, f"{CP2} {TP2} --sequence-parallel"),
+    ):
+        CASES[f"{mesh}, {layers}"] = pattern, model, "", ranks, flags
+FAST = {
+    "PP 2 x CP 2, a stage without attention, fraction 0.5",
+    "CP 2, experts",
+    "CP 2, Mamba and GDN",
+}
+
+
+@pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))
+def test_losses_and_gradient_norms_equal_those_of_one_rank(
+    tmp_path: Path, starts: Callable[..., Any], case: str
+) -> None:
+    pattern, model, stages, ranks, flags = CASES[case]
+    start, expected = starts("--hybrid-layer-pattern", pattern, *model.split())
+    more = ["--hybrid-layer-pattern", stages] if stages else []
+    if "fraction" in case:
+        more += ["--recompute-attention-fraction", "0.5", "--burst-verify"]
+    found = train(tmp_path, ranks, *start, *flags.split(), *more)
+    report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
+    assert "burst verify" in found.text or "--burst-verify" not in more
