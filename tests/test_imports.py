@@ -255,11 +255,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.layer_spec import burst_layer_spec
+from megatron_burst.plugin.local_layers import local_stack_spec
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
@@ -269,21 +271,27 @@ shared = SharedState(BurstConfig(recompute_fraction=0.5))
 config = TransformerConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0, hidden_dropout=0.0,
     use_cpu_initialization=True)
-model = GPTModel(
+gpt = GPTModel(
     config=config, transformer_layer_spec=burst_layer_spec(get_gpt_layer_local_spec(), shared),
     vocab_size=32, max_sequence_length=8)
-for hook in (SequenceHooks(shared), RecomputeHooks(shared.checkpoints),
-             ChunkedHead(LmHeadConfig(loss="chunked"))):
-    hook([model])
+hybrid = HybridModel(
+    config=config, hybrid_stack_spec=burst_layer_spec(local_stack_spec(), shared),
+    vocab_size=32, max_sequence_length=8, hybrid_layer_pattern="*")
+for hook in (SequenceHooks(shared), RecomputeHooks(shared.checkpoints)):
+    hook([gpt, hybrid])
+ChunkedHead(LmHeadConfig(loss="chunked"))([gpt])
 ids = torch.arange(8)[None]
-model(ids, ids, None, labels=ids).sum().backward()
-layer = model.decoder.layers[0].self_attention
-assert layer.linear_qkv.weight.grad.any()
-print(json.dumps({"attention": [type(layer.core_attention).__name__]}))
+found = []
+for model in gpt, hybrid:
+    model(ids, ids, None, labels=ids).sum().backward()
+    layer = model.decoder.layers[0].self_attention
+    assert layer.linear_qkv.weight.grad.any()
+    found.append(type(layer.core_attention).__name__)
+print(json.dumps({"attention": found}))
 """
 
 
-NO_LOOP = ("attention.core_attention", "attention.recompute", "layer_spec")
+NO_LOOP = ("attention.core_attention", "attention.recompute", "layer_spec", "local_layers")
 NO_LOOP += ("hooks.lm_head", "hooks.sequence_hooks")
 
 
@@ -296,4 +304,4 @@ def test_what_frameworks_with_a_loop_of_their_own_import_names_none_of_megatrons
 def test_the_layer_spec_and_the_hooks_need_nothing_of_megatrons_training_loop() -> None:
     """Frameworks on megatron.core have a loop of their own."""
     pytest.importorskip("megatron")
-    assert run(WITHOUT_MEGATRONS_LOOP)["attention"] == ["BurstCoreAttention"]
+    assert run(WITHOUT_MEGATRONS_LOOP)["attention"] == ["BurstCoreAttention"] * 2
