@@ -222,6 +222,7 @@ import megatron_burst
 new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 for name in [name for name in sys.modules if name.startswith("megatron_burst")]:
     del sys.modules[name]
+import tests.uncompiled
 import torch._dynamo  # torch's own later parts wrap torch.manual_seed
 holders = {"torch": torch, "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random,
            "torch.Tensor": torch.Tensor, "torch.cuda.Stream": torch.cuda.Stream,

@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import BURST, STEPS, Log, allowed, largest_difference, report, train
+from tests.training.launcher import (
+    BURST,
+    LAYERS,
+    STEPS,
+    Log,
+    allowed,
+    largest_difference,
+    report,
+    train,
+)
 from tests.training.test_equal_to_one_rank import CP2, MODELS, PER_TOKEN, RECOMPUTE, TP2
 
 PAGE = Path(__file__).parents[2] / "docs" / "hybrid.md"
-FOUR_LAYERS = ("--hybrid-layer-pattern", "*-*-*-*-")
+SAME_LAYERS = ("--hybrid-layer-pattern", "*-" * LAYERS)
 OF_A_GPT = allowed(1e-6)
 OF_ONE_RANK = allowed(1e-4)
 
@@ -26,7 +35,7 @@ def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) 
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
     names["to_hybrid"](plain)
-    found = train(tmp_path / "hybrid", 1, *flags, *FOUR_LAYERS, "--load", str(plain))
+    found = train(tmp_path / "hybrid", 1, *flags, *SAME_LAYERS, "--load", str(plain))
     steps = range(int(half) + 1, STEPS[-1] + 1)
     assert set(found.losses) == set(steps)
     report("hybrid after GPT", largest_difference(found, expected, steps), OF_A_GPT)
