@@ -41,7 +41,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]) -> C
         if model not in made:
             folder = tmp_path_factory.mktemp("hybrid")
             save = ("--train-iters", "1", "--save", str(folder / "checkpoint"))
-            train(folder / "start", 1, *data, *model, *save)
+            train(folder / "start", 1, *data, *BURST, *model, *save)
             load = ("--load", str(folder / "checkpoint"), "--finetune", "--no-load-optim")
             flags = (*data, *BURST, PER_TOKEN, *model, *load)
             made[model] = flags, train(folder / "one", 1, *flags)
