@@ -28,7 +28,7 @@
 # Where the ranks meet: address of the first node (default: its name) and port (default: random).
 # : "${BURST_MASTER:=10.0.0.1}" "${BURST_PORT:=29500}"
 
-# ---- Slurm: launch.slurm, check_nodes.sh --slurm ------------------------------------------------------
+# ---- Slurm: launch.slurm ----------------------------------------------------------------------------
 # sbatch itself reads these. Most clusters want GPUs to be asked for even where a job has whole nodes.
 # : "${SBATCH_PARTITION:=gpu}" "${SBATCH_ACCOUNT:=mine}" "${SBATCH_TIMELIMIT:=4:00:00}"
 # : "${SBATCH_GPUS_PER_NODE:=8}"

@@ -1,4 +1,45 @@
 #!/usr/bin/env bash
-# Trains every combination of sizes, methods and ablations: megatron-burst launch series.
+# Compares algorithms on several named runs, one after the other: megatron-burst compare --run.
 set -euo pipefail
-exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch" series "$@"
+
+usage() {
+    cat <<'END'
+Usage: scripts/multi_exp.sh --runs "NAME ..." [--output DIR] [--help] [options of compare]
+
+Starts megatron-burst compare for every named run of configs/ that a NAME or a shell pattern means,
+with its page and its JSON in DIR/NAME (default: runs/series). What has finished is kept: after an
+interruption give the same command. One that fails does not stop the others.
+
+  scripts/multi_exp.sh --runs "scaling-*" --variants "burst,ring *" -- --train-iters 10
+END
+}
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+python=${BURST_PYTHON:-$root/.venv/bin/python}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+names="" output=runs/series options=()
+while (($#)); do
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --runs) names=${2:?--runs needs names}; shift ;;
+        --output) output=${2:?--output needs a directory}; shift ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+if [[ -z $names ]]; then usage >&2; exit 2; fi
+
+failed=()
+set -f # patterns are for the names of runs, not for files
+for pattern in $names; do
+    found=$("$python" -m megatron_burst plan --list "$pattern")
+    for name in $found; do
+        printf -- '-- %s\n' "$name"
+        "$python" -m megatron_burst compare --run "$name" --output "$output/$name" \
+            ${options[@]+"${options[@]}"} || failed+=("$name")
+    done
+done
+if ((${#failed[@]})); then
+    printf 'multi_exp: failed: %s; the same command tries again\n' "${failed[*]}" >&2
+    exit 1
+fi

@@ -186,19 +186,19 @@ class BurstContext:
 
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
-        call = self._call(q, k, v, mask, scale, soft_cap)
+        call = replace(self._call(q, k, v, mask, soft_cap), scale=scale)
         if memory is None:
             return call
         layout = self.layout(q.shape[1] * self.grid.ranks)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
         if memory.saved is not None and stop != layout.tokens:
-            early = self._call(q, k, v, replace(mask, query_stop=stop), scale, soft_cap)
+            early = self._call(q, k, v, replace(mask, query_stop=stop), soft_cap)
             call = replace(call, forward_plan=early.forward_plan)
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
 
     def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, soft_cap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
     ) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
@@ -206,7 +206,7 @@ class BurstContext:
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
-        key = q.shape, q.dtype, q.device, k.shape, v.shape, mask, scale, soft_cap, deterministic
+        key = q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
         self._number += 1
         call = self._calls.pop(key, None)
         if call is None:
@@ -216,14 +216,14 @@ class BurstContext:
                 said += "" if soft_cap is None else f", soft cap {soft_cap}"
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
                 check_agreement(self._agreement, what, said, limit, f"attention {said}")
-            call = self._plan(q, k, v, mask, scale, soft_cap)
+            call = self._plan(q, k, v, mask, soft_cap)
         self._calls[key] = call  # the last: with documents every batch has a mask of its own
         if len(self._calls) > _CALLS_KEPT:
             del self._calls[next(iter(self._calls))]
         return call
 
     def _plan(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, soft_cap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
     ) -> AttentionCall:
         tiling = Tiling(self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks)), mask)
         wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
@@ -243,6 +243,7 @@ class BurstContext:
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
+        scale = 1.0  # `prepare` puts in each call's own
         return AttentionCall(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap)
 
     def _log(self, kernel: Kernel, request: Request, choice: Choice, shape: Shape) -> None:

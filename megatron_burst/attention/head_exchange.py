@@ -5,6 +5,7 @@ whole sequences, and attention needs no further messages (Ulysses).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_burst.transport.profiling import span
 _PEERS_AT_A_TIME = 42
 
 
+@cache
 def exchange_plan(rank: int, ranks: int) -> Plan:
     """Plan one all-to-all: part t of what rank s has goes to rank t.
 

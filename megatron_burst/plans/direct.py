@@ -7,19 +7,25 @@ start. Gradients return straight to their owners. A rank's own tile is computed 
 part last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plans.layout import Interval
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
-from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.schedule import Loads, Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.topology import Grid, stations
 
 
 @dataclass(frozen=True, slots=True)
 class Direct(Schedule):
-    """What the plans of all ranks have in common; the counterpart of `rings.Ring`."""
+    """What the plans of all ranks have in common; the counterpart of `rings.Ring`.
+
+    For masks that are sparse: under others its bytes are counted as if blocks went whole.
+    """
 
     tiling: Tiling
     grid: Grid
@@ -38,44 +44,23 @@ class Direct(Schedule):
             tiles[0], first, second = half_and_quarters(tiles[0])
             tiles[self.grid.ranks] = first + second
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
-            parts = self._parts(owner, rank)
-            used = self.tiling.of_block(self.sent, owner, rank)
-            tiles[distance] = [self._of_part(tile, parts) for tile in used]
+            if parts := self.parts(owner, rank):
+                used = self.tiling.of_block(self.sent, owner, rank)
+                tiles[distance] = [self._of_part(tile, parts) for tile in used]
         return tiles
 
-    def reads(self) -> list[Hop]:
-        """Return the hops of all blocks, in the forward or in the backward."""
-        ways = Channel.READ_WITHIN, Channel.READ_BETWEEN
-        return [
-            Hop(Item(self.sent, owner, part), owner, user, channel, 0, distance - 1)
-            for owner, user, distance, part in self._needed()
-            for channel in [self._channel(owner, user, *ways)]
-        ]
+    def reads(self) -> "_Exchange":
+        """Return the messages with blocks: all are posted at once."""
+        return _Exchange(self, self.sent)
 
-    def gradients(self) -> list[Hop]:
-        """Return the hops of all gradients of a backward."""
-        kind, end = self.sent.gradient, self.grid.ranks
-        ways = Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN
-        return [
-            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, end)
-            for owner, user, distance, part in self._needed()
-            for channel in [self._channel(owner, user, *ways)]
-        ]
+    def gradients(self) -> "_Exchange":
+        """Return the messages with gradients: all have landed at the end."""
+        return _Exchange(self, self.sent.gradient)
 
-    def _needed(self) -> Iterator[tuple[int, int, int, Interval]]:
-        """Every part of an owner's rows that a rank needs, and how far apart they are."""
-        visits = {user: self.grid.visits(user) for user in range(self.grid.ranks)}
-        for distance in range(1, self.grid.ranks):
-            for user, owners in visits.items():
-                for part in self._parts(owners[distance], user):
-                    yield owners[distance], user, distance, part
-
-    def _channel(self, owner: int, user: int, within: Channel, between: Channel) -> Channel:
-        nodes = {self.grid.coordinates(rank)[0] for rank in (owner, user)}
-        return within if len(nodes) == 1 else between
-
-    def _parts(self, owner: int, user: int) -> list[Interval]:
-        """The rows of `owner` that `user` needs, as few intervals."""
+    def parts(self, owner: int, user: int) -> list[Interval]:
+        """Return the rows of `owner` that `user` needs, as few intervals."""
+        if not self.tiling.needs.rows[self.sent][owner, user]:
+            return []
         tiles = self.tiling.of_block(self.sent, owner, user)
         return joined([tile.rows_of(self.sent) for tile in tiles])
 
@@ -85,12 +70,43 @@ class Direct(Schedule):
         return tile.reading(self.sent, part)
 
 
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the union of the intervals as disjoint ones that do not touch, in order."""
-    union: list[Interval] = []
-    for interval in sorted(intervals):
-        if union and interval.start <= union[-1].stop:
-            last = union.pop()
-            interval = Interval(last.start, max(last.stop, interval.stop))
-        union.append(interval)
-    return union
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """The messages of all ranks with what others need of their blocks, or with its gradients."""
+
+    schedule: Direct
+    kind: Kind
+
+    def hops(self, rank: int | None = None) -> list[Hop]:
+        """Return all messages, or those that `rank` sends or receives, in the same order."""
+        distances, owners, users = self._needed()
+        some = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
+        found = np.stack([distances, owners, users])[:, some]
+        ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
+        return [hop for needed in ordered for hop in self._hops(*needed)]
+
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
+        """Yield senders, receivers and bytes, of all pairs of ranks at once."""
+        _, owners, users = self._needed()
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
+        ends = (users, owners) if self.kind.is_gradient else (owners, users)
+        yield *ends, sizes[self.kind] * rows // local_tokens
+
+    def _needed(self) -> tuple[NDArray[np.int64], ...]:
+        """Who needs something of whom: distances, owners, users."""
+        ranks = stations(self.schedule.grid)
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent]
+        distances, owners = np.nonzero(rows[np.arange(len(ranks)), ranks])
+        away = distances > 0
+        return distances[away], owners[away], ranks[distances[away], owners[away]]
+
+    def _hops(self, distance: int, owner: int, user: int) -> Iterator[Hop]:
+        within = len({self.schedule.grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
+        for part in self.schedule.parts(owner, user):
+            item = Item(self.kind, owner, part)
+            if self.kind.is_gradient:
+                channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
+                yield Hop(item, user, owner, channel, distance + 1, self.schedule.grid.ranks)
+            else:
+                channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
+                yield Hop(item, owner, user, channel, 0, distance - 1)

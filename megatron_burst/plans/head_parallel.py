@@ -8,7 +8,7 @@ ring alone, U = P an all-to-all alone.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.layout import Interval, Layout, joined
 from megatron_burst.plans.topology import by_node
 
 
@@ -92,11 +92,6 @@ def _in_order(layout: Layout, ranks: Sequence[int]) -> list[range]:
 
 def _joined(ranges: Sequence[range]) -> tuple[range, ...]:
     """Join ranges without gaps that follow each other: fewer and larger tiles."""
-    joined: list[range] = []
-    for positions in ranges:
-        last = joined[-1] if joined else None
-        if last and last.step == positions.step == 1 and last.stop == positions.start:
-            joined.pop()
-            positions = range(last.start, positions.stop)
-        joined.append(positions)
-    return tuple(joined)
+    if any(positions.step > 1 for positions in ranges):
+        return tuple(ranges)
+    return tuple(range(*rows) for rows in joined(Interval(r.start, r.stop) for r in ranges))

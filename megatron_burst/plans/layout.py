@@ -10,7 +10,7 @@ Four ranks; a digit is the rank that holds that eighth of the sequence (sixteent
 Under a causal mask zigzag and striped give every rank the same number of (query, key) pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +34,25 @@ class Interval(NamedTuple):
         """The slice that selects these rows."""
         return slice(self.start, self.stop)
 
+    def shifted(self, by: int) -> "Interval":
+        """Return as many rows, that many further on."""
+        return Interval(self.start + by, self.stop + by)
+
     def within(self, whole: "Interval | None") -> "Interval":
         """Return the same rows counted from the start of `whole`; None is all rows."""
         start = 0 if whole is None else whole.start
         return Interval(self.start - start, self.stop - start)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of the intervals as disjoint ones that do not touch, in order."""
+    union: list[Interval] = []
+    for interval in sorted(intervals):
+        if union and interval.start <= union[-1].stop:
+            last = union.pop()
+            interval = Interval(last.start, max(last.stop, interval.stop))
+        union.append(interval)
+    return union
 
 
 @dataclass(frozen=True, slots=True)

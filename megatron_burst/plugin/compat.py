@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_burst.plugin.files.dataset_helpers import compile_on_every_node
 from megatron_burst.plugin.torch_adam import with_torch_adam
 
@@ -97,6 +99,18 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             str(action.help) % vars(action)
         except (ValueError, TypeError):
             action.help = str(action.help).replace("%", "%%")
+
+
+def is_first_of_its_stage() -> bool:
+    """Whether this rank speaks for its pipeline stage; where there are none, for the job."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return not dist.is_initialized() or dist.get_rank() == 0
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
 
 
 def mend_wheel() -> None:

@@ -1,15 +1,18 @@
 """What a machine is: versions, GPUs and the links between them, network ports. Imports no torch.
 
-GPUs are what `nvidia-smi` says, links between them what `nvidia-smi topo -m` says, in its words:
-NV18 are 18 NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
+`python -m megatron_burst.tools.hardware` prints its devices as JSON.
+
+GPUs are what `nvidia-smi` says, links between them the table of `nvidia-smi topo -m`: NV18 are 18
+NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
 """
 
+import json
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -23,7 +26,8 @@ _PACKAGES = tuple(
 )
 _GPU_FIELDS = tuple(
     "name memory.total driver_version power.limit clocks.max.sm compute_cap "
-    "pcie.link.gen.max pcie.link.width.max mig.mode.current".split()
+    "pcie.link.gen.max pcie.link.width.max mig.mode.current memory.used utilization.gpu "
+    "ecc.errors.uncorrected.volatile.total".split()
 )
 SYSFS = Path("/sys/class")
 
@@ -33,18 +37,17 @@ class Hardware:
     """The devices of a machine."""
 
     gpus: Sequence[dict[str, str]]  # by nvidia-smi's names of its fields
-    links: dict[str, str]  # "0-1": by what two GPUs are joined
+    links: Sequence[str]  # the lines of a table: by what two GPUs or NICs are joined
     network: Sequence[dict[str, str]]
 
 
 def read(sysfs: Path = SYSFS) -> Hardware:
     """Read this machine."""
-    return Hardware(gpus(), gpu_links(_output("nvidia-smi", "topo", "-m")), network(sysfs))
+    return Hardware(gpus(), gpu_links(), network(sysfs))
 
 
 def describe(run: str, command: Sequence[str]) -> dict[str, object]:
     """Return what a node of a run is, for a JSON file beside its log."""
-    found = read()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -53,11 +56,9 @@ def describe(run: str, command: Sequence[str]) -> dict[str, object]:
         "commit": commit(Path(__file__).parent),
         "python": platform.python_version(),
         "versions": versions(),
-        "gpus": found.gpus,
-        "gpu_links": found.links,
+        **asdict(read()),
         "cpu": {"model": cpu_model(), "count": len(os.sched_getaffinity(0))},
         "kernel": platform.release(),
-        "links": found.network,
         "settings": settings(os.environ),
     }
 
@@ -109,16 +110,10 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
 
 
-def gpu_links(matrix: str) -> dict[str, str]:
-    """Return by what every two GPUs are joined: "0-1": "NV18".
-
-    Args:
-        matrix: what `nvidia-smi topo -m` prints, a row and a column for each GPU and NIC.
-    """
-    rows = [line.split("\t") for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
-    of_gpus = [[cell.strip() for cell in row[1:]] for row in rows if re.match(r"GPU\d", row[0])]
-    count = len(of_gpus)
-    return {f"{i}-{j}": of_gpus[i][j] for i in range(count) for j in range(i + 1, count)}
+def gpu_links() -> list[str]:
+    """Return the table of `nvidia-smi topo -m`, a row and a column for each GPU and NIC."""
+    table, _, _ = _output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
+    return re.sub(r"\x1b\[\d*m", "", table).splitlines()
 
 
 def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
@@ -148,3 +143,7 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(read())))

@@ -16,14 +16,12 @@ import gzip
 import json
 import re
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_burst.tools import terminal
-from megatron_burst.tools.options import Parser, add_json
+from megatron_burst.tools.options import Parser
 from megatron_burst.transport.profiling import PREFIX
 
 ATTENTION = "attention"
@@ -116,51 +114,29 @@ def _calls(events: Sequence[Event]) -> Iterator[_Call]:
     """Read one rank's calls, from the device's kernels where there are any."""
     named = (event for event in events if event.get("cat") == "user_annotation")
     ranges = [(event, found) for event in named if (found := _RANGE.match(event["name"]))]
-    device = _Device(events)
+    known = [event for event in events if "correlation" in event.get("args", {})]
+    kernels = {e["args"]["correlation"]: e for e in known if e["cat"] in _DEVICE}
+    launches = [e for e in known if e["cat"] not in _DEVICE and e["args"]["correlation"] in kernels]
+    busy = _union(_span(kernel) for kernel in kernels.values() if not _is_nccl(kernel))
     for call, name in ((event, found[1]) for event, found in ranges if found[2] is None):
-        start, stop = window = _span(call)
-        parts = [
-            (_span(event), found)
-            for event, found in ranges
-            if found[2] and event["tid"] == call["tid"] and start <= event["ts"] <= stop
-        ]
+        window = _span(call)
+        parts = [(_span(event), found) for event, found in ranges if found[2] and _in(call, event)]
         posts = [(span[0], found) for span, found in parts if found[3] == "post"]
         waits = {found[2]: span for span, found in parts if found[3] == "wait"}
         spans = [(posted, waits[found[4]][1]) for posted, found in posts if found[4] in waits]
         exposed = _length(waits.values())
-        if kernels := device.started_in(call):
-            window = min(k["ts"] for k in kernels), max(_span(k)[1] for k in kernels)
-            spans = [_span(kernel) for kernel in kernels if _is_nccl(kernel)]
-            beside = device.busy_in(window)
+        if ours := [kernels[e["args"]["correlation"]] for e in launches if _in(call, e)]:
+            window = min(k["ts"] for k in ours), max(_span(k)[1] for k in ours)
+            spans = [_span(kernel) for kernel in ours if _is_nccl(kernel)]
+            beside = [span for span in busy if span[1] > window[0] and span[0] < window[1]]
             exposed = _length([*spans, *beside]) - _length(beside)
         sent = sum(int(found[5]) for _, found in posts)
         yield _Call(name, window[1] - window[0], _length(spans), exposed, sent)
 
 
-class _Device:
-    """The kernels of a rank, by when and in which thread the host has launched them."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        known = [event for event in events if "correlation" in event.get("args", {})]
-        kernels = {e["args"]["correlation"]: e for e in known if e["cat"] in _DEVICE}
-        launches = [e for e in known if e["cat"] not in _DEVICE]
-        launches = [e for e in launches if e["args"]["correlation"] in kernels]
-        self._launches = sorted(launches, key=itemgetter("ts"))
-        self._kernels = kernels
-        self._busy = _union(_span(kernel) for kernel in kernels.values() if not _is_nccl(kernel))
-
-    def started_in(self, call: Event) -> list[Event]:
-        """Return the kernels that were launched during a range of the host."""
-        start, stop = _span(call)
-        first = bisect_left(self._launches, start, key=itemgetter("ts"))
-        last = bisect_right(self._launches, stop, key=itemgetter("ts"))
-        ours = (each for each in self._launches[first:last] if each["tid"] == call["tid"])
-        return [self._kernels[each["args"]["correlation"]] for each in ours]
-
-    def busy_in(self, window: Span) -> list[Span]:
-        """Return when kernels run that are not NCCL's, anybody's, as far as it touches a window."""
-        first = bisect_right(self._busy, window[0], key=itemgetter(1))
-        return self._busy[first : bisect_left(self._busy, window[1], key=itemgetter(0))]
+def _in(call: Event, event: Event) -> bool:
+    start, stop = _span(call)
+    return bool(event["tid"] == call["tid"] and start <= event["ts"] <= stop)
 
 
 def _is_nccl(event: Event) -> bool:
@@ -193,7 +169,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
     parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    add_json(parser)
     args = parser.parse(sys.argv[1:] if argv is None else argv)
     content = summary(args.directory)
     if args.json:
@@ -205,20 +180,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print(content: dict[str, Any]) -> None:
     steps, ranks = content["steps"], content["ranks"]
-    numbers = ("calls", "ms", "sent MiB", "communication ms", "exposed ms", "exposed", "hidden")
+    numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
     title = f"attention in a training step, mean of {steps} steps"
     table = terminal.table(("rank", "pass"), numbers, title)
     for row in content["rows"]:
         if row["rank"] in ranks[:_MOST_RANKS]:
             times = (row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed"))
-            first, *others = (f"{time:.2f}" for time in times)
-            counts = f"{row['calls'] / steps:g}", first, f"{row['bytes_sent'] / steps / 2**20:.2f}"
-            shares = f"{row['share']:.1%}", f"{row['hidden']:.1%}"
-            table.add_row(str(row["rank"]), row["name"], *counts, *others, *shares)
-    console = terminal.console()
-    console.print(table)
-    whole = (row for row in content["rows"] if row["name"] == ATTENTION)
-    worst = max(whole, key=itemgetter("share"))
-    console.print(f"rank {worst['rank']} waits most: {worst['share']:.1%} of its attention time")
+            cells = [f"{row['calls'] / steps:g}", *(f"{time:.2f}" for time in times)]
+            cells += [f"{row['bytes_sent'] / steps / 2**20:.2f}"]
+            cells += [f"{row[name]:.1%}" for name in ("share", "hidden")]
+            table.add_row(str(row["rank"]), row["name"], *cells)
+    terminal.console().print(table)
     if len(ranks) > _MOST_RANKS:
-        console.print(f"shown: {_MOST_RANKS} of {len(ranks)} ranks; --json has all")
+        print(f"shown: {_MOST_RANKS} of {len(ranks)} ranks; --json has all")

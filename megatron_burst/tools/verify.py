@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -37,6 +36,8 @@ _EXAMPLES = (
     "torchrun --nproc-per-node 4 -m megatron_burst verify --dtype bfloat16 --mask window "
     "--heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048",
 )
+_ONE_RANK = """the kernel is right, but on one rank nothing was spread and no ring was checked; \
+start several: torchrun --nproc-per-node 4 -m megatron_burst verify (on one GPU --backend gloo)"""
 MASKS = ("causal", "full", "window", "documents", "blocks")
 
 
@@ -56,19 +57,19 @@ class Case(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, the same on every rank."""
-    words = sys.argv[1:] if argv is None else argv
-    args = parse(words)
+    args = parse(sys.argv[1:] if argv is None else argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)
+    right = "all is right" if ranks > 1 else _ONE_RANK
     if ranks == 1 or dist.get_rank() == 0:
         if args.json:
             found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
             print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
         else:
             print(_headline(args, device, ranks), table("", rows), *problems, sep="\n")
-            print(f"verify: {_verdict(problems, words, ranks)}")
+            print("verify: something is wrong" if problems else f"verify: {right}")
     if joins:
         dist.destroy_process_group()
     return 1 if problems or ranks == 1 else 0
@@ -170,21 +171,6 @@ def _start(backend: str) -> torch.device:
     return device
 
 
-def _verdict(problems: Sequence[str], words: Sequence[str], ranks: int) -> str:
-    if problems:
-        return "something is wrong"
-    if ranks > 1:
-        return "all is right"
-    gpus = torch.cuda.device_count()
-    if gpus == 1 and "gloo" not in words:
-        words = [*words, "--backend", "gloo"]  # NCCL gives a GPU to one rank alone
-    command = f"torchrun --nproc-per-node {gpus if gpus > 1 else 4} -m megatron_burst verify"
-    return (
-        "the kernel is right, but on one rank nothing was spread and no ring was checked; start "
-        f"several: {shlex.join([*command.split(), *words])}"
-    )
-
-
 def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str:
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
     return (
@@ -223,9 +209,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "as if so many shared a node (default: where they are)"
     parser.add("--gpus-per-node", was=["--ranks-per-node"], help=text, **number)
     parser.add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
-    options.add_shape(parser, heads=8, head_dim=64)
+    for name, default, text in (
+        ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
+        ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
+        ("--head-dim", 64, "of Q and K (default: 64)"),
+        ("--value-head-dim", None, "of V (default: that of --head-dim)"),
+        ("--batch", 1, "sequences (default: 1)"),
+    ):
+        parser.add(name, default=default, help=text, **number)
     parser.add("--sink", action="store_true", help="with a sink in every head")
-    options.add_json(parser)
     args = parser.parse(words)
     args.kv_heads = args.kv_heads or args.heads
     args.value_head_dim = args.value_head_dim or args.head_dim

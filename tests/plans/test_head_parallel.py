@@ -226,7 +226,7 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
             zip(hard_maskings(4, 2 * chunk).values(), turns, strict=False)
         )
     ]
-    check(some(cases, 3, size // 4), 8, workers)
+    check(some(cases, 5, size), 8, workers)  # fifteen of the masks, each once
 
 
 @examples(25)

@@ -3,9 +3,9 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 from tests.oracle import visible_pairs
 from tests.plans.simulator import simulate
+from tests.tier import is_thorough, slow_if
 
 CHUNK = 4
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
@@ -55,12 +56,7 @@ class Variant:
         returns = self.returns or GradientReturn.CHAIN
         ring = Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
         make = Ring.backward if self.backward else Ring.forward
-        reads, gradients = ring.reads(), ring.gradients()  # made here, and not again a rank
-        with (
-            patch.object(Ring, "reads", lambda _: reads),
-            patch.object(Ring, "gradients", lambda _: gradients),
-        ):
-            return [make(ring, rank) for rank in range(self.grid.ranks)]
+        return [make(ring, rank) for rank in range(self.grid.ranks)]
 
 
 def variants(*grids: Grid) -> list[Variant]:
@@ -85,23 +81,43 @@ class Case:
     plans: list[Plan]
 
 
-def _slow(variant: Variant) -> bool:
-    return variant.grid.ranks > (6 if variant.gather else 16)
-
-
 @pytest.fixture(
     scope="module",
-    ids=str,
+    ids=lambda grid: str(grid.rows) if grid in PERMUTED else f"{grid.nodes}x{grid.ranks_per_node}",
     params=[
-        pytest.param(v, marks=pytest.mark.slow if _slow(v) else ())
-        for v in variants(*EVERY_GRID, *PERMUTED)
+        pytest.param(grid, marks=pytest.mark.slow if grid.ranks > 12 else ())
+        for grid in (*EVERY_GRID, *PERMUTED)
     ],
 )
-def case(request: pytest.FixtureRequest) -> Case:
-    """The plans of one variant for a causal mask under zigzag."""
-    ranks = request.param.grid.ranks
+def cases(request: pytest.FixtureRequest) -> list[Case]:
+    """The plans of all variants on a grid for a causal mask under zigzag."""
+    ranks = request.param.ranks
     layout = zigzag(2 * CHUNK * ranks, ranks)
-    return Case(request.param, layout, request.param.plans(layout, Mask.causal()))
+    return [
+        Case(variant, layout, variant.plans(layout, Mask.causal()))
+        for variant in variants(request.param)
+        if is_thorough() or ranks <= 6 or not variant.gather
+    ]
+
+
+def of_every_case(check: Callable[[Case], None]) -> Callable[[list[Case]], None]:
+    """A test of a whole grid, which costs less than one of each variant."""
+
+    def test(cases: list[Case]) -> None:
+        for case in cases:
+            with naming(case.variant):
+                check(case)
+
+    return test
+
+
+@contextmanager
+def naming(variant: Variant) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"for {variant}")
+        raise
 
 
 def messages(plan: Plan) -> Iterator[tuple[int, Send | Receive]]:
@@ -110,11 +126,13 @@ def messages(plan: Plan) -> Iterator[tuple[int, Send | Receive]]:
         yield from ((number, message) for message in (*step.receives, *step.sends))
 
 
+@of_every_case
 def test_the_plans_of_all_ranks_fit_together_and_do_the_whole_work_once(case: Case) -> None:
     tokens = case.layout.ranks * case.layout.local_tokens
     simulate(case.plans, backward=case.variant.backward, pairs=tokens * (tokens + 1) // 2)
 
 
+@of_every_case
 def test_every_rank_computes_its_share(case: Case) -> None:
     pairs = [sum(tile.pairs for tile in plan.tiles) for plan in case.plans]
     assert max(pairs) * len(pairs) <= 1.05 * sum(pairs)
@@ -125,6 +143,7 @@ def test_every_rank_computes_its_share(case: Case) -> None:
     assert all(at_home(tile) == plan.rank for plan in case.plans for tile in plan.tiles)
 
 
+@of_every_case
 def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case: Case) -> None:
     kind, returns = case.variant.sent, case.variant.returns
     nodes, length = case.variant.grid.nodes, case.variant.grid.ranks_per_node
@@ -140,6 +159,7 @@ def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case
             assert Counter((end.channel, end.item.kind) for end in ends) == expected
 
 
+@of_every_case
 def test_few_buffers_are_enough(case: Case) -> None:
     variant, grid = case.variant, case.variant.grid
     flat = 1 in (grid.nodes, grid.ranks_per_node)
@@ -156,6 +176,7 @@ def test_few_buffers_are_enough(case: Case) -> None:
         assert gradients <= ((1 if straight else 2) if flat else 4)
 
 
+@of_every_case
 def test_tiles_are_computed_whenever_a_message_is_on_its_way(case: Case) -> None:
     for plan in case.plans:
         # An all-gather computes when all is there, which is what it is compared for.
@@ -164,6 +185,7 @@ def test_tiles_are_computed_whenever_a_message_is_on_its_way(case: Case) -> None
         assert case.variant.gather or not idle & on_their_way
 
 
+@of_every_case
 def test_a_message_between_nodes_has_a_whole_pass(case: Case) -> None:
     grid, returns = case.variant.grid, case.variant.returns
     for plan in case.plans:
@@ -182,9 +204,21 @@ def test_a_message_between_nodes_has_a_whole_pass(case: Case) -> None:
 # Other masks and layouts, on grids small enough to look at every pair of tokens.
 
 SMALL = [make_grid(*shape) for shape in ((1, 1), (1, 2), (2, 1), (1, 5), (5, 1), (2, 2), (2, 3))]
-SMALL += [make_grid(3, 2), make_grid(2, 4), make_grid(3, 3), make_grid(3, 3, shuffled=True)]
+IN_ORDER = make_grid(3, 3)  # which the shuffled one takes the place of in the fast tier
+SMALL += [make_grid(3, 2), make_grid(2, 4), IN_ORDER, make_grid(3, 3, shuffled=True)]
 SPLITS = [*itertools.product((zigzag, contiguous), (Mask.causal(), Mask.full()))]
-on_small_grids = pytest.mark.parametrize("variant", variants(*SMALL), ids=str)
+
+
+def on_small_grids(check: Callable[[Variant], None]) -> Callable[[Grid], None]:
+    """A test of each of these grids."""
+
+    @pytest.mark.parametrize("grid", slow_if([IN_ORDER], SMALL), ids=lambda grid: str(grid.rows))
+    def test(grid: Grid) -> None:
+        for variant in variants(grid):
+            with naming(variant):
+                check(variant)
+
+    return test
 
 
 def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:

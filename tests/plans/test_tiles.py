@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_burst.plans.direct import joined
-from megatron_burst.plans.layout import Interval, contiguous, zigzag
+from megatron_burst.plans.layout import Interval, contiguous, joined, zigzag
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
 from megatron_burst.plans.tiles import Tiling, half_and_quarters

@@ -39,12 +39,15 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
-    "-c import sys; sys.exit"* | "-m megatron_burst.tools.launch"*) exec "$REAL_PYTHON" "$@" ;;
+    "-c import sys; sys.exit"* | "-m megatron_burst.tools."*) exec "$REAL_PYTHON" "$@" ;;
     *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
     *'burst plan --run toy'*) printf '%s\\n' --num-layers 2 --data-path "a b"; exit ;;
     *'burst plan '*) echo "plan: no such run" >&2; exit 1 ;;
-    *compare*--collect*) if [[ -z ${COLLECT:-} ]]; then exit; fi; exec "$REAL_PYTHON" "$@" ;;
+    "-m megatron_burst compare "*)
+        (shift 3; IFS="|"; echo "$*") >>"$STAND_INS/compared"
+        if [[ $* == *"--fail-in $5" ]]; then exit 1; fi
+        exit ;;
     *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac
 host=$(uname -n)
@@ -95,14 +98,13 @@ for pid in "${pids[@]}"; do
 done
 exit $failed
 """
-SINFO = "printf '%b' \"$SINFO_SAYS\""
 # What a host's nvidia-smi says stands in a file of its name.
 NVIDIA_SMI = """
 file=$STAND_INS/gpus-$(uname -n)
 [[ -e $file ]] || { echo "no devices were found"; exit 9; }
 case $* in
-    *nvlink*) grep GB/s "$file" || true ;;
-    *) grep -v GB/s "$file" ;;
+    *topo*) grep ^GPU "$file" || true ;;
+    *) grep -v ^GPU "$file" ;;
 esac
 """
 BODIES = {
@@ -114,7 +116,6 @@ BODIES = {
     "squeue": SQUEUE,
     "sbatch": SBATCH,
     "srun": SRUN,
-    "sinfo": SINFO,
     "nvidia-smi": NVIDIA_SMI,
 }
 

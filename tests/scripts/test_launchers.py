@@ -202,35 +202,31 @@ def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(
     assert not hanging or gone(int(hanging))
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--exit-signal-handler",), "its time is soon over: SIGTERM to 1 rank(s)"),
-        ((), "with --exit-signal-handler Megatron would save"),
-    ],
-)
-def test_before_a_time_limit_the_ranks_are_told_and_torchrun_is_not(
-    machine: Machine, flags: tuple[str, ...], told: str
-) -> None:
+def test_a_warning_of_the_time_limit_reaches_ranks_and_nobody_else(machine: Machine) -> None:
+    """As Slurm sends it: to every process of the job's steps."""
     (machine.folder / "bin/python-of-training").write_text(
         f"""#!/usr/bin/env bash
 case $* in *tools.launch*|*sys.exit*|*describe*) exec {sys.executable} "$@" ;; esac
-trap 'touch "$STAND_INS/torchrun-was-told"; exit 3' TERM
-LOCAL_RANK=0 bash -c 'trap "echo saved; exit 0" TERM; touch "$STAND_INS/trained"
-    while [[ ! -e $STAND_INS/enough ]]; do sleep 0.1; done' &
-wait $!
+echo $PPID >"$STAND_INS/node"
+exec {sys.executable} -c '
+import os, signal, sys
+from pathlib import Path
+folder = Path(os.environ["STAND_INS"])
+if os.fork():  # torchrun
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+signal.signal(signal.SIGUSR1, lambda *_: (print("saved"), sys.exit()))
+(folder / "trained").write_text(str(os.getpid()))
+signal.pause()'
 """
     )
-    job = machine.start("launch_local.sh", "--output", "out", *flags)
-    wait_for(lambda: (machine.folder / "trained").exists())
-    job.send_signal(signal.SIGUSR1)
-    wait_for(lambda: told in machine.text("out/log.txt"))
-    if not flags:
-        (machine.folder / "enough").touch()
+    job = machine.start("launch_local.sh", "--output", "out")
+    wait_for(lambda: machine.text("trained"))
+    rank, node = int(machine.text("trained")), int(machine.text("node"))
+    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (job.pid, node, torchrun, rank):
+        os.kill(pid, signal.SIGUSR1)
     out, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, out
-    assert ("saved" in out) == bool(flags)
-    assert not (machine.folder / "torchrun-was-told").exists()
+    assert (job.returncode, "saved" in out) == (0, True), out
 
 
 # ---- settings of the site
@@ -366,7 +362,7 @@ JOB = {
 def test_outside_of_a_job_it_submits_itself(machine: Machine) -> None:
     machine.run("launch.slurm", "--nodes", "2", "--run", "toy", "--output", "out", "--wait", "--x")
     log = machine.text("slurm.log")
-    assert log.startswith(f"sbatch --nodes 2 --wait --comment {machine.folder}/out --output ")
+    assert log.startswith(f"sbatch --nodes 2 --wait --output {machine.folder}/out/slurm-%j.txt ")
     assert f"{SCRIPTS}/launch.slurm --output {machine.folder}/out --run toy -- --x" in log
     assert f"BURST_ROOT={ROOT}" in log
 
@@ -401,8 +397,7 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
         ]
         assert given[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.text("out/status") == "0\n"
-    log = machine.text("slurm.log")
-    assert f"update JobId=42 Comment={machine.folder}/out\n" in log and "requeue" not in log
+    assert "requeue" not in machine.text("slurm.log")
 
 
 @pytest.mark.parametrize(

@@ -156,13 +156,12 @@ def test_a_warning_before_the_time_limit_saves(
     cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """As sbatch's --signal=USR1@SECONDS sends it: to every process of the job's steps."""
-    saving = ("--save", str(tmp_path / "saved"), "--exit-signal-handler", "--train-iters", "9999")
-    job = submit(cluster, tmp_path / "out", *flags, *saving)
+    saving = ("--save", str(tmp_path / "saved"), "--train-iters", "9999")
+    handler = ("--exit-signal-handler", "--exit-signal", "SIGUSR1")
+    job = submit(cluster, tmp_path / "out", *flags, *saving, *handler)
     job.wait_for_step(2)
     cluster.run("scancel", "--signal=USR1", str(job.number))
     assert job.end() == "COMPLETED", job.log[-4000:]
-    for node in NODES:
-        assert f"({node}): its time is soon over: SIGTERM to 2 rank(s)" in job.log
     last = int((tmp_path / "saved/latest_checkpointed_iteration.txt").read_text())
     assert 2 <= last < 9999
 

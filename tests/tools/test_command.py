@@ -90,7 +90,8 @@ def test_wrong_input_ends_in_one_line(
 
 def a_parser() -> options.Parser:
     parser = options.Parser("plan", "What it does.", "megatron-burst plan --nodes 2")
-    options.add_cluster(parser, was_gpus=["--gpus"])
+    parser.add("--nodes", type=options.positive)
+    parser.add("--gpus-per-node", was=["--gpus"], type=options.positive)
     return parser
 
 

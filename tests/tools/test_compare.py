@@ -112,6 +112,17 @@ def test_wrong_input_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_named_run_brings_its_flags_and_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--run", "toy", "--variants", "burst", "--output", str(tmp_path), "--dry-run"]
+    assert compare.main([*words, "--", "--train-iters", "5"]) == 0
+    shown = capsys.readouterr().out
+    (command,) = (line for line in shown.splitlines() if "pretrain_gpt" in line)
+    assert "--nproc-per-node 4 " in command and "--seq-length 2048 " in command
+    assert command.count("--context-parallel-algo") == 1 and "--train-iters 5 " in command
+
+
 # Running, with trainings that only write what trainings write
 
 

@@ -4,6 +4,7 @@ import re
 import sys
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,14 @@ from megatron_burst.plans.topology import Grid
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))
-plan_figure = pytest.importorskip(
-    "plan_figure", reason="pictures need matplotlib", exc_type=ImportError
-)
+
+
+@pytest.fixture(scope="module")
+def plan_figure() -> Any:
+    """Imported when it is needed: matplotlib takes its time."""
+    return pytest.importorskip(
+        "plan_figure", reason="pictures need matplotlib", exc_type=ImportError
+    )
 
 
 def make_ring(nodes: int, length: int) -> Ring:
@@ -36,7 +42,9 @@ def words(svg: str) -> list[str]:
 
 @pytest.mark.parametrize(("nodes", "length"), [(1, 2), (1, 3), (2, 2), (1, 8)])
 @pytest.mark.parametrize("make", [Ring.forward, Ring.backward])
-def test_the_cells_of_all_ranks_are_the_mask_once(nodes: int, length: int, make) -> None:
+def test_the_cells_of_all_ranks_are_the_mask_once(
+    plan_figure: Any, nodes: int, length: int, make
+) -> None:
     ring, layout = make_ring(nodes, length), zigzag(4 * nodes * length, nodes * length)
     computed = sum(
         (plan_figure.scores(layout, rank, step.tiles) >= 3).astype(int)
@@ -46,7 +54,7 @@ def test_the_cells_of_all_ranks_are_the_mask_once(nodes: int, length: int, make)
     assert (computed == np.tril(np.ones_like(computed))).all()
 
 
-def test_a_cell_says_what_its_rank_sees_and_whose_keys_it_computes() -> None:
+def test_a_cell_says_what_its_rank_sees_and_whose_keys_it_computes(plan_figure: Any) -> None:
     ring, layout = make_ring(1, 2), zigzag(8, 2)
     drawn = plan_figure.scores(layout, 0, ring.forward(0).steps[0].tiles)
     assert drawn[0].tolist() == [3, 0, 0, 0, 0, 0, 0, 0]
@@ -56,7 +64,7 @@ def test_a_cell_says_what_its_rank_sees_and_whose_keys_it_computes() -> None:
 
 @pytest.mark.parametrize(("nodes", "length"), [(1, 4), (2, 2), (2, 3), (3, 2)])
 def test_a_block_comes_where_it_is_used_and_a_gradient_from_where_it_was_made(
-    nodes: int, length: int
+    plan_figure: Any, nodes: int, length: int
 ) -> None:
     ring = make_ring(nodes, length)
     plans = [ring.backward(rank) for rank in range(nodes * length)]
@@ -75,7 +83,9 @@ def test_a_block_comes_where_it_is_used_and_a_gradient_from_where_it_was_made(
                     assert computes(plan.rank, first, send.item.owner)
 
 
-def test_a_message_between_nodes_takes_as_many_columns_as_a_pass_has_steps() -> None:
+def test_a_message_between_nodes_takes_as_many_columns_as_a_pass_has_steps(
+    plan_figure: Any,
+) -> None:
     for number, step in enumerate(make_ring(2, 3).forward(0).steps):
         for send in step.sends:
             first, last = plan_figure.columns(number, send)
@@ -86,7 +96,12 @@ def test_a_message_between_nodes_takes_as_many_columns_as_a_pass_has_steps() -> 
     ("name", "options", "nodes"), [("plan.svg", "", 1), ("plan-double.svg", "--nodes 2", 2)]
 )
 def test_the_figures_of_the_documentation_are_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: str, nodes: int
+    plan_figure: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: str,
+    nodes: int,
 ) -> None:
     drawn: list[str] = []
     arrow = plan_figure.arrow

@@ -280,8 +280,10 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --run toy --json --fractions 0".split()) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"burst", "ring", "allgather", "ulysses"} == {e["algorithm"].split()[0] for e in found}
+    names = [name for e in found for name in (e["algorithm"], *e["predicted_alike"])]
+    assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
     assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
+    assert found[0]["memory_parts"]["weights"] > 0
     assert found == sorted(found, key=lambda each: each["seconds_a_step"])
 
 

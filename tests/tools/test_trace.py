@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_or_json(
 ) -> None:
     assert trace.main([str(double)]) == 0
     said = capsys.readouterr().out
-    assert "waits most" in said and said.count(trace.ATTENTION) > RANKS
+    assert said.count(trace.ATTENTION) > RANKS
     assert trace.main([str(double), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["ranks"] == list(range(RANKS)) and content["steps"] == 1

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from megatron_burst.attention.verify import (
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.compat import is_first_of_its_stage
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Verification:
         }
         wrong = [text for _, positions in everyone for text in positions.values() if text]
         wrong += [f"layer {n}, {f}" for n, row in rows.items() for f in row.values() if f.where]
-        if _is_first_of_its_stage():
+        if is_first_of_its_stage():
             logger.setLevel(logging.INFO)  # of a pipeline stage one rank, whatever the others do
             logger.info(
                 "burst verify: over %d context-parallel rank(s) the first micro-batch %s the "
@@ -154,13 +153,3 @@ class LayerCheck:
             blocks=self._verification.block_mask,
             tokens_per_sample=tokens // (1 if documents is None else documents.samples),
         )
-
-
-def _is_first_of_its_stage() -> bool:
-    """Whether this rank speaks for its pipeline stage."""
-    if not parallel_state.model_parallel_is_initialized():
-        return not dist.is_initialized() or dist.get_rank() == 0
-    return (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )

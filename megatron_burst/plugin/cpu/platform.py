@@ -130,4 +130,8 @@ def _silence_warnings_of_the_platform() -> None:
         # One generator serves as the CPU's and as CUDA's, so this is true at every dropout.
         ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
     ):
-        logging.getLogger(name).addFilter(lambda r, line=line: not r.getMessage().startswith(line))
+        logging.getLogger(name).addFilter(functools.partial(_is_another_line, line))
+
+
+def _is_another_line(line: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(line)

@@ -21,7 +21,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.compare import collect
 from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series
@@ -29,7 +28,7 @@ from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flops import peak_tflops
-from megatron_burst.tools.plan.configs import parsed
+from megatron_burst.tools.plan.configs import Configs, arguments, parsed
 
 _OURS = """
     context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
@@ -41,7 +40,7 @@ _COMPARABLE = ("--calculate-per-token-loss", "--attention-dropout", "0", "--hidd
 _EXAMPLES = (
     "megatron-burst compare --toy",
     "megatron-burst compare --ranks 8 --output DIR -- MEGATRON-FLAGS",
-    "megatron-burst compare --collect runs/series",
+    "megatron-burst compare --run 14b_1m_32gpu_a800 --variants 'burst,ring *'",
 )
 
 
@@ -53,8 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     args = _parser().parse(words)
-    if args.collect:
-        return collect.write(args.collect, args.output, as_json=args.json)
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     _fill(args)
     series, chosen = _asked(args)
@@ -92,7 +89,9 @@ def _parser() -> options.Parser:
     add("--toy", action="store_true", help=text)
     text = "with --toy, train on this text, directory or JSONL file; may be given again"
     add("--input", type=Path, action="append", default=[], metavar="PATH", help=text)
-    text = "a directory (default: runs/compare, or runs/compare-toy)"
+    text = "a named run of configs/ on its ranks; flags that you add win over its own"
+    add("--run", metavar="NAME", help=text)
+    text = "a directory (default: runs/compare, -toy or -NAME behind it)"
     add("--output", type=Path, metavar="PATH", help=text)
     text = "default: as many as GPUs; with --toy up to 4"
     add("--ranks", type=number, metavar="N", help=text)
@@ -110,23 +109,24 @@ def _parser() -> options.Parser:
     text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
     add("--no-trace", action="store_true", help=text)
     add("--dry-run", action="store_true", help="show the commands and run none")
-    text = "train nothing: write all runs of launchers below these directories into one CSV and "
-    text += "one JSON, named by --output"
-    add("--collect", type=Path, nargs="+", metavar="DIR", help=text)
-    options.add_json(parser)
     add("flags", nargs="*", metavar="MEGATRON-FLAGS", help="after --")
     return parser
 
 
 def _fill(args: argparse.Namespace) -> None:
     """Replace what was not given by its default."""
-    args.output = args.output or Path("runs") / ("compare-toy" if args.toy else "compare")
+    name = "-toy" if args.toy else f"-{args.run}" if args.run else ""
+    args.output = args.output or Path("runs") / f"compare{name}"
     args.output = args.output.resolve()
     if args.toy:
         args.ranks = args.ranks or ranks_of_the_toy()
         if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
         args.flags = [*make_toy(args.output / "corpus", args.input), *args.flags]
+    if args.run:
+        run = Configs.read().run(args.run)
+        named = {name: value for name, value in run.flags.items() if name not in _OURS}
+        args.flags, args.ranks = [*arguments(named), *args.flags], args.ranks or run.gpus
     args.ranks = args.ranks or gpus()
     if not args.ranks:
         raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
@@ -184,11 +184,10 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
         if variant.why_not:
             results.append(series.run(variant))
             continue
-        name = f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}"
         again = " (finished before)" if series.is_finished(variant) else ""
-        with console.status(f"{name}, see {series.folder(variant)}/log.txt"):
-            results.append(series.run(variant))
-        console.print(f"{name}{again}: {_line(results[-1])}")
+        console.print(f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}{again}", end=": ")
+        results.append(series.run(variant))
+        console.print(_line(results[-1]))
     return results
 
 
@@ -204,8 +203,6 @@ def _show(comparison: Comparison, page: Path, console: Console) -> None:
     for cells in rows(comparison):
         table.add_row(*cells)
     console.print(table)
-    if left := sum(result.status == LEFT_OUT for result in comparison.results):
-        console.print(f"{left} variants were not run; the page says why")
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")

@@ -1,7 +1,6 @@
 """The report of a comparison: one table, in the terminal and on a page, and one JSON."""
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,7 +114,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def _page(comparison: Comparison) -> str:
     others = [result for result in comparison.results if result.status != RAN]
-    commands = (f"# {r.name}\n{shlex.join(r.command)}" for r in comparison.results if r.command)
     count = f"{len(comparison.ran)} of {len(comparison.results)} variants"
     parts = [
         f"# Context parallelism compared: {count}",
@@ -126,13 +124,9 @@ def _page(comparison: Comparison) -> str:
     if others:
         why = _table(["not run", "", "why"], [[r.name, r.status, r.reason] for r in others])
         parts += ["## Not in the figures", why]
-    parts += [
-        "## How it was made",
-        f"```bash\n{comparison.command}\n```",
-        _table(["", ""], comparison.machine.items()),
-        "```bash\n" + "\n\n".join(commands) + "\n```",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    made = f"```bash\n{comparison.command}\n```\n\nEvery variant's command is in compare.json."
+    parts += ["## How it was made", made, _table(["", ""], comparison.machine.items())]
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -4,17 +4,19 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megatron_burst.kernels import Request
-from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools import hardware, options
-from megatron_burst.tools.doctor import judge, machine
-from megatron_burst.tools.doctor.attention import served
+from megatron_burst.tools.doctor import checks, machine
+from megatron_burst.tools.doctor.attention import request_of, served
+from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine, split
-from megatron_burst.tools.doctor.report import Report, as_json, as_text
-from megatron_burst.tools.doctor.situation import Finding, Level, Target
+from megatron_burst.tools.doctor.parsing import parse
+from megatron_burst.tools.doctor.report import Report
+from megatron_burst.tools.doctor.target import Target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ABOUT = """What is installed, what serves, and whether a training command will run. It starts none.
@@ -31,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     given = _parser().parse(own)
     report = _report(given, words)
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here
-        print((as_json if given.json else as_text)(report, given.strict))
-    return 1 if report.verdict(given.strict) else 0
+        print(report.as_json(given.strict) if given.json else report.as_text(given.strict))
+    return 0 if report.verdict(given.strict) == "ok" else 1
 
 
 def _parser() -> options.Parser:
@@ -45,83 +47,71 @@ def _parser() -> options.Parser:
         "megatron_burst.pretrain_gpt FLAGS",
     )
     add = parser.add
-    options.add_cluster(parser, was_gpus=("--gpus",))
-    add(
-        "--compute-capability",
-        default="9.0",
-        metavar="X.Y",
-        help="of the cluster's GPUs (default: %(default)s, Hopper; 8.0 is Ampere, 10.0 Blackwell)",
-    )
-    add(
-        "--shape",
-        metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]",
-        help="of one rank's attention, to ask the kernels about (default: the command's)",
-    )
+    number: dict[str, Any] = {"type": options.positive}
+    add("--nodes", metavar="M", help="nodes of the cluster", **number)
+    text = "GPUs, and ranks, of a node"
+    add("--gpus-per-node", was=("--gpus",), metavar="L", help=text, **number)
+    text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
+    add("--compute-capability", default="9.0", metavar="X.Y", help=text)
+    text = "of one rank's attention, to ask the kernels about (default: the command's)"
+    add("--shape", metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
     add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
-    options.add_json(parser)
     return parser
 
 
 def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
-    line, findings = _split(words)
+    line: LaunchLine | None = None
+    findings: list[Finding] = []
+    try:
+        line = None if words is None else split(words, torch.cuda.device_count())
+    except ValueError as error:
+        findings = [Finding("command", Level.ERROR, str(error))]
     target = _target(given, line)
     here = hardware.read()
     environment = {**os.environ, **(line.environment if line else {})}
-    findings += [*machine.device_findings(here), *machine.variable_findings(environment)]
+    findings += machine.variable_findings(environment)
     if line is not None and line.folder is not None:
         sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
     parts = machine.parts()  # before the CPU platform hides some
-    verdict = judge.judge(line, target) if line else judge.Verdict()
-    own = _shape(given, target)
-    request, kernel = (own, "auto") if own else (verdict.request, verdict.kernel)
-    return Report(
-        target=str(target),
-        parts=parts,
-        hardware=here,
-        settings=hardware.settings(environment),
-        shape=_described(request),
-        kernels=served(request, target, kernel) if request else (),
-        findings=[*findings, *verdict.findings],
-        has_command=words is not None,
-    )
-
-
-def _split(words: Sequence[str] | None) -> tuple[LaunchLine | None, list[Finding]]:
-    try:
-        return (None if words is None else split(words, torch.cuda.device_count())), []
-    except ValueError as error:
-        return None, [Finding("command", Level.ERROR, str(error))]
+    request, kernel = _shape(given, target), "auto"
+    with target.pretended():
+        if line is not None:
+            parsed = parse(line, target)
+            findings += checks.findings(line, target, parsed)
+            if request is None and parsed.config is not None:
+                request, kernel = request_of(parsed, target), parsed.config.kernel
+        kernels = served(request, kernel) if request else []
+    settings = hardware.settings(environment)
+    return Report(str(target), parts, here, settings, _described(request), kernels, findings)
 
 
 def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
     """The options count before the launcher's words, these before the launcher's environment."""
-    nodes, per_node = (line.nodes, line.ranks_per_node) if line else (None, None)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    per_node = given.gpus_per_node or per_node or local
-    nodes = given.nodes or nodes or max(world // local, 1)
+    nodes, per_node = max(world // local, 1), local
+    if line is not None:
+        nodes, per_node = line.nodes or nodes, line.ranks_per_node or per_node
     if given.gpus_per_node is None and given.nodes is None:
-        device = "cpu" if cpu_platform.cpu_platform_wanted() else "cuda"
-        return Target(nodes, per_node, None, device)
+        return Target(nodes, per_node)
     major, _, minor = given.compute_capability.partition(".")
-    return Target(nodes, per_node, (int(major), int(minor or 0)), "cuda")
+    capability = int(major), int(minor or 0)
+    return Target(given.nodes or nodes, given.gpus_per_node or per_node, capability)
 
 
 def _shape(given: argparse.Namespace, target: Target) -> Request | None:
     if given.shape is None:
         return None
-    heads, kv_heads, size, *value_size = map(int, given.shape.split(","))
-    device, dtype = torch.device(target.device), DTYPES[given.dtype]
-    return Request(device, dtype, heads, kv_heads, size, value_size[0] if value_size else size)
+    heads, kv_heads, size, *more = map(int, given.shape.split(","))
+    value_size = more[0] if more else size
+    return Request(target.device, DTYPES[given.dtype], heads, kv_heads, size, value_size)
 
 
 def _described(request: Request | None) -> str:
     if request is None:
         return ""
-    sizes = {request.head_dim, request.value_head_dim}
-    return (
-        f"{request.dtype} on {request.device.type}, {request.query_heads} query and "
-        f"{request.kv_heads} kv heads of {' and '.join(map(str, sorted(sizes, reverse=True)))} "
-        f"a rank{', with bands' if request.is_banded else ''}"
-    )
+    sizes = " and ".join(map(str, dict.fromkeys((request.head_dim, request.value_head_dim))))
+    bands = ", with bands" if request.is_banded else ""
+    heads = f"{request.query_heads} query and {request.kv_heads} kv heads of {sizes} a rank"
+    return f"{request.dtype} on {request.device.type}, {heads}{bands}"

@@ -3,7 +3,6 @@
 No process group, no model and no file is made.
 """
 
-import argparse
 import contextlib
 import copy
 import io
@@ -14,132 +13,106 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
 
+from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.cpu import arguments as cpu_arguments
+from megatron_burst.plugin.arguments import burst_config_from_args
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
-from megatron_burst.tools.doctor.situation import Finding, Level, Target, names_our_spec
+from megatron_burst.tools.doctor.target import Target
+
+
+@dataclass(slots=True)
+class Parsed:
+    """How far a program comes with its flags."""
+
+    args: Namespace | None = None  # as they were given; None where the parser refuses them
+    config: BurstConfig | None = None  # of our attention; None under Megatron's own
+    stops: str = ""  # why it ends before it trains; "" where it does not
+    unknown: str = ""  # why what depends on the model was not looked at
+
+
+def parse(line: LaunchLine, target: Target) -> Parsed:
+    """Parse and validate as the program would on the first rank of the job."""
+    found = Parsed()
+    with _as_first_rank(line, target) as said:
+        try:
+            _parse(line, target, found)
+        except SystemExit as leaving:
+            found.stops = _last_words(leaving, said)
+        except Exception as error:  # whatever ends the program is what is asked for
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
+            found.stops = str(error) or where
+    return found
 
 
 @contextlib.contextmanager
-def as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
+def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
     """Be the first rank of the job; yield what Megatron prints, which the report leaves out."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
     ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
+    flags = list(line.flags)
+    if target.is_cluster and line.is_attached:
+        flags += ["--burst-check-files", "off"]  # the data of a cluster need not be here
     said = io.StringIO()
     logging.disable(logging.ERROR)
     try:
         with (
             patch.dict(os.environ, {**line.environment, **ranks}),
-            patch.object(sys, "argv", [line.program, *line.flags]),
+            patch.object(sys, "argv", [line.program, *flags]),
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
-            target.pretended(),
+            warnings.catch_warnings(action="ignore"),
         ):
             yield said
     finally:
         logging.disable(logging.NOTSET)
 
 
-def parse(
-    line: LaunchLine, target: Target, said: io.StringIO
-) -> tuple[Namespace | None, list[Finding]]:
-    """Parse and validate as the program would on the first rank of the job.
-
-    Returns:
-        The arguments as they were given, before anything was derived, None where a flag is unknown
-        or has a wrong value; and why the program would stop, with what Megatron warns of.
-    """
-    try:
-        compat.check_megatron_version()
-    except ValueError as error:
-        return None, [Finding("megatron", Level.ERROR, str(error))]
+def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
+    """Do what the program does, and note how far it comes; raises what ends it."""
+    compat.check_megatron_version()
     if not target.is_cluster and cpu_platform.cpu_platform_wanted():
         cpu_platform.activate()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("ignore")
-        import megatron.training  # noqa: F401
-
-        warnings.simplefilter("always")
-        given = _given(line)
-        findings = [] if given is None else _missing_checkpoint(given, target)
-        if stopped := validate(line, target, said, None if findings else given):
-            findings.insert(0, Finding("validation", Level.ERROR, stopped))
-    texts = [str(w.message).strip() for w in warned if issubclass(w.category, UserWarning)]
-    findings += [Finding("megatron-warns", Level.NOTE, text) for text in dict.fromkeys(texts)]
-    return given, findings
-
-
-def _given(line: LaunchLine) -> Namespace | None:
-    """Parse with the program's defaults, and do nothing else."""
     from megatron.training import arguments
 
-    from megatron_burst.plugin.arguments import add_burst_arguments, set_dropouts
+    from megatron_burst.plugin import attach, spec
 
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if line.starts_us and cpu_platform.cpu_platform_active():
-        cpu_arguments.set_cpu_defaults(parser)
-    elif line.is_attached:
-        compat.set_defaults_without_transformer_engine(parser)
-    try:
-        args = add_burst_arguments(parser).parse_known_args(list(line.flags))[0]
-    except SystemExit:
-        return None
-    set_dropouts(args)
-    return args
+        cpu_platform.check_job()
+    if line.is_attached:
+        attach.attach(own_entry=line.program in OUR_ENTRIES)
+    parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
+    args = parser()
+    found.unknown = _missing_checkpoint(args, target)
+    if not found.unknown:
+        _add_from_checkpoint(args)
+    found.args = copy.copy(args)
+    if line.is_attached:
+        found.config = burst_config_from_args(args)
+    if not found.unknown:
+        arguments.validate_args(args, {})
+    if not line.is_attached and args.spec and args.spec[0] == spec.__name__:
+        found.config = spec.config_from_args(args)
+    if not found.unknown:
+        _build_configs(line, args, found.config)
 
 
-def _missing_checkpoint(given: Namespace, target: Target) -> list[Finding]:
-    """What is to be said of a model that a checkpoint on the cluster alone describes."""
-    folders = [folder for folder in (given.load, given.pretrained_checkpoint) if folder]
+def _missing_checkpoint(args: Namespace, target: Target) -> str:
+    """Say that a model is described by a checkpoint which is on the cluster alone."""
+    folders = [folder for folder in (args.load, args.pretrained_checkpoint) if folder]
     here = any(Path(folder, "latest_checkpointed_iteration.txt").is_file() for folder in folders)
-    described = given.num_layers and given.hidden_size and given.num_attention_heads
-    if not (given.use_checkpoint_args and target.is_cluster and folders) or here or described:
-        return []
-    text = (
+    if not (args.use_checkpoint_args and target.is_cluster and folders) or here:
+        return ""
+    return (
         f"--use-checkpoint-args: there is no checkpoint in {' or '.join(folders)} here, so what "
         "depends on the model was not checked"
     )
-    return [Finding("checkpoint-args", Level.NOTE, text, "also pass the model's flags")]
-
-
-def validate(line: LaunchLine, target: Target, said: io.StringIO, given: Namespace | None) -> str:
-    """Return why the program would stop before it trains; "" where it would not.
-
-    What a checkpoint says of the model is added to `given`. Without it the parser alone runs.
-    """
-    from megatron.training import arguments
-
-    from megatron_burst.plugin import attach
-
-    if line.is_attached:
-        attach.attach(own_entry=line.program in OUR_ENTRIES)
-    # The data of a cluster need not be here; a check of its own says so.
-    elsewhere = (
-        patch.object(attach, "check_data_files") if target.is_cluster else contextlib.nullcontext()
-    )
-    try:
-        if line.starts_us and cpu_platform.cpu_platform_active():
-            cpu_platform.check_job()
-        parse_args = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
-        with elsewhere:
-            args = parse_args()
-        if given is None:
-            return ""
-        for each in (args, given):
-            _add_from_checkpoint(each)
-        arguments.validate_args(args, {})
-        _build_configs(line, args)
-    except SystemExit as leaving:
-        return _last_words(leaving, said)
-    except Exception as error:  # whatever ends the program is what is asked for
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return str(error) or f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
-    return ""
 
 
 def _add_from_checkpoint(args: Namespace) -> None:
@@ -156,19 +129,15 @@ def _add_from_checkpoint(args: Namespace) -> None:
         settle_dropouts(args)
 
 
-def _build_configs(line: LaunchLine, args: Namespace) -> None:
+def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:
     """Make the model's configuration, which checks what the parser does not."""
-    from megatron_burst.plugin import pretraining, spec
-    from megatron_burst.plugin.arguments import MEGATRON
+    from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.limits import refusals
 
     if line.program in OUR_ENTRIES and (missing := pretraining.unsupported(args)):
         raise ValueError(missing)
-    if not line.is_attached and names_our_spec(args):
-        spec.config_from_args(args)
-    model_config = pretraining.model_config(copy.copy(args))
-    algorithm = getattr(args, "context_parallel_algo", MEGATRON)
-    if algorithm != MEGATRON and (reasons := refusals(model_config.transformer)):
+    model_config = pretraining.model_config(args)
+    if config is not None and (reasons := refusals(model_config.transformer)):
         raise ValueError("\n".join(reasons))
 
 

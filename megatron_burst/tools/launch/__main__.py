@@ -5,14 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_burst.tools.launch import check, local, node, series, site, slurm, ssh
+from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import LaunchError, say
 
 PLACES = {
     "local": local,
     "ssh": ssh,
     "slurm": slurm,
-    "series": series,
     "check": check,
     "node": node,
 }
@@ -85,8 +84,6 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help=text)
     text = "run this pretrain_gpt.py of Megatron-LM instead of ours"
     add("--script", type=Path, metavar="PATH", help=text)
-    text = "time the links between the ranks into DIR/links.json instead of training"
-    add("--measure-links", action="store_true", help=text)
 
 
 if __name__ == "__main__":

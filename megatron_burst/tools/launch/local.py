@@ -4,7 +4,7 @@ import argparse
 import subprocess
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import Signals, run_logged
+from megatron_burst.tools.launch.processes import run_logged
 
 ABOUT = """Trains on this machine, on its GPUs, or on the CPU with MEGATRON_BURST_CPU=1.
 
@@ -26,4 +26,4 @@ def run(args: argparse.Namespace) -> int:
     command = [site.python_of_training(), *node.command(args, output, more)]
     if args.dry_run:
         return subprocess.call(command)
-    return run_logged([("this machine", command)], Signals(), output, by_input=True)
+    return run_logged([("this machine", command)], output, by_input=True)

@@ -8,21 +8,13 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import network, site
-from megatron_burst.tools.launch.processes import (
-    LaunchError,
-    Process,
-    Signals,
-    say,
-    supervise,
-)
+from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
 
 ABOUT = """Started by the launchers: the ranks of one node.
 
@@ -64,13 +56,13 @@ def meeting(nodes: int, master: str, port: int) -> list[str]:
 
 
 def command(args: argparse.Namespace, output: Path, *more: str) -> list[str]:
-    """Return the command that runs a node, less its Python, with what the user gave a launcher."""
+    """Return the words after `python` that run a node, with what the user gave a launcher."""
     return [*site.LAUNCH, "node", *more, "--output", str(output), *given(args)]
 
 
 def given(args: argparse.Namespace) -> list[str]:
     """Return the options that all launchers take, less --output, and Megatron's flags again."""
-    options = ["--measure-links"] if args.measure_links else []
+    options = []
     for name in ("run", "ranks_per_node", "script"):
         if (value := getattr(args, name)) is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
@@ -85,8 +77,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
             "no GPU is used here: say how many ranks with --ranks-per-node N or "
             "BURST_RANKS_PER_NODE"
         )
-    settings = _settings(args)
-    torchrun = _torchrun(args, ranks)
+    settings, torchrun = _settings(args), _torchrun(args, ranks)
     if args.dry_run:
         print(shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), *torchrun]))
         return 0
@@ -94,12 +85,8 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
     _describe(args, torchrun, who)
     # The environment of torchrun and of every process that it starts, and of no other, has this.
     mark = str(uuid.uuid4())
-    # torchrun would die of the warning that Slurm sends to every process of a job.
-    deaf = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh", *torchrun]
-    environment = {**os.environ, "BURST_MARK": mark}
-    warn = partial(_warn_ranks, command=torchrun, who=who)
     try:
-        return supervise([(who, deaf)], signals, environment=environment, on_warning=warn)
+        return supervise([(who, torchrun)], signals, environment=os.environ | {"BURST_MARK": mark})
     finally:
         _end_leftovers(f"BURST_MARK={mark}", who)
 
@@ -118,21 +105,13 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
     if args.nodes > 1:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
-    start = [
-        site.python_of_training(),
-        "-m",
-        "torch.distributed.run",
-        *meeting,
-        "--nproc-per-node",
-        ranks,
-    ]
-    if args.measure_links:
-        links = str(args.output / "links.json")
-        return [*start, "-m", "megatron_burst.tools.launch.links", "--output", links]
-    program = ["run", str(args.script)] if args.script else ["pretrain_gpt"]
+    start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
+    run_script = ["megatron_burst.run", str(args.script)]
+    start += ["--nproc-per-node", ranks, "-m"]
+    start += run_script if args.script else ["megatron_burst.pretrain_gpt"]
     named = site.plan("--run", args.run, "--flags") if args.run else []
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
-    return [*start, "-m", f"megatron_burst.{program[0]}", *program[1:], *board, *named, *args.flags]
+    return [*start, *board, *named, *args.flags]
 
 
 def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:
@@ -144,38 +123,10 @@ def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> Non
         say(f"no description of this node was written: {error}", who=who)
 
 
-# ---- other processes
-
-
-def _warn_ranks(torchrun: Process, command: Sequence[str], who: str) -> None:
-    """Send every rank the signal on which Megatron saves and ends, once."""
-    if "--exit-signal-handler" not in command:
-        say("its time is soon over; with --exit-signal-handler Megatron would save", who=who)
-        return
-    name = dict(pairwise(command)).get("--exit-signal", "SIGTERM")
-    ranks = [pid for pid in _processes("LOCAL_RANK=") if _parent(pid) == torchrun.pid]
-    say(f"its time is soon over: {name} to {len(ranks)} rank(s)", who=who)
-    for pid in ranks:
-        with suppress(ProcessLookupError):
-            os.kill(pid, getattr(signal, name))
-
-
 def _end_leftovers(mark: str, who: str) -> None:
-    for pid in _processes(mark):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            say(f"ended process {pid}, which outlived its launcher", who=who)
-
-
-def _processes(start: str) -> Iterator[int]:
-    """Yield the processes that have a variable which starts so."""
+    """End every process that has the mark in its environment."""
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is somebody else's
-            if f"\0{start}".encode() in b"\0" + file.read_bytes():
-                yield int(file.parts[2])
-
-
-def _parent(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+            if mark.encode() in file.read_bytes().split(b"\0"):
+                os.kill(int(file.parts[2]), signal.SIGKILL)
+                say(f"ended process {file.parts[2]}, which outlived its launcher", who=who)

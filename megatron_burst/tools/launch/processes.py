@@ -5,7 +5,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -14,7 +14,6 @@ POLL_SECONDS = 0.1
 TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
 
-type Process = subprocess.Popen[bytes]
 type Commands = Sequence[tuple[str, Sequence[str]]]  # by the name of where they run
 
 
@@ -23,30 +22,28 @@ class LaunchError(Exception):
 
 
 class Signals:
-    """What this process was told: to end, or that its time is soon over.
+    """Whether this process was told to end: by SIGTERM, SIGINT or SIGHUP, or by its input's end.
 
-    It is told to end by SIGTERM, SIGINT or SIGHUP, or by the end of its input; of its time by
-    SIGUSR1, or by a line of input. The handlers only set flags that loops look at, so that no
-    signal comes at a wrong time: before there is a process to tell, twice, or while it ends.
+    The handler only sets a flag that loops look at, so that no signal comes at a wrong time: before
+    there is a process to tell, twice, or while it ends. SIGUSR1, by which Slurm tells every process
+    of a job that its time is soon over, is ignored here and, as they inherit that, by torchrun and
+    by ranks without a handler of their own.
     """
 
     def __init__(self, *, with_input: bool = False) -> None:
-        self.ended = self.warned = False
+        self.ended = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._end)
-        signal.signal(signal.SIGUSR1, self._warn)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if with_input:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
         self.ended = True
 
-    def _warn(self, _number: int, _frame: FrameType | None) -> None:
-        self.warned = True
-
     def _read(self) -> None:
         while os.read(0, 4096):
-            self.warned = True
+            pass
         self.ended = True
 
 
@@ -57,7 +54,6 @@ def supervise(
     by_input: bool = False,
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
-    on_warning: Callable[[Process], None] | None = None,
 ) -> int:
     """Run commands to their ends; return the status of the first that failed (128 + a signal).
 
@@ -68,12 +64,10 @@ def supervise(
     Args:
         commands: and the names of where they run.
         signals: what this process is told; it is passed on.
-        by_input: whether they are told through their input instead of signals: a line means that
-            their time is soon over, its end that they shall end. It is a pipe that only this
-            process writes to, so it ends with this process, however that ends.
+        by_input: whether they are told by the end of their input instead of SIGTERM. It is a pipe
+            that only this process writes to, so it ends with this process, however that ends.
         output: the descriptor for what they print; by default they share this process's.
         environment: by default this process's.
-        on_warning: what is done with a process when its time is soon over, instead of telling it.
     """
     if signals.ended:
         return TERMINATED
@@ -99,29 +93,9 @@ def supervise(
         if (failed or signals.ended) and not told:
             told = True
             for process in running:
-                _end(process)
-        elif signals.warned:
-            signals.warned = False
-            for process in running:
-                (on_warning or _warn)(process)
+                process.stdin.close() if process.stdin else process.terminate()
         time.sleep(POLL_SECONDS)
     return failed
-
-
-def _end(process: Process) -> None:
-    if process.stdin is None:
-        process.terminate()
-        return
-    with suppress(OSError):
-        process.stdin.close()
-
-
-def _warn(process: Process) -> None:
-    with suppress(OSError):
-        if process.stdin is None:
-            process.send_signal(signal.SIGUSR1)
-        else:
-            os.write(process.stdin.fileno(), b"the time is soon over\n")
 
 
 def say(text: str, *, who: str = "launch", output: int | None = None) -> None:
@@ -130,11 +104,12 @@ def say(text: str, *, who: str = "launch", output: int | None = None) -> None:
         os.write(STANDARD_ERROR if output is None else output, f"{who}: {text}\n".encode())
 
 
-def run_logged(commands: Commands, signals: Signals, directory: Path, *, by_input: bool) -> int:
+def run_logged(commands: Commands, directory: Path, *, by_input: bool) -> int:
     """Supervise commands and return the status, which goes to directory/status, too.
 
     What they print is shown and added to directory/log.txt.
     """
+    signals = Signals()
     # It ends after all that write to it, whatever signals come.
     tee_command = ["tee", "-ai", "--", str(directory / "log.txt")]
     tee = subprocess.Popen(tee_command, stdin=subprocess.PIPE, start_new_session=True)

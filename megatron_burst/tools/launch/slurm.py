@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import LaunchError, Signals, run_logged, say
+from megatron_burst.tools.launch.processes import LaunchError, run_logged, say
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -27,8 +27,8 @@ A rank or node that dies ends the job on every node. If training had made a step
 put into the queue again, BURST_REQUEUES times in all (default 3), and goes on from the last
 checkpoint, if you gave --save and --load. One that fails before its first step is not.
 
-With --exit-signal-handler and sbatch's --signal=USR1@SECONDS Megatron saves that many seconds
-before the time limit.
+With --exit-signal-handler --exit-signal SIGUSR1 and sbatch's --signal=USR1@SECONDS Megatron saves
+that many seconds before the time limit.
 """
 BATCH = ("--job-name=megatron-burst", "--ntasks-per-node=1", "--exclusive", "--requeue")
 STEP = re.compile(rb" iteration +\d+/")
@@ -49,18 +49,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port: int) -> list[str]:
     """Return the command of the job: one task a node."""
-    container: list[str] = []
-    if image := os.environ.get("BURST_IMAGE"):
-        mounts = ",".join(site.mounts(output))
-        container = [f"--container-image={image}", f"--container-mounts={mounts}"]
-        container += [f"--container-workdir={Path.cwd()}"]
+    image = os.environ.get("BURST_IMAGE", "")
     # All tasks of a job end when one fails. Without --cpu-bind=none a node's only task, torchrun
     # with all ranks, may be bound to one core.
     options = ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none"]
-    options += ["--mpi=none", *site.words("BURST_SRUN_OPTIONS"), *container]
+    options += ["--mpi=none", *site.words("BURST_SRUN_OPTIONS")]
+    if image:
+        mounts = ",".join(site.mounts(output))
+        options += [f"--container-image={image}", f"--container-mounts={mounts}"]
+        options += [f"--container-workdir={Path.cwd()}"]
     python = site.python_of_training(in_container=bool(image))
-    task = [python, *node.command(args, output, *node.meeting(nodes, master, port))]
-    return ["srun", f"--nodes={nodes}", *options, *task]
+    task = node.command(args, output, *node.meeting(nodes, master, port))
+    return ["srun", f"--nodes={nodes}", *options, python, *task]
 
 
 # ---- outside of a job
@@ -73,7 +73,7 @@ def _submit(args: argparse.Namespace) -> int:
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
-    command += ["--comment", str(output), "--output", str(output / "slurm-%j.txt")]
+    command += ["--output", str(output / "slurm-%j.txt")]
     if script := os.environ.get("BURST_BATCH_SCRIPT"):  # scripts/launch.slurm, with its own options
         command += [script, *given]
     else:
@@ -82,7 +82,7 @@ def _submit(args: argparse.Namespace) -> int:
     os.environ["BURST_ROOT"] = str(site.ROOT)
     if not args.dry_run:
         os.execvp(command[0], command)
-    where = (args.nodes, "FIRST_NODE", 10000)
+    where = args.nodes, "FIRST_NODE", 10000
     print(shlex.join(["env", f"BURST_ROOT={site.ROOT}", *command]))
     print("# in the job:", shlex.join(_srun(args, output, *where)), sep="\n")
     print("# on every node:", flush=True)
@@ -96,9 +96,8 @@ def _submit(args: argparse.Namespace) -> int:
 def _be_job(args: argparse.Namespace) -> int:
     job, size = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_JOB_NUM_NODES"])
     if args.nodes not in (None, size):
-        raise LaunchError(
-            f"--nodes {args.nodes}, but this job has {size}; start it outside of the job"
-        )
+        text = f"--nodes {args.nodes}, but this job has {size}; start it outside of the job"
+        raise LaunchError(text)
     # The same output after it was put into the queue again.
     output = site.prepare_output(args, f"runs/slurm-{job}")
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -108,9 +107,6 @@ def _be_job(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return 0
-    signals = Signals()
-    # A series knows the job by its comment, also one that sbatch was given without us.
-    subprocess.call(["scontrol", "update", f"JobId={job}", f"Comment={output}"])
     log = output / "log.txt"
     before = log.stat().st_size if log.exists() else 0
     restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -119,7 +115,7 @@ def _be_job(args: argparse.Namespace) -> int:
     for _ in range(restarts):
         subprocess.call(["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true"])
     say(f"job {job} on {nodes}, started {restarts} time(s) before")
-    status = run_logged([(nodes, command)], signals, output, by_input=False)
+    status = run_logged([(nodes, command)], output, by_input=False)
     if status == 0 or os.environ.get("ENVIRONMENT") != "BATCH":
         return status
     return 0 if _requeue(job, restarts, log, before) else status
@@ -128,22 +124,18 @@ def _be_job(args: argparse.Namespace) -> int:
 def _requeue(job: str, restarts: int, log: Path, before: int) -> bool:
     """Put a job that failed into the queue again, or say why not; return whether it is there."""
     limit = int(os.environ.get("BURST_REQUEUES") or 3)
+    state = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], stdout=subprocess.PIPE)
     if not _made_a_step(log, before):
         say("it failed before its first step, so it is not put into the queue again")
     elif restarts >= limit:
         say(f"it was put into the queue again {restarts} time(s) already (BURST_REQUEUES)")
-    elif _state(job) != "RUNNING":
+    elif state.stdout.strip() != b"RUNNING":
         say("it was cancelled or its time is over, so it is not put into the queue again")
     else:
         say(f"puts job {job} into the queue again")
         (log.parent / "status").unlink(missing_ok=True)
         return subprocess.call(["scontrol", "requeue", job]) == 0
     return False
-
-
-def _state(job: str) -> str:
-    command = ["squeue", "-h", "-j", job, "-o", "%T"]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def _made_a_step(log: Path, before: int) -> bool:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import LaunchError, Signals, run_logged
+from megatron_burst.tools.launch.processes import LaunchError, run_logged
 
 ABOUT = """Trains on a list of nodes over ssh.
 
@@ -26,47 +26,55 @@ DOCKER = "--gpus all --ipc host"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the list of nodes."""
-    parser.add_argument(
-        "--nodes",
-        metavar='"HOST ..."',
-        help="the first one is where the ranks meet (default: BURST_NODES, for example "
-        '"$(megatron-burst launch check --list)")',
-    )
+    text = "the first one is where the ranks meet (default: BURST_NODES, for example "
+    text += '"$(megatron-burst launch check --list)")'
+    parser.add_argument("--nodes", metavar='"HOST ..."', help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train on all nodes to the end; return the status of the first that failed."""
-    hosts = (args.nodes or os.environ.get("BURST_NODES", "")).split()
-    if not hosts:
-        raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+    hosts = hosts_of(args)
     site.check_run(args.run)
     output = site.prepare_output(args)
     master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
-    port = os.environ.get("BURST_PORT") or random.randrange(10000, 30000)
-    meeting = node.meeting(len(hosts), master, int(port))
+    port = int(os.environ.get("BURST_PORT") or random.randrange(10000, 30000))
+    meeting = [*node.meeting(len(hosts), master, port), "--end-with-input", "--node-rank"]
     commands = [
-        (host, _connect(args, output, host, *meeting, "--node-rank", str(rank)))
+        (host, connect(host, output, *node.command(args, output, *meeting, str(rank))))
         for rank, host in enumerate(hosts)
     ]
     if args.dry_run:
         print(*(shlex.join(command) for _, command in commands), sep="\n")
         return 0
-    return run_logged(commands, Signals(), output, by_input=True)
+    return run_logged(commands, output, by_input=True)
 
 
-def _connect(args: argparse.Namespace, output: Path, host: str, *more: str) -> list[str]:
-    """Return the command that starts a node from here."""
-    image = os.environ.get("BURST_IMAGE")
+def hosts_of(args: argparse.Namespace) -> list[str]:
+    """Return the nodes of --nodes or the site's settings."""
+    if hosts := (args.nodes or os.environ.get("BURST_NODES", "")).split():
+        return hosts
+    raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+
+
+def connect(host: str, output: Path, *task: str) -> list[str]:
+    """Return the command that runs the Python of a node from here, in its container if it has one.
+
+    Args:
+        host: the node.
+        output: what a container sees, too.
+        task: the words after `python`.
+    """
+    image = os.environ.get("BURST_IMAGE", "")
     here, variables = Path.cwd(), site.variables_for_nodes()
-    container = []
+    container: list[str] = []
     if image:
         settings = [word for name in variables for word in ("--env", name)]
         volumes = [word for place in site.mounts(output) for word in ("--volume", place)]
         container = ["docker", "run", "--rm", "--init", "--interactive", "--network", "host"]
         container += [*site.words("BURST_DOCKER_OPTIONS", DOCKER), *settings, *volumes]
         container += ["--workdir", str(here), image]
-    python = site.python_of_training(in_container=bool(image))
     given = [f"{name}={value}" for name, value in variables.items()]
-    task = [python, *node.command(args, output, *more, "--end-with-input")]
-    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(['env', *given, *container, *task])}"
+    python = site.python_of_training(in_container=bool(image))
+    words = ["env", *given, *container, python, *task]
+    line = f"cd {shlex.quote(str(here))} && exec {shlex.join(words)}"
     return [*site.words("BURST_SSH", SSH), host, shlex.join(["bash", "-c", line])]

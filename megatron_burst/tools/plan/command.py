@@ -1,17 +1,16 @@
-"""`megatron-burst plan`: what a run is, and what it takes under every algorithm; named runs."""
+"""`megatron-burst plan`: what a run takes under every algorithm; named runs."""
 
 import argparse
 import json
-import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.plan import show
+from megatron_burst.tools.flops import Flags
 from megatron_burst.tools.plan.configs import Configs, arguments, parsed
 from megatron_burst.tools.plan.ranking import Candidate, rank
-from megatron_burst.tools.plan.workload import Cluster
+from megatron_burst.tools.plan.workload import Cluster, loss_chunking
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
@@ -45,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     given = _parser().parse(own)
     configs = Configs.read()
     if given.list is not None:
-        if not (names := configs.names(given.list)):
-            raise ValueError(f"no run of configs/ matches {given.list}")
-        print(*names, sep="\n")
+        print(*configs.names(given.list), sep="\n")
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
@@ -58,33 +55,36 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
-    changed = flags or given.model or given.cluster or given.gpus or given.seq_length
-    if given.run and not changed and not given.json:
-        run = configs.run(given.run)
-        print(*show.lines(configs, run), f"flags: {shlex.join(arguments(run.flags))}\n", sep="\n")
     wanted, cluster, gpus = _asked(configs, given, flags)
     found = rank(wanted, cluster, gpus, given.fractions, configs.constant("working_set"))
     if given.json:
         print(json.dumps([_figures(each) for each in found], indent=2))
     else:
+        print(f"loss: {describe_loss(wanted)}")
         _print(found, given.top)
     if not found[0].fits:
         raise ValueError(
             "nothing fits: more GPUs, a larger --tensor-model-parallel-size, or "
             "--recompute-granularity full"
         )
-    if not given.json:
-        print(f"\nthe first of them, on every node:\n{found[0].command()}")
+
+
+def describe_loss(flags: Flags) -> str:
+    """Say how the loss of a run is made, and with how many matrix products."""
+    chunking = loss_chunking(flags)
+    way, products = (chunking, chunking.products) if chunking else ("from all logits at once", 3)
+    return f"{way}; {products} products with the LM head a token"
 
 
 def _figures(each: Candidate) -> dict[str, Any]:
     """Return a row of the ranking as it is written to JSON."""
     return {
         "algorithm": each.name,
-        "same_plan": list(each.twins),
+        "predicted_alike": list(each.twins),
         "head_parallel_size": each.load.head_parallel,
         "recompute_fraction": each.fraction,
         "memory_bytes": each.memory.total,
+        "memory_parts": asdict(each.memory),
         "fits": each.fits,
         "sent_bytes_a_layer": each.time.attention.sent,
         "sent_between_nodes_bytes_a_layer": each.time.attention.between,
@@ -99,20 +99,24 @@ def _figures(each: Candidate) -> dict[str, Any]:
 def _print(found: list[Candidate], most: int) -> None:
     load, table = found[0].load, terminal.table(("algorithm",), _COLUMNS)
     for each in found[:most]:
-        figures = _figures(each)
-        cells = {
-            title: form.format(figures[name] if unit == 1 else figures[name] / unit)
-            for title, (name, unit, form) in _COLUMNS.items()
-        }
-        cells["GiB"] += "" if each.fits else " too much"
-        table.add_row(str(each), *cells.values())
+        figures, cells = _figures(each), []
+        for name, unit, form in _COLUMNS.values():
+            value = figures[name]
+            cells.append(form.format(value / unit if unit > 1 else value))
+        table.add_row(str(each) if each.fits else f"{each} (too much memory)", *cells)
     console = terminal.console()
-    console.print(f"{load.gpus} GPUs of {load.cluster.name}: {show.sizes(load)}")
+    console.print(
+        f"{load.gpus} GPUs of {load.cluster.name}: tensor {load.tensor} x context {load.context} x "
+        f"data {load.data}; {load.tokens} tokens, {load.model.parameters / 1e9:.2f} billion "
+        "parameters"
+    )
     console.print(table)
     console.print(
         "MiB: what a rank sends for attention of a layer; NIC: of it, to other nodes; exposed: "
         "of attention's time"
     )
+    if found[0].fits:
+        print(f"\nthe first of them, on every node:\n{found[0].command()}")
 
 
 def _asked(
@@ -155,13 +159,11 @@ def _parser() -> options.Parser:
         "megatron-burst plan --run toy --flags",
     )
     add = parser.add
-    parser.section("named runs")
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     text = "print the flags of --run alone, a word a line, for scripts"
     add("--flags", action="store_true", help=text)
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
-    parser.section("what is predicted")
     add("--model", metavar="NAME", help="a model of configs/; or flags after --")
     add("--cluster", metavar="NAME", help="a800, a100, h100, h200, b200")
     add("--gpus", type=options.positive, metavar="N", help="of the job")
@@ -172,5 +174,4 @@ def _parser() -> options.Parser:
         was = ("--card-gb-s",) if flag == "nic-gb-s" else ()
         add(f"--{flag}", was=was, type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
-    options.add_json(parser)
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.tools.flops import Flags, peak_tflops
-from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
+from megatron_burst.tools.plan.workload import Cluster
 
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
@@ -22,11 +22,6 @@ class Run:
     cluster: str
     gpus: int
     flags: Flags
-    note: str = ""
-
-    def workload(self, configs: "Configs") -> Workload:
-        """Return what the planner predicts."""
-        return workload_of(self.flags, configs.cluster(self.cluster), self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +51,7 @@ class Configs:
         table = _inherited(self.tables, name)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
-        return Run(
-            name=name,
-            cluster=table["cluster"],
-            gpus=table["gpus"],
-            flags=_set(given),
-            note=table.get("note", ""),
-        )
+        return Run(name=name, cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""

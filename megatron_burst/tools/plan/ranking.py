@@ -27,7 +27,7 @@ class Candidate:
     time: timing.Prediction
     memory: memory.Memory
     twins: tuple[str, ...] = ()
-    """Names of other flags that make the very same plans."""
+    """Names of other flags of which the same is predicted."""
 
     @property
     def fits(self) -> bool:
@@ -47,19 +47,6 @@ class Candidate:
     def __str__(self) -> str:
         return " = ".join((self.name, *self.twins))
 
-    def is_the_plan_of(self, other: "Candidate") -> bool:
-        """Say whether its ranks do what those of `other` do, message by message."""
-        mine, theirs = (
-            (each.load.head_parallel, each.fraction, each.time, each.memory)
-            for each in (self, other)
-        )
-        # Equal plans take equally long, which is sooner compared.
-        return mine == theirs and all(
-            timing.plans(self.load.ring, backward=each)
-            == timing.plans(other.load.ring, backward=each)
-            for each in (False, True)
-        )
-
     def command(self) -> str:
         """Return the command line of every node."""
         a_node = min(self.load.cluster.gpus_per_node, self.load.gpus)
@@ -76,7 +63,9 @@ class Candidate:
 def rank(
     given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float], working_set: float
 ) -> list[Candidate]:
-    """Predict every way; those that fit come first, and of them the fastest; no plan comes twice.
+    """Predict every way; those that fit come first, and of them the fastest.
+
+    Ways of which the same is predicted are one: most of them make the same plans.
 
     A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
     ways that are best without it.
@@ -111,15 +100,13 @@ def rank(
 
 
 def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
-    """Keep the first of those that are one plan, with the names of the others."""
-    kept: list[Candidate] = []
+    """Keep the first of those that are predicted alike, with the names of the others."""
+    kept: dict[Any, Candidate] = {}
     for each in found:
-        same = (at for at, other in enumerate(kept) if each.is_the_plan_of(other))
-        if (at := next(same, None)) is None:
-            kept.append(each)
-        else:
-            kept[at] = replace(kept[at], twins=(*kept[at].twins, each.name))
-    return kept
+        same = each.load.head_parallel, each.fraction, each.time, each.memory
+        first = kept.get(same)
+        kept[same] = replace(first, twins=(*first.twins, each.name)) if first else each
+    return list(kept.values())
 
 
 def _ways(load: Workload) -> Iterator[dict[str, Any]]:
@@ -127,7 +114,9 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     if load.context == 1:
         yield {"context-parallel-algo": "burst"}
         return
-    for size in _head_parallel_sizes(load):
+    for size in range(1, min(load.ranks_per_node, load.context - 1) + 1):
+        if load.ranks_per_node % size or not _heads_divide(load, size):
+            continue
         heads = {"burst-head-parallel-size": size} if size > 1 else {}
         double = load.context > load.ranks_per_node > size
         for topology in ("flat", "double") if double else ("flat",):
@@ -141,15 +130,6 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
         narrow = load.config.grad_dtype is not GradDtype.FLOAT32
         wide = {"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {}
         yield {"context-parallel-algo": "ulysses", **wide}
-
-
-def _head_parallel_sizes(load: Workload) -> list[int]:
-    """The sizes that a node's ranks and the heads divide by, short of all ranks."""
-    return [
-        size
-        for size in range(1, min(load.ranks_per_node, load.context - 1) + 1)
-        if load.ranks_per_node % size == 0 and _heads_divide(load, size)
-    ]
 
 
 def _heads_divide(load: Workload, size: int) -> bool:

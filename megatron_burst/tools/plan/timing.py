@@ -116,9 +116,10 @@ def plans(ring: Ring, *, backward: bool) -> tuple[Plan, ...]:
 def plans_of(schedule: Schedule, *, backward: bool) -> tuple[Plan, ...]:
     """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
     ours = defaultdict(list)
-    for hop in schedule.hops(backward=backward):
-        for rank in (hop.source, hop.target):
-            ours[rank].append(hop)
+    for messages in schedule.messages(backward=backward):
+        for hop in messages.hops():
+            ours[hop.source].append(hop)
+            ours[hop.target].append(hop)
     ranks = range(schedule.tiling.ranks)
     tiles = (schedule.tiles(rank, backward=backward) for rank in ranks)
     return tuple(assemble(rank, ours[rank], each) for rank, each in zip(ranks, tiles, strict=True))

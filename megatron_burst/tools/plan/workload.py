@@ -25,15 +25,15 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid
 from megatron_burst.tools.flops import UNCOUNTED, Flags, Model, model_of
 
-_NOT_MODELLED = (*UNCOUNTED, "use-megatron-fsdp", "fp16")
-_ONE_VALUE = {
+_PREDICTED = {
+    **dict.fromkeys((*UNCOUNTED, "use-megatron-fsdp", "fp16")),
     "pipeline-model-parallel-size": 1,
     "micro-batch-size": 1,
     "recompute-granularity": "full",
     "recompute-method": "uniform",
     "recompute-num-layers": 1,
 }
-"""Flags that are predicted with this value alone."""
+"""Flags that are predicted with this value alone, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,12 +259,10 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
 
 def _refuse(given: Flags) -> None:
     """Raise ValueError for what would have to be predicted otherwise, or is missing."""
-    for name in _NOT_MODELLED:
-        if given.get(name):
-            raise ValueError(f"--{name} {given[name]} cannot be predicted here")
-    for name, only in _ONE_VALUE.items():
-        if str(given.get(name, only)) != str(only):
-            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {only} alone")
+    for name, only in _PREDICTED.items():
+        if given.get(name) and str(given[name]) != str(only):
+            alone = f": {only} alone" if only else ""
+            raise ValueError(f"--{name} {given[name]} cannot be predicted here{alone}")
     tensor = _number(given, "tensor-model-parallel-size")
     if tensor > 1 and not given.get("sequence-parallel"):
         raise ValueError(

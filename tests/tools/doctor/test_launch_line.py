@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.tools.doctor.judge import contradictions
+from megatron_burst.tools.doctor.checks import launcher_findings
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, split
-from megatron_burst.tools.doctor.situation import Target
+from megatron_burst.tools.doctor.target import Target
 
 FLAGS = ("--num-layers", "4", "--seq-length", "64")
 
@@ -47,9 +47,9 @@ def test_forms(
 def test_gpus_of_another_machine_are_not_counted(said: str, here: int, ranks: int | None) -> None:
     line = split(["torchrun", "--nproc-per-node", said, "-m", OUR_ENTRY], gpus_here=here)
     assert line.ranks_per_node == ranks
-    found = [finding.remedy for finding in contradictions(line, Target(1, ranks or 1, None, "cpu"))]
+    found = [finding.remedy for finding in launcher_findings(line, Target(1, ranks or 1))]
     assert found == ([] if ranks else ["--nproc-per-node, or --gpus-per-node for a cluster"])
-    assert not [*contradictions(line, Target(1, 8, (9, 0), "cuda"))]  # the same of a cluster
+    assert not [*launcher_findings(line, Target(1, 8, (9, 0)))]  # the same of a cluster
 
 
 def test_a_script_is_attached_if_it_starts_us_and_asks_for_us(tmp_path: Path) -> None:

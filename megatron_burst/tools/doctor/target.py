@@ -1,0 +1,58 @@
+"""The machines that a command line is judged for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from megatron_burst.plugin.cpu.platform import cpu_platform_wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """This machine, or a cluster that options describe."""
+
+    nodes: int
+    ranks_per_node: int  # processes that each node starts, one a GPU
+    capability: tuple[int, int] | None = None  # of a cluster's GPUs; None: this machine
+
+    @property
+    def ranks(self) -> int:
+        """The processes of the job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether options describe machines that are not this one."""
+        return self.capability is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors of attention."""
+        return torch.device("cuda" if self.is_cluster or not cpu_platform_wanted() else "cpu")
+
+    def __str__(self) -> str:
+        ranks = f"{self.nodes} x {self.ranks_per_node} ranks"
+        if self.capability is None:
+            return f"on this machine ({self.device}): {ranks}"
+        major, minor = self.capability
+        return f"for the cluster: {ranks}, GPUs of compute capability {major}.{minor}"
+
+    @contextmanager
+    def pretended(self) -> Iterator[None]:
+        """Let torch answer as on a cluster's GPUs."""
+        if self.capability is None:
+            yield
+            return
+        major, minor = self.capability
+        properties = type("Properties", (), {"major": major, "minor": minor})
+        with patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            device_count=lambda: 1,  # cuDNN's version comes after a look at every device
+            get_device_capability=lambda *_: (major, minor),
+            get_device_properties=lambda *_: properties,
+        ):
+            yield
