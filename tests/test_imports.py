@@ -113,8 +113,8 @@ def test_every_module_is_in_a_room() -> None:
     assert set(ROOMS) == {part(module) for module in MODULES}
 
 
-def test_at_most_six_modules_lie_at_the_root() -> None:
-    assert len(list(ROOT.glob("*.py"))) <= 6
+def test_at_most_seven_modules_lie_at_the_root() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 7
 
 
 @pytest.mark.parametrize("room", [p for p in sorted(ROOT.rglob("__init__.py"))], ids=str)

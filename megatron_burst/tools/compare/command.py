@@ -137,7 +137,7 @@ def _fill(args: argparse.Namespace) -> None:
 
 
 def _named(flags: Flags, args: argparse.Namespace) -> list[str]:
-    """The flags of --toy or --run as those of the model that is asked for, and the user's behind."""
+    """The flags of --toy or --run for the model that is asked for, and the user's behind."""
     flags = flags if args.gpt else hybrid_form(flags)
     if "num-layers" in parsed(args.flags) and "hybrid-layer-pattern" in flags:
         text = "a HybridModel has --hybrid-layer-pattern; or give --gpt"
