@@ -34,6 +34,8 @@ class Call:
     sequence_parallel: bool = False
     weight_sum: Callable[[Tensor], WeightSum] = OwnSum  # for one backward
     on_chunking: Callable[[Chunking], None] | None = None  # None: a line for debugging
+    on_best: Callable[[Tensor, Tensor], None] | None = None
+    """Gets the tokens' largest logits among this rank's rows, and which: [tokens of a chunk]."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:

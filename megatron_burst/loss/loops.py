@@ -38,6 +38,8 @@ class Head:
             of_shard = loss.new_empty(self.call.statistics, tokens.shape[0])
             for chunk in slices(tokens.shape[0], self.chunking.tokens):
                 logits = workspace.logits(tokens[chunk], self.weight)
+                if self.call.on_best is not None:
+                    self.call.on_best(*logits.max(1))
                 of_shard[:, chunk] = workspace.statistics(logits, self._locate(wanted[chunk]))
             of_all = self.vocabulary.combine(of_shard)
             where = self._locate(wanted)

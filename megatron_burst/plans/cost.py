@@ -3,9 +3,12 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Hop, Item, Kind
+from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
 
@@ -61,19 +64,24 @@ class Traffic:
 
 
 def traffic(
-    hops: Iterable[Hop], sizes: Mapping[Kind, int], nodes: Sequence[Hashable], local_tokens: int = 0
+    messages: Iterable[Messages],
+    sizes: Mapping[Kind, int],
+    nodes: Sequence[Hashable],
+    local_tokens: int,
 ) -> Traffic:
-    """Count what the hops of all ranks, placed on these nodes, put on the links.
+    """Count what the messages of all ranks, placed on these nodes, put on the links.
 
-    `sizes` are the bytes of a whole item of each kind, `local_tokens` its rows where parts go.
+    `sizes` are the bytes of a whole item of each kind, `local_tokens` its rows.
     """
-    sent, through_nic = [0] * len(nodes), [0] * len(nodes)
-    for hop in hops:
-        size = payload(hop.item, sizes, local_tokens)
-        sent[hop.source] += size
-        if nodes[hop.source] != nodes[hop.target]:
-            through_nic[hop.source] += size
-    return Traffic(max(sent), max(through_nic))
+    number = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
+    node, ranks = np.array([number[node] for node in nodes]), len(nodes)
+    sent, through_nic = np.zeros(ranks), np.zeros(ranks)
+    for some in messages:
+        for sources, targets, size in some.loads(sizes, local_tokens):
+            leaves = node[sources] != node[targets]
+            sent += np.bincount(sources, size, ranks)
+            through_nic += np.bincount(sources, size * leaves, ranks)
+    return Traffic(int(sent.max()), int(through_nic.max()))
 
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
@@ -87,10 +95,3 @@ def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
 def visible_pairs(mask: Mask, tokens: int) -> int:
     """Return how many (query, key) pairs of a sequence the mask lets through."""
     return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))
-
-
-def imbalance(tiling: Tiling) -> float:
-    """Return max / mean over the ranks of the pairs they compute; 1.0 is perfect."""
-    ranks = range(tiling.ranks)
-    pairs = [sum(t.pairs for owner in ranks for t in tiling(rank, owner)) for rank in ranks]
-    return max(pairs) * len(pairs) / sum(pairs) if any(pairs) else 1.0

@@ -7,19 +7,25 @@ start. Gradients return straight to their owners. A rank's own tile is computed 
 part last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
-from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.schedule import Loads, Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.topology import Grid, stations
 
 
 @dataclass(frozen=True, slots=True)
 class Direct(Schedule):
-    """What the plans of all ranks have in common; the counterpart of `rings.Ring`."""
+    """What the plans of all ranks have in common; the counterpart of `rings.Ring`.
+
+    For masks that are sparse: under others its bytes are counted as if blocks went whole.
+    """
 
     tiling: Tiling
     grid: Grid
@@ -38,44 +44,23 @@ class Direct(Schedule):
             tiles[0], first, second = half_and_quarters(tiles[0])
             tiles[self.grid.ranks] = first + second
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
-            parts = self._parts(owner, rank)
-            used = self.tiling.of_block(self.sent, owner, rank)
-            tiles[distance] = [self._of_part(tile, parts) for tile in used]
+            if parts := self.parts(owner, rank):
+                used = self.tiling.of_block(self.sent, owner, rank)
+                tiles[distance] = [self._of_part(tile, parts) for tile in used]
         return tiles
 
-    def reads(self) -> list[Hop]:
-        """Return the hops of all blocks, in the forward or in the backward."""
-        needed = self._needed(Channel.READ_WITHIN, Channel.READ_BETWEEN)
-        return [
-            Hop(Item(self.sent, owner, part), owner, user, channel, 0, distance - 1)
-            for owner, user, distance, channel, part in needed
-        ]
+    def reads(self) -> "_Exchange":
+        """Return the messages with blocks: all are posted at once."""
+        return _Exchange(self, self.sent)
 
-    def gradients(self) -> list[Hop]:
-        """Return the hops of all gradients of a backward."""
-        needed = self._needed(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
-        kind, end = self.sent.gradient, self.grid.ranks
-        return [
-            Hop(Item(kind, owner, part), user, owner, channel, distance + 1, end)
-            for owner, user, distance, channel, part in needed
-        ]
+    def gradients(self) -> "_Exchange":
+        """Return the messages with gradients: all have landed at the end."""
+        return _Exchange(self, self.sent.gradient)
 
-    def _needed(
-        self, within: Channel, between: Channel
-    ) -> Iterator[tuple[int, int, int, Channel, Interval]]:
-        """Every part of an owner's rows that a rank needs; how far apart they are, and its way."""
-        ranks = range(self.grid.ranks)
-        node = {rank: self.grid.coordinates(rank)[0] for rank in ranks}
-        visits = {user: self.grid.visits(user) for user in ranks}
-        for distance in ranks[1:]:
-            for user, owners in visits.items():
-                owner = owners[distance]
-                channel = within if node[owner] == node[user] else between
-                for part in self._parts(owner, user):
-                    yield owner, user, distance, channel, part
-
-    def _parts(self, owner: int, user: int) -> list[Interval]:
-        """The rows of `owner` that `user` needs, as few intervals."""
+    def parts(self, owner: int, user: int) -> list[Interval]:
+        """Return the rows of `owner` that `user` needs, as few intervals."""
+        if not self.tiling.needs.rows[self.sent][owner, user]:
+            return []
         tiles = self.tiling.of_block(self.sent, owner, user)
         return joined([tile.rows_of(self.sent) for tile in tiles])
 
@@ -83,3 +68,45 @@ class Direct(Schedule):
         rows = tile.rows_of(self.sent)
         part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
         return tile.reading(self.sent, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """The messages of all ranks with what others need of their blocks, or with its gradients."""
+
+    schedule: Direct
+    kind: Kind
+
+    def hops(self, rank: int | None = None) -> list[Hop]:
+        """Return all messages, or those that `rank` sends or receives, in the same order."""
+        distances, owners, users = self._needed()
+        some = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
+        found = np.stack([distances, owners, users])[:, some]
+        ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
+        return [hop for needed in ordered for hop in self._hops(*needed)]
+
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
+        """Yield senders, receivers and bytes, of all pairs of ranks at once."""
+        _, owners, users = self._needed()
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
+        ends = (users, owners) if self.kind.is_gradient else (owners, users)
+        yield *ends, sizes[self.kind] * rows // local_tokens
+
+    def _needed(self) -> tuple[NDArray[np.int64], ...]:
+        """Who needs something of whom: distances, owners, users."""
+        ranks = stations(self.schedule.grid)
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent]
+        distances, owners = np.nonzero(rows[np.arange(len(ranks)), ranks])
+        away = distances > 0
+        return distances[away], owners[away], ranks[distances[away], owners[away]]
+
+    def _hops(self, distance: int, owner: int, user: int) -> Iterator[Hop]:
+        within = len({self.schedule.grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
+        for part in self.schedule.parts(owner, user):
+            item = Item(self.kind, owner, part)
+            if self.kind.is_gradient:
+                channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
+                yield Hop(item, user, owner, channel, distance + 1, self.schedule.grid.ranks)
+            else:
+                channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
+                yield Hop(item, owner, user, channel, 0, distance - 1)

@@ -34,6 +34,10 @@ class Interval(NamedTuple):
         """The slice that selects these rows."""
         return slice(self.start, self.stop)
 
+    def shifted(self, by: int) -> "Interval":
+        """Return as many rows, that many further on."""
+        return Interval(self.start + by, self.stop + by)
+
     def within(self, whole: "Interval | None") -> "Interval":
         """Return the same rows counted from the start of `whole`; None is all rows."""
         start = 0 if whole is None else whole.start

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -213,6 +215,16 @@ class Mask:
         if self.query_stop is not None:
             cuts.add(self.query_stop)
         return sorted(cuts)
+
+    def reach(self, first: int, last: int) -> tuple[int, int]:
+        """Return positions before and behind which none of these queries sees a key."""
+        low, high = 0, last if self.is_causal else sys.maxsize
+        if self.window is not None:
+            low = first - self.window
+        if self.documents is not None:
+            low = max(low, self.documents[bisect_right(self.documents, first) - 1])
+            high = min(high, self.documents[bisect_right(self.documents, last)] - 1)
+        return low, high
 
     def overview(self, queries: Bounds, keys: Bounds, tokens: int) -> NDArray[np.int8]:
         """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.

@@ -10,7 +10,7 @@ from megatron_burst.config import (
     GradientReturn,
     LayoutName,
 )
-from megatron_burst.plans.cost import Traffic, imbalance, traffic
+from megatron_burst.plans.cost import Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.plan import Kind, Plan
@@ -36,7 +36,7 @@ class Choice:
     @property
     def is_banded(self) -> bool:
         """Whether any rank has tiles that are neither full nor causal squares."""
-        return any(tile.is_banded for tile in self.tiling.all())
+        return self.tiling.needs.is_banded
 
     def plans(self, rank: int) -> tuple[Plan, Plan]:
         """Return the plans of a rank's forward and backward."""
@@ -53,7 +53,7 @@ class Choice:
             f"{mask}: a layer sends {mib(self.forward_cost.rank)} a rank forward"
             f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
             f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
-            f"{imbalance(self.tiling):.3f}"
+            f"{self.tiling.needs.imbalance:.3f}"
         )
 
 
@@ -78,7 +78,7 @@ def choose(
         if straight:
             found.append(Direct(tiling, grid, kind))
         local = tiling.local_tokens
-        return {s: traffic(s.hops(backward=backward), sizes, nodes, local) for s in found}
+        return {s: traffic(s.messages(backward=backward), sizes, nodes, local) for s in found}
 
     forward = costs(Kind.KV, backward=False)
     backward = {kind: costs(kind, backward=True) for kind in (Kind.KV, Kind.QUERY)}

@@ -13,17 +13,21 @@ The owner's own partial stays there; it is computed in parts, the first while th
 its way and the rest while the last gradient is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
+from megatron_burst.plans.plan import Channel, Kind, Tile
+from megatron_burst.plans.route import Route, Stage, used_by_blocks, used_by_gradients
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.topology import Grid, stations
 
-type _Hops = Iterator[Hop]
+type _Used = Callable[[Sequence[Stage], NDArray[np.bool]], NDArray[np.bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,29 @@ class Ring(Schedule):
             tiles |= self._own_tiles_by_step(visits[0])
         return tiles
 
-    def reads(self) -> list[Hop]:
-        """Return the hops of all blocks, in the forward or in the backward."""
-        owners = range(self.grid.ranks)
-        return [hop for o in owners for hop in _needed([*self._reads(o)], self._users(o))]
+    def reads(self) -> Route:
+        """Return the way of all blocks: it stops where no later rank needs it."""
+        return self._route(self.sent, [*self._block_stages()], used_by_blocks)
 
-    def gradients(self) -> list[Hop]:
-        """Return the hops of all gradients of a backward."""
-        chained, owners = self.gradient_return is GradientReturn.CHAIN, range(self.grid.ranks)
-        way = self._chain if chained else self._to_owner
-        return [hop for o in owners for hop in _begun(way(o), self._users(o))]
+    def gradients(self) -> Route:
+        """Return the way of all gradients: it begins where the first partial is."""
+        chained = self.gradient_return is GradientReturn.CHAIN
+        stages = self._chain() if chained else self._to_owner()
+        return self._route(self.sent.gradient, [*stages], used_by_gradients)
+
+    def _route(self, kind: Kind, stages: Sequence[Stage], used: _Used) -> Route:
+        ranks, users = stations(self.grid), self.tiling.needs.users(self.sent)
+        useful = users[np.arange(self.grid.ranks), ranks]
+        return Route(kind, stages, ranks, used(stages, useful), self._parts)
+
+    @property
+    def _parts(self) -> Sequence[Interval | None]:
+        """By owner, the rows from the first to the last that others need of a block; None for all.
+
+        Without a mask beside causality all blocks are whole: a few rows less from the last chunk's
+        owner alone would not unload the bottleneck link.
+        """
+        return self.tiling.needs.parts[self.sent]
 
     @property
     def _delay(self) -> int:
@@ -76,32 +93,12 @@ class Ring(Schedule):
         return self.grid.ranks - 1 if self.gather else 0
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
+            return ()
         tiles = self.tiling.of_block(self.sent, owner, rank)
-        if rank == owner or (part := self._part(owner)) is None:
+        if rank == owner or (part := self._parts[owner]) is None:
             return tiles
         return tuple(tile.reading(self.sent, part) for tile in tiles)
-
-    def _part(self, owner: int) -> Interval | None:
-        """The rows from the first to the last that another rank needs of a block; None for all.
-
-        Without a mask beside causality all blocks are whole: a few rows less from the last chunk's
-        owner alone would not unload the bottleneck link.
-        """
-        if not self.tiling.mask.is_sparse:
-            return None
-        needed = [
-            tile.rows_of(self.sent)
-            for user in self._users(owner)
-            for tile in self.tiling.of_block(self.sent, owner, user)
-        ]
-        if not needed:
-            return None
-        part = Interval(min(rows.start for rows in needed), max(rows.stop for rows in needed))
-        return None if part.length == self.tiling.local_tokens else part
-
-    def _users(self, owner: int) -> set[int]:
-        others = (rank for rank in range(self.grid.ranks) if rank != owner)
-        return {user for user in others if self.tiling.of_block(self.sent, owner, user)}
 
     def _own_tiles_by_step(self, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
         """Spread the own tiles over the first step and the ends, under the last gradients.
@@ -117,75 +114,44 @@ class Ring(Schedule):
             return {0: first, end: half, end + 1: second}
         return {0: first, end: second, end + 1: half}
 
-    def _reads(self, owner: int) -> _Hops:
-        """The block's way: along its owner's column from node to node, and around each node."""
-        grid, item = self.grid, Item(self.sent, owner, self._part(owner))
-        node, local = grid.coordinates(owner)
-        length = grid.ranks_per_node
-        for p in range(grid.nodes):
-            if p > 0:
-                ends = grid.at(node + p - 1, local), grid.at(node + p, local)
-                yield Hop(item, *ends, Channel.READ_BETWEEN, (p - 1) * length, p * length - 1)
-            for s in range(length - 1):
-                ends = grid.at(node + p, local + s), grid.at(node + p, local + s + 1)
-                yield Hop(item, *ends, Channel.READ_WITHIN, p * length + s, p * length + s)
+    def _block_stages(self) -> Iterator[Stage]:
+        """A block's way: along its owner's column from node to node, and around each node."""
+        length = self.grid.ranks_per_node
+        for begin in range(0, self.grid.ranks, length):
+            if begin > 0:
+                before = begin - length
+                yield Stage(before, begin, Channel.READ_BETWEEN, before, begin - 1)
+            for t in range(begin, begin + length - 1):
+                yield Stage(t, t + 1, Channel.READ_WITHIN, t, t)
 
-    def _chain(self, owner: int) -> _Hops:
-        """The gradient's way if every rank adds to what came before."""
-        grid, item = self.grid, Item(self.sent.gradient, owner, self._part(owner))
-        node, local = grid.coordinates(owner)
-        length, end = grid.ranks_per_node, grid.ranks + self._delay
-        for p in range(grid.nodes):
-            begin = p * length + self._delay
-            for s in range(1 if p == 0 else 0, length - 1):
-                ends = grid.at(node + p, local + s), grid.at(node + p, local + s + 1)
-                yield Hop(item, *ends, Channel.GRADIENT_WITHIN, begin + s + 1, begin + s + 1)
-            last = local - 1  # who works on this block last in each node
-            if p == 0 and length > 1:
-                ends = grid.at(node, last), owner
-                yield Hop(item, *ends, Channel.GRADIENT_WITHIN, begin + length, begin + length)
-            elif p > 0:
-                ends = grid.at(node + p, last), grid.at(node + p + 1, last)
-                leaves = begin + length
-                lands = end if p == grid.nodes - 1 else leaves + length - 1
-                yield Hop(item, *ends, Channel.GRADIENT_BETWEEN, leaves, lands)
-        if grid.nodes > 1 and length > 1:
-            ends = grid.at(node, local - 1), owner
-            yield Hop(item, *ends, Channel.GRADIENT_WITHIN, end + 1, end + 1)
+    def _chain(self) -> Iterator[Stage]:
+        """A gradient's way if every rank adds to what came before."""
+        length, ranks = self.grid.ranks_per_node, self.grid.ranks
+        last, end = length - 1, ranks + self._delay  # who works on a block last in its node
+        for begin in range(0, ranks, length):
+            step = begin + self._delay + 1
+            for s in range(1 if begin == 0 else 0, last):
+                ends = begin + s, begin + s + 1
+                yield Stage(*ends, Channel.GRADIENT_WITHIN, step + s, step + s)
+            leaves = begin + length + self._delay
+            if begin == 0 and length > 1:
+                yield Stage(last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
+            elif begin > 0:
+                lands = end if begin + length == ranks else leaves + length - 1
+                ends = begin + last, (begin + length) % ranks + last
+                yield Stage(*ends, Channel.GRADIENT_BETWEEN, leaves, lands)
+        if 1 < length < ranks:
+            yield Stage(last, 0, Channel.GRADIENT_WITHIN, end + 1, end + 1)
 
-    def _to_owner(self, owner: int) -> _Hops:
-        """The gradient's way if each partial is sent as soon as it is there, summed once a node."""
-        grid, item = self.grid, Item(self.sent.gradient, owner, self._part(owner))
-        node, local = grid.coordinates(owner)
-        length = grid.ranks_per_node
+    def _to_owner(self) -> Iterator[Stage]:
+        """A gradient's way if each partial is sent as soon as it is there, summed once a node."""
+        length, ranks = self.grid.ranks_per_node, self.grid.ranks
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
-        for p in range(grid.nodes):
-            begin = p * length + self._delay
-            gathers = grid.at(node + p, local)
+        for begin in range(0, ranks, length):
+            step = begin + self._delay + 1
             for s in range(1, length):
-                ends = grid.at(node + p, local + s), gathers
-                yield Hop(item, *ends, Channel.GRADIENT_WITHIN, begin + s + 1, begin + s + 1)
-            if p > 0:
-                leaves = begin + length + tail
-                lands = leaves if p == grid.nodes - 1 else leaves + length - 1
-                yield Hop(item, gathers, owner, Channel.GRADIENT_BETWEEN, leaves, lands)
-
-
-def _needed(hops: Sequence[Hop], users: set[int]) -> Iterator[Hop]:
-    """Keep those hops of a block, given in the order of its way, that lead on to a user."""
-    needed, kept = set(users), []
-    for hop in reversed(hops):
-        if hop.target in needed:
-            needed.add(hop.source)
-            kept.append(hop)
-    return reversed(kept)
-
-
-def _begun(hops: Iterator[Hop], users: set[int]) -> Iterator[Hop]:
-    """Keep those hops of a gradient, given in the order of its way, that carry something."""
-    holding = set(users)
-    for hop in hops:
-        if hop.source in holding:
-            holding.remove(hop.source)
-            holding.add(hop.target)
-            yield hop
+                yield Stage(begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
+            if begin > 0:
+                leaves = begin + self._delay + length + tail
+                lands = leaves if begin + length == ranks else leaves + length - 1
+                yield Stage(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)

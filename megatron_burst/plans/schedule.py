@@ -1,10 +1,29 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
-from megatron_burst.plans.plan import Hop, Plan, Tile, assemble
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.plan import Hop, Kind, Plan, Tile, assemble
 from megatron_burst.plans.tiles import Tiling
+
+type Loads = Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
+
+
+class Messages(Protocol):
+    """The messages of all ranks that move the blocks, or the gradients, of one kind."""
+
+    def hops(self, rank: int | None = None) -> list[Hop]:
+        """Return all messages, or those that `rank` sends or receives, in the same order."""
+
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
+        """Yield them many at a time: who sends, who receives, how many bytes.
+
+        `sizes` are the bytes of a whole item of each kind, `local_tokens` its rows.
+        """
 
 
 class Schedule(ABC):
@@ -24,28 +43,32 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @abstractmethod
-    def reads(self) -> list[Hop]:
-        """Return the hops of all blocks, in the forward or in the backward."""
+    def reads(self) -> Messages:
+        """Return the messages with blocks, in the forward or in the backward."""
 
     @abstractmethod
-    def gradients(self) -> list[Hop]:
-        """Return the hops of all gradients of a backward."""
+    def gradients(self) -> Messages:
+        """Return the messages with gradients of a backward."""
 
     @abstractmethod
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
 
-    def hops(self, *, backward: bool) -> list[Hop]:
+    def messages(self, *, backward: bool) -> tuple[Messages, ...]:
         """Return all messages of a forward or a backward."""
-        return [*self.reads(), *(self.gradients() if backward else ())]
+        return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""
-        return assemble(rank, self.hops(backward=False), self.tiles(rank, backward=False))
+        return self._plan(rank, backward=False)
 
     def backward(self, rank: int) -> Plan:
         """Return a rank's plan of the backward.
 
         The gradient of what is sent returns to its owner; that of what stays is summed in place.
         """
-        return assemble(rank, self.hops(backward=True), self.tiles(rank, backward=True))
+        return self._plan(rank, backward=True)
+
+    def _plan(self, rank: int, *, backward: bool) -> Plan:
+        hops = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
+        return assemble(rank, hops, self.tiles(rank, backward=backward))

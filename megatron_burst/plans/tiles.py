@@ -1,9 +1,9 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,17 +11,8 @@ from numpy.typing import NDArray
 
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.mask import FULLY, PARTLY, Band, Mask
+from megatron_burst.plans.needs import Needs, Pieces, cut_pieces, needs_of
 from megatron_burst.plans.plan import Kind, Tile
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """One rank's rows in order, cut so that no piece crosses a border of a document or block."""
-
-    positions: Sequence[range]
-    rows: Sequence[Interval]
-    starts: NDArray[np.int64]  # the first and the last position of each piece
-    lasts: NDArray[np.int64]
 
 
 class _Cell(NamedTuple):
@@ -41,7 +32,7 @@ class Tiling:
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
         cuts = mask.cuts(layout.tokens)
-        self._pieces = [_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
+        self._pieces = [cut_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
         self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
@@ -64,10 +55,10 @@ class Tiling:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
         return self(user, owner) if kind is Kind.KV else self(owner, user)
 
-    def all(self) -> Iterator[Tile]:
-        """Return the tiles of all pairs of ranks."""
-        ranks = range(self.ranks)
-        return (tile for pair in product(ranks, ranks) for tile in self(*pair))
+    @cached_property
+    def needs(self) -> Needs:
+        """What the ranks need of each other's rows."""
+        return needs_of(self._pieces, self.mask, self.tokens)
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
         """What each piece of queries sees, from the first key to the last; full runs as one."""
@@ -79,7 +70,7 @@ class Tiling:
             yield [cell for cell in self._cells(queries, number, keys, row) if cell]
 
     def _cells(
-        self, queries: _Pieces, number: int, keys: _Pieces, row: NDArray[np.int8]
+        self, queries: Pieces, number: int, keys: Pieces, row: NDArray[np.int8]
     ) -> Iterator[_Cell | None]:
         borders = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
         for start, stop in pairwise(borders):
@@ -89,14 +80,14 @@ class Tiling:
             elif row[start] == PARTLY:
                 yield from (self._cell(queries, number, keys, k) for k in range(start, stop))
 
-    def _cell(self, queries: _Pieces, q: int, keys: _Pieces, k: int) -> _Cell | None:
+    def _cell(self, queries: Pieces, q: int, keys: Pieces, k: int) -> _Cell | None:
         found = self.mask.band(queries.positions[q], keys.positions[k])
         if found is None:
             return None
         query_rows, key_rows, band = found
         return _Cell(
-            _shifted(query_rows, queries.rows[q].start),
-            _shifted(key_rows, keys.rows[k].start),
+            query_rows.shifted(queries.rows[q].start),
+            key_rows.shifted(keys.rows[k].start),
             band,
         )
 
@@ -128,28 +119,9 @@ def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]
     if found is None:
         return ()
     queries, keys, band = found
-    query_rows = _shifted(queries, tile.query_rows.start)
-    key_rows = _shifted(keys, tile.key_rows.start)
+    query_rows = queries.shifted(tile.query_rows.start)
+    key_rows = keys.shifted(tile.key_rows.start)
     return (replace(tile, query_rows=query_rows, key_rows=key_rows, band=band),)
-
-
-def _pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> _Pieces:
-    pieces, rows = [], []
-    for positions, local in zip(layout.shards[rank], layout.local_rows(rank), strict=True):
-        start = 0
-        between = cuts[bisect_left(cuts, positions.start + 1) : bisect_left(cuts, positions.stop)]
-        for cut in (*between, positions.stop):
-            stop = min(len(positions), -((positions.start - cut) // positions.step))
-            if stop > start:
-                pieces.append(positions[start:stop])
-                rows.append(Interval(local.start + start, local.start + stop))
-                start = stop
-    starts, lasts = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, -1))
-    return _Pieces(pieces, rows, starts, lasts)
-
-
-def _shifted(rows: Interval, by: int) -> Interval:
-    return Interval(rows.start + by, rows.stop + by)
 
 
 def _lower_triangle(rows: Sequence[Sequence[_Cell]], tokens: int) -> _Cell | None:

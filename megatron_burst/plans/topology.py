@@ -6,6 +6,10 @@ torch.distributed, and equal placements give equal grids.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_burst.config import Topology
 
@@ -53,6 +57,16 @@ class Grid:
         if 1 in (self.nodes, self.ranks_per_node):
             return "flat ring"
         return f"double ring of {self.nodes} nodes x {self.ranks_per_node} ranks"
+
+
+@lru_cache(maxsize=4)
+def stations(grid: Grid) -> NDArray[np.int64]:
+    """Return which rank `visits` an owner in each step: [step, owner]."""
+    place = {rank: (n, i) for n, row in enumerate(grid.rows) for i, rank in enumerate(row)}
+    node, local = np.array([place[rank] for rank in range(grid.ranks)]).T
+    passes, steps = np.divmod(np.arange(grid.ranks)[:, None], grid.ranks_per_node)
+    at = (node + passes) % grid.nodes, (local + steps) % grid.ranks_per_node
+    return np.array(grid.rows)[at]
 
 
 def flat_grid(ranks: int) -> Grid:

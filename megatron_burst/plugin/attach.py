@@ -30,6 +30,7 @@ from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.layer_names import name_mtp_layers
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
+from megatron_burst.plugin.hooks.mtp import MtpLosses
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
@@ -149,3 +150,5 @@ def _hooks(args: argparse.Namespace, shared: SharedState | None) -> Iterator[Cal
     head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
     if head is not None:
         yield ChunkedHead(head)
+    if args.mtp_num_layers and (shared is not None or head is not None):
+        yield MtpLosses()

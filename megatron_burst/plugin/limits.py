@@ -42,7 +42,6 @@ LIMITS = with_remedies(
     reset_attention_mask="it needs the dense mask, which is never built",
     sft="its documents are padded and split one by one, which is not built",
     hybrid_context_parallel="its ranks hold sequences of different lengths",
-    mtp_num_layers="Megatron builds MTP layers from a spec of its own, without our attention",
     hybrid_override_pattern=(
         "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
     ),
@@ -74,9 +73,6 @@ LIMITS = with_remedies(
 
 # Of the chunked LM head and loss.
 LM_HEAD_LIMITS = with_remedies(
-    mtp_num_layers="Megatron's MTP makes losses from all logits by itself",
-    hybrid_layer_pattern="HybridModel has no hook for its output",
-    hybrid_override_pattern="HybridModel has no hook for its output",
     logits_save_dir="it saves logits, which never exist",
     logits_load_dir="it compares logits, which never exist",
     logit_dtype=(
@@ -90,7 +86,7 @@ LM_HEAD_LIMITS = with_remedies(
     overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
     use_megatron_fsdp=(
-        "it gathers and releases weights in hooks of the output layer, which is never called"
+        "it releases weights behind the output layer's call, and losses are made after it"
     ),
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
     cuda_graph_impl=(
@@ -108,7 +104,8 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    others = _graph_refusal(settings), _window_refusal(settings), _document_refusal(settings)
+    checks = _graph_refusal, _window_refusal, _document_refusal, _mtp_refusal
+    others = (check(settings) for check in checks)
     return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
 
 
@@ -222,3 +219,18 @@ def _document_refusal(args: Any) -> str | None:
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
     return None
+
+
+def _mtp_refusal(args: Any) -> str | None:
+    """Megatron moves tokens, labels and masks by one from rank to rank as its zigzag has them."""
+    ranks = getattr(args, "context_parallel_size", 1)
+    if not getattr(args, "mtp_num_layers", None) or ranks == 1:
+        return None
+    layout = getattr(args, "burst_layout", "zigzag")
+    if layout == "zigzag" and not getattr(args, "dataloader_inter_document_masking", False):
+        return None
+    return (
+        f"mtp_num_layers = {args.mtp_num_layers}: on {ranks} context-parallel ranks Megatron moves "
+        "tokens as in a zigzag of whole sequences: drop --mtp-num-layers, or --burst-layout and "
+        "--dataloader-inter-document-masking"
+    )

@@ -105,7 +105,7 @@ _LOCAL = (  # no mapping: without TransformerEngine its names are mocks
 def local_stack_spec() -> ModuleSpec:
     """Megatron's `hybrid_stack_spec`, which is TransformerEngine's alone, of its local layers.
 
-    Checkpoints of the one fit the other. Mamba and GDN layers still need their own packages.
+    Checkpoints of the one fit the other. On a GPU Mamba and GDN layers need their own packages.
     """
 
     def localised(name: str, value: Any) -> Any:

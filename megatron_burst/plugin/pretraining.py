@@ -33,7 +33,6 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "fim_data",
     "logits_load_dir",
     "hybrid_context_parallel",
-    "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
     "check_for_spiky_loss",
     "log_straggler",
@@ -55,6 +54,8 @@ def unsupported(args: Namespace) -> str | None:
     asked = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout:  # MTP may be on any stage
+        asked.append("--mtp-num-layers with --pipeline-model-parallel-layout")
     if not asked:
         return None
     script = "pretrain_gpt.py" if args.hybrid_layer_pattern is None else "pretrain_hybrid.py"
@@ -118,7 +119,7 @@ def _next_batch(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

@@ -1,111 +1,137 @@
-"""The output processor, the waiting for weights and main_grad, on stand-ins. (fast tier)
+"""The hook on Megatron's own `forward` of both models, and main_grad. (fast tier)
 
-tests/training runs the same with Megatron itself.
+tests/training runs the same in whole trainings.
 """
 
+import copy
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("megatron.core.models.gpt")
 pytest.importorskip("megatron.training.models.gpt")
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.tensor_parallel import ColumnParallelLinear, layers  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    MTPLossLoggingHelper,
+    _compute_mtp_acceptance_counts,
+)
 
 from megatron_burst.config import LmHeadConfig  # noqa: E402
 from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
-from megatron_burst.plugin.hooks.lm_head import (  # noqa: E402
-    ChunkedHead,
-    ChunkedOutput,
-    wait_for_weights,
-)
+from megatron_burst.plugin.hooks.lm_head import ChunkedHead, UnmadeLogits  # noqa: E402
 from megatron_burst.plugin.hooks.main_grad import MainGradSum, fused_kernel, weight_sum  # noqa: E402
-from tests.loss.oracle import from_logits  # noqa: E402
+from tests.loss.bare_models import HEADS, KINDS, bare  # noqa: E402
+from tests.loss.test_memory import LIMIT_MB, MIB, K, peak_bytes  # noqa: E402
+from tests.tier import slow_if  # noqa: E402
+from tests.workers import Team, WorkerPool  # noqa: E402
 
 TOKENS, BATCH, ROWS, SIZE = 6, 2, 20, 8
-CONFIG = LmHeadConfig(loss="chunked")
+CONFIG = LmHeadConfig(loss="chunked", chunk_size=5)
+LABELS = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) * 7 % ROWS
 
 
-class OutputLayer(torch.nn.Module):
-    """What the processor uses of a ColumnParallelLinear; it is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(ROWS, SIZE))
-        self.output_size, self.tp_group, self.sequence_parallel = ROWS, None, False
-
-    def forward(self, _: Tensor) -> Tensor:
-        raise AssertionError("the output layer was called")
-
-
-def transformer(**settings: Any) -> Any:
-    return SimpleNamespace(
-        **{"gradient_accumulation_fusion": False, "calculate_per_token_loss": True, **settings}
+def model(kind: str = "hybrid", **settings: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(*n, SIZE, generator=generator) for n in ((TOKENS, BATCH), (ROWS,))
     )
+    return bare(kind, hidden, weight, **settings)
 
 
-def run(output: ChunkedOutput, layer: Any = None, **changes: Any) -> Tensor:
-    torch.manual_seed(0)
-    layer = layer or OutputLayer()
-    arguments = {
-        "hidden_states": torch.randn(TOKENS, BATCH, SIZE, requires_grad=True),
-        "output_layer": layer,
-        "output_weight": None,
-        "labels": torch.randint(0, ROWS, (BATCH, TOKENS)),
-        "loss_mask": torch.ones(BATCH, TOKENS),  # is given, and not needed
-        "scale_logits": lambda logits: logits,
-        "input_ids": None,
-        "config": None,
-        **changes,
-    }
-    return output(**arguments)
+def in_chunks(made: Any) -> Any:
+    return ChunkedHead(CONFIG)([made])[0]
 
 
-def expected(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    logits = torch.einsum("sbd,vd->bsv", hidden, weight)
-    return from_logits(logits, labels, logit_scale=scale)
+def run(made: Any, labels: Tensor | None = LABELS, **more: Any) -> Tensor:
+    return made(None, None, None, labels=labels, **more)
 
 
-def test_losses_come_by_sample_and_token_in_float32() -> None:
-    layer, hidden = OutputLayer(), torch.randn(TOKENS, BATCH, SIZE)
-    labels = torch.randint(0, ROWS, (BATCH, TOKENS))
-    found = run(ChunkedOutput(CONFIG, transformer()), layer, hidden_states=hidden, labels=labels)
-    assert found.shape == (BATCH, TOKENS) and found.is_contiguous()
-    torch.testing.assert_close(found, expected(hidden, layer.weight, labels))
+# Each is what Megatron has to be told of a model; all go through both models' `forward`.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "width-scaled": {"use_mup": True, "mup_output_mult": 0.25},
+    "mtp": {"mtp": True},
+    "mtp, width-scaled": {"mtp": True, "use_mup": True, "mup_output_mult": 0.25},
+    "mtp, tied": {"mtp": True, "tied": True},
+    "mtp, detached": {"mtp": True, "mtp_detach_heads": True},
+}
 
 
-def test_the_shared_weight_is_taken_where_there_is_one() -> None:
-    layer, hidden = OutputLayer(), torch.randn(TOKENS, BATCH, SIZE)
-    shared = torch.randn(ROWS, SIZE)
-    labels = torch.randint(0, ROWS, (BATCH, TOKENS))
-    layer.weight = None
-    found = run(
-        ChunkedOutput(CONFIG, transformer()),
-        layer,
-        **{"hidden_states": hidden, "labels": labels, "output_weight": shared},
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What Megatron logs of MTP, which asks for a device and for data-parallel ranks."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)
+    MTPLossLoggingHelper.tracker.clear()
+    yield MTPLossLoggingHelper.tracker
+    MTPLossLoggingHelper.tracker.clear()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_gradients_and_counts_are_those_of_the_logits(
+    logged: Any, kind: str, settings: str
+) -> None:
+    mask = (LABELS % 3 > 0).float()
+    found: list[list[Tensor]] = []
+    for attach in (lambda made: made, in_chunks):
+        made = attach(model(kind, **SETTINGS[settings]))
+        losses = run(made, loss_mask=mask)
+        assert losses.shape == LABELS.shape and losses.dtype == torch.float32
+        assert losses.is_contiguous()
+        (losses * mask).sum().backward()
+        gradients = [p.grad for p in made.parameters()]
+        counts = {name: value.clone() for name, value in logged.items() if "values" in name}
+        assert len(counts) == 3 * made.mtp_process
+        found.append([losses, *gradients, *counts.values()])
+        logged.clear()
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_the_counts_are_of_tokens_that_were_foretold(logged: Any) -> None:
+    """So that the comparison above compares something."""
+    made = in_chunks(model(mtp=True))
+    logits = F.linear(made.mtp(made.decoder())[TOKENS : 2 * TOKENS], made.output_layer.weight)
+    labels = logits.argmax(-1).t().roll(1, -1)  # of the first head, which moves them back
+    run(made, labels, loss_mask=torch.ones(BATCH, TOKENS))
+    assert logged["correct_values"].tolist()[0] == BATCH * (TOKENS - 1)
+    assert logged["total_values"].tolist() == [BATCH * (TOKENS - n) for n in range(1, 1 + HEADS)]
+
+
+def _best_over_ranks(team: Team) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        torch.randn(*n, SIZE, generator=generator) for n in ((TOKENS, BATCH), (ROWS,))
     )
-    torch.testing.assert_close(found, expected(hidden, shared, labels))
-
-
-def test_width_scaled_logits() -> None:
-    layer, hidden = OutputLayer(), torch.randn(TOKENS, BATCH, SIZE)
-    labels = torch.randint(0, ROWS, (BATCH, TOKENS))
-    found = run(
-        ChunkedOutput(CONFIG, transformer()),
-        layer,
-        **{"hidden_states": hidden, "labels": labels, "scale_logits": lambda x: x * 0.25},
+    shard = weight.chunk(team.group.size())[team.rank]
+    made = in_chunks(bare("gpt", hidden, shard, mtp=True, group=team.group))
+    made.eval()
+    standing_in: list[UnmadeLogits] = []
+    made.output_layer.register_forward_hook(lambda _, __, out: standing_in.append(out[0]))
+    run(made)
+    preds = F.linear(made.mtp(made.decoder())[TOKENS : 2 * TOKENS], weight).argmax(-1)
+    correct, total = _compute_mtp_acceptance_counts(
+        standing_in[0], preds.t(), torch.ones(BATCH, TOKENS), made.output_layer, None, team.group
     )
-    torch.testing.assert_close(found, expected(hidden, layer.weight, labels, 0.25))
+    return bool(correct == total == BATCH * TOKENS)
 
 
-@pytest.mark.parametrize("model_has_the_mask", [True, False])
+def test_the_likeliest_token_over_ranks_of_the_vocabulary(workers: WorkerPool) -> None:
+    assert all(workers.run(2, _best_over_ranks))
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize("wrong", [-1, -100, ROWS])
-def test_masked_labels_may_be_anything(wrong: int, model_has_the_mask: bool) -> None:
+def test_masked_labels_may_be_anything(wrong: int, has_mask: bool) -> None:
     """As in Megatron, whose loss of such a label is meaningless, finite and masked."""
     mask = torch.ones(BATCH, TOKENS)
     mask[1, 2] = 0
@@ -113,20 +139,16 @@ def test_masked_labels_may_be_anything(wrong: int, model_has_the_mask: bool) -> 
     for label in (0, wrong):
         labels = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         labels[1, 2] = label
-        hidden, layer = torch.linspace(-1, 1, TOKENS * BATCH * SIZE), OutputLayer()
-        hidden = hidden.view(TOKENS, BATCH, SIZE).requires_grad_()
-        torch.nn.init.constant_(layer.weight, 0.5)
-        given = {"labels": labels, "loss_mask": mask if model_has_the_mask else None}
-        losses = run(ChunkedOutput(CONFIG, transformer()), layer, hidden_states=hidden, **given)
+        made = in_chunks(model())
+        losses = run(made, labels, loss_mask=mask if has_mask else None)
         (losses * mask).sum().backward()
-        found.append(((losses * mask).detach(), hidden.grad, layer.weight.grad))
+        found.append(((losses * mask).detach(), *(p.grad for p in made.parameters())))
     for right, with_wrong in zip(*found, strict=True):
         assert torch.equal(right, with_wrong)
 
 
 def test_a_wrong_label_that_counts_is_an_error() -> None:
-    labels = torch.full((BATCH, TOKENS), ROWS)
-    losses = run(ChunkedOutput(CONFIG, transformer()), labels=labels)
+    losses = run(in_chunks(model()), torch.full((BATCH, TOKENS), ROWS))
     assert (losses > 1e29).all()
     with pytest.raises(ValueError, match=f"target {ROWS} is outside"):
         losses.sum().backward()
@@ -134,93 +156,128 @@ def test_a_wrong_label_that_counts_is_an_error() -> None:
 
 def test_evaluation_makes_no_gradients(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), torch.no_grad():
-        loss = run(ChunkedOutput(CONFIG, transformer()))
+        loss = run(in_chunks(model()))
     assert not loss.requires_grad and not caplog.records
 
 
-# Waiting for weights, and hooks that cannot be served.
+# Calls, and hooks of the output layer.
 
 
-def test_hooks_before_the_output_layer_run() -> None:
-    layer, ran = OutputLayer(), []
-    layer.register_forward_pre_hook(lambda *seen: ran.append(seen))
-    layer.register_forward_pre_hook(lambda *seen: ran.append(seen), with_kwargs=True)
-    hidden = torch.randn(TOKENS, BATCH, SIZE)
-    run(ChunkedOutput(CONFIG, transformer()), layer, hidden_states=hidden)
-    assert ran == [(layer, (hidden,)), (layer, (hidden,), {})]
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_without_labels_have_logits(kind: str) -> None:
+    made = in_chunks(model(kind))
+    logits = F.linear(made.decoder(), made.output_layer.weight).transpose(0, 1)
+    with pytest.raises(ValueError, match="targets"):
+        run(made, LABELS[:1])
+    for _ in range(2):
+        torch.testing.assert_close(run(made, None), logits, rtol=0, atol=0)
+        by_place = made(None, None, None, None, LABELS)
+        assert torch.equal(by_place, run(made))
+        torch.testing.assert_close(
+            made.output_layer(made.decoder())[0].transpose(0, 1), logits, rtol=0, atol=0
+        )
 
 
-def test_hooks_that_want_logits_or_change_the_input_are_refused() -> None:
-    layer = OutputLayer()
-    handle = layer.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="forward hook of the output layer wants its logits"):
-        wait_for_weights(layer, torch.zeros(1))
-    handle.remove()
-    layer.register_forward_pre_hook(lambda module, inputs: inputs)
-    with pytest.raises(ValueError, match="forward-pre-hook of the output layer changes its input"):
-        wait_for_weights(layer, torch.zeros(1))
+def test_a_callers_own_end_has_the_output_layer_and_the_loss() -> None:
+    """GPTModel's output_processor: what it makes of them is in chunks, too."""
+
+    def processor(*, hidden_states: Any, labels: Any, **parts: Any) -> Tensor:
+        logits, _ = parts["output_layer"](hidden_states)
+        return parts["compute_language_model_loss"](labels, logits) * 2
+
+    made = in_chunks(model("gpt"))
+    assert torch.equal(run(made, output_processor=processor), 2 * run(made))
+
+
+def test_hooks_of_the_output_layer_run_and_may_change_the_input() -> None:
+    made, ran = in_chunks(model()), []
+    expected = run(made)
+    layer = made.output_layer
+    layer.register_forward_pre_hook(lambda _, given: ran.append(given))
+    layer.register_forward_hook(lambda *_: ran.append(None))
+    assert torch.equal(run(made), expected)
+    assert len(ran) == 2 and torch.equal(ran[0][0], made.decoder())
+    layer.register_forward_pre_hook(lambda _, given: (given[0] * 0,))
+    torch.testing.assert_close(run(made), torch.full((BATCH, TOKENS), ROWS).log())
+
+
+@pytest.mark.parametrize("read", [torch.sum, lambda logits: logits.float(), lambda x: x + 1])
+def test_a_hook_that_reads_logits_fails(read: Any) -> None:
+    made = in_chunks(model())
+    made.output_layer.register_forward_hook(lambda _, __, out: read(out[0]) and None)
+    with pytest.raises((TypeError, AttributeError), match="UnmadeLogits"):
+        run(made)
+
+
+def test_gathered_logits_are_refused_with_labels() -> None:
+    made = in_chunks(model(group=SimpleNamespace(size=lambda: 2)))
+    with pytest.raises(ValueError, match="logits gathered from 2 ranks: drop runtime_gather_out"):
+        run(made, runtime_gather_output=True)
+    assert run(made, None, runtime_gather_output=True).shape == (BATCH, TOKENS, ROWS)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("kind", slow_if({"gpt"}, KINDS))
+def test_a_model_holds_the_limit(kind: str) -> None:
+    def losses(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        made = bare(kind, states[:, None], weight)
+        ChunkedHead(LmHeadConfig(loss="chunked", memory_mb=LIMIT_MB))([made])
+        return run(made, targets[None])
+
+    peak = peak_bytes(losses, tokens=32 * K, vocabulary=128 * K, hidden=64)
+    assert 0.4 * LIMIT_MB * MIB < peak <= LIMIT_MB * MIB
 
 
 # Attaching.
 
 
-def model(layer: Any = None, **settings: Any) -> GPTModel:
-    """A GPTModel without its parts."""
-    made = GPTModel.__new__(GPTModel)
-    torch.nn.Module.__init__(made)
-    made.post_process = True
-    made.config = transformer(**settings)
-    if layer is None:
-        layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
-        torch.nn.Module.__init__(layer)
-        layer.bias, layer.gtp_remat_size = None, 1
-    made.output_layer = layer
+def test_a_stage_with_output_is_changed_and_others_are_not() -> None:
+    last, first = model(), model()
+    first.post_process = False
+    before = copy.copy(vars(first))
+    assert ChunkedHead(CONFIG)([first, last]) == [first, last]
+    assert vars(first) == before and not first._forward_pre_hooks
+    assert len(last._forward_pre_hooks) == 1
+
+
+def test_a_tied_embedding_beside_the_heads_gets_its_gradient_on_every_stage() -> None:
+    """Megatron's data parallelism leaves out what autograd has, unless it is told of more uses."""
+    for settings, more_uses in (
+        ({"mtp": True, "tied": True}, True),
+        ({"mtp": True}, False),
+        ({"tied": True}, False),
+    ):
+        made = in_chunks(model("gpt", **settings))
+        (weight,) = (p for p in made.parameters() if p.shape == (ROWS, SIZE))
+        assert getattr(weight, "zero_out_wgrad", False) is more_uses
+
+
+def with_layer(**changes: Any) -> Any:
+    made = model()
+    for name, value in changes.items():
+        setattr(made.output_layer, name, value)
     return made
 
 
-def test_a_stage_with_output_gets_a_hook_and_others_do_not() -> None:
-    last, first = model(), model()
-    first.post_process = False
-    assert ChunkedHead(CONFIG)([first, last]) == [first, last]
-    assert len(last._forward_pre_hooks) == 1 and not first._forward_pre_hooks
-
-
-def test_the_hook_answers_calls_with_labels() -> None:
+def with_linear() -> Any:
     made = model()
-    ChunkedHead(CONFIG)([made])
-    (hook,) = made._forward_pre_hooks.values()
-    labels = torch.zeros(1, 1)
-    assert hook(made, (None, None, None), {"labels": None}) is None
-    assert hook(made, (None, None, None), {}) is None
-    _, by_name = hook(made, (None, None, None), {"labels": labels})
-    _, by_place = hook(made, (None, None, None, None, labels), {})
-    for kwargs in (by_name, by_place):
-        assert isinstance(kwargs["output_processor"], ChunkedOutput)
-    with pytest.raises(ValueError, match="both bring an output_processor"):
-        hook(made, (None, None, None), {"labels": labels, "output_processor": print})
-
-
-def with_bias() -> Any:
-    layer = model().output_layer
-    layer.bias = torch.nn.Parameter(torch.zeros(1))
-    return layer
-
-
-def spread() -> Any:
-    layer = model().output_layer
-    layer.gtp_remat_size = 2
-    return layer
+    made.output_layer = torch.nn.Linear(1, 1)
+    return made
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: torch.nn.Linear(1, 1), "Linear has no hook for its output, only GPTModel has"),
-        (lambda: model(torch.nn.Linear(1, 1)), "the output layer is a Linear, not a ColumnPar"),
-        (lambda: model(with_bias()), "the output layer has a bias"),
-        (lambda: model(spread()), "the output layer is spread over 2 GTP ranks"),
-        (lambda: model(mtp_num_layers=1), "mtp_num_layers = 1: Megatron's MTP"),
-        (lambda: model(defer_embedding_wgrad_compute=True), "defer_embedding_wgrad_compute = True"),
+        (lambda: torch.nn.Linear(1, 1), "needs a GPTModel or HybridModel, not a Linear"),
+        (with_linear, "the output layer is a Linear, not a ColumnPar"),
+        (
+            lambda: with_layer(bias=torch.nn.Parameter(torch.zeros(1))),
+            "the output layer has a bias",
+        ),
+        (lambda: with_layer(gtp_remat_size=2), "the output layer is spread over 2 GTP ranks"),
+        (lambda: model(cross_entropy_loss_fusion=True), "cross_entropy_loss_fusion = True: it"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused(made: Any, message: str) -> None:
@@ -274,20 +331,14 @@ def test_without_main_grad_autograd_gets_the_gradient() -> None:
 
 
 def test_the_whole_loss_sums_into_main_grad() -> None:
-    layer = OutputLayer()
-    layer.weight = parameter()
+    made, plain = in_chunks(model()), model()
+    run(plain).sum().backward()
+    weight = made.output_layer.weight
     for _ in range(2):
-        layer.weight.main_grad.zero_()
-        layer.weight.grad = None
-        output = ChunkedOutput(CONFIG, transformer())
-        hidden = torch.randn(TOKENS, BATCH, SIZE, requires_grad=True)
-        labels = torch.randint(0, ROWS, (BATCH, TOKENS))
-        run(output, layer, hidden_states=hidden, labels=labels).sum().backward()
-        plain = layer.weight.detach().clone().requires_grad_()
-        expected(hidden.detach(), plain, labels).sum().backward()
-        torch.testing.assert_close(layer.weight.main_grad, plain.grad)
-        assert layer.weight.grad_added_to_main_grad
-        layer.weight.grad_added_to_main_grad = False
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(ROWS, SIZE), False
+        run(made).sum().backward()
+        torch.testing.assert_close(weight.main_grad, plain.output_layer.weight.grad)
+        assert weight.grad_added_to_main_grad
 
 
 def test_apexs_kernel_is_taken_under_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,5 +405,5 @@ def test_the_installed_kernel_reaches_the_sum(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(lm_head, "fused_kernel", lambda _: ("fast", print))
     monkeypatch.setattr(lm_head, "weight_sum", sum_with)
-    run(ChunkedOutput(CONFIG, transformer())).sum().backward()
+    run(in_chunks(model())).sum().backward()
     assert kernels and all(kernel is print for kernel in kernels)

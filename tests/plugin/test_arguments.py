@@ -515,7 +515,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "reset_attention_mask": "--reset-attention-mask",
     "sft": "--sft",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "mtp_num_layers": "--mtp-num-layers 1",
     "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "modelopt_enabled": {"modelopt_enabled": True},
     "qk_clip": "--qk-clip",
@@ -738,10 +737,29 @@ def test_the_chunked_loss_goes_with_any_attention(
     configure(parse(parser, attention + CHUNKED))
 
 
-@pytest.mark.parametrize("part", [BURST, CHUNKED])
-def test_no_layers_of_mtp_are_no_mtp(parser: argparse.ArgumentParser, part: str) -> None:
-    configure(parse(parser, part + "--mtp-num-layers 0"))
-    assert "mtp_num_layers = 1: " in refusal(parser, part + "--mtp-num-layers 1")
+OTHER_LAYOUT = "--burst-layout segmented-zigzag"
+DOCUMENTS = "--dataloader-inter-document-masking"
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "others", "passes"),
+    [
+        (1, 2, "", True),
+        (0, 2, OTHER_LAYOUT, True),
+        (0, 2, DOCUMENTS, True),
+        (1, 1, DOCUMENTS, True),
+        (1, 2, OTHER_LAYOUT, False),
+        (1, 2, DOCUMENTS, False),
+    ],
+)
+def test_mtp_over_ranks_moves_tokens_in_a_zigzag_of_whole_sequences(
+    parser: argparse.ArgumentParser, heads: int, ranks: int, others: str, passes: bool
+) -> None:
+    line = f"{BURST}--mtp-num-layers {heads} --context-parallel-size {ranks} {others}"
+    if passes:
+        configure(parse(parser, line))
+    else:
+        assert "mtp_num_layers = 1: on 2 context-parallel ranks Meg" in refusal(parser, line)
 
 
 @pytest.mark.parametrize(
@@ -768,9 +786,6 @@ def test_what_the_flags_of_the_lm_head_cannot_be_is_refused(
 
 
 LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
-    "mtp_num_layers": "--mtp-num-layers 1",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern M-M*",
-    "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "logits_save_dir": "--logits-save-dir here",
     "logits_load_dir": "--logits-load-dir there",
     "logit_dtype": {"logit_dtype": "fp32"},

@@ -58,11 +58,17 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
     [
         ({}, None),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
-        ({"mtp_num_layers": 1, "sft": True}, "--sft, --mtp-num-layers needs Megatron-LM's own"),
+        ({"mtp_num_layers": 1}, None),
+        ({"pipeline_model_parallel_layout": "E|tL"}, None),
+        (
+            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "E|mL", "sft": True},
+            "--sft, --mtp-num-layers with --pipeline-model-parallel-layout needs Megatron-LM's own",
+        ),
     ],
 )
 def test_what_needs_megatrons_script_is_named(changes: dict[str, Any], named: str | None) -> None:
     off = dict.fromkeys(pretraining._NEEDS_UPSTREAM_SCRIPT, False)
-    off |= {"logits_load_dir": None, "mtp_num_layers": None}  # Megatron's defaults
+    off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
+    off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.unsupported(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said

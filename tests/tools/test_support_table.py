@@ -31,9 +31,9 @@ def test_the_plans_of_every_cell_are_right() -> None:
     axes = support_table.Algorithm, support_table.LayoutName, support_table.MASKS.values()
     for choice in chain.from_iterable(starmap(support_table.choices, product(*axes))):
         plans = [choice.plans(rank) for rank in range(support_table.RANKS)]
-        pairs = sum(tile.pairs for tile in choice.tiling.all())
-        simulate([p.forward for p in plans], backward=False, pairs=pairs)
-        simulate([p.backward for p in plans], backward=True, pairs=pairs)
+        pairs = int(choice.tiling.needs.pairs.sum())
+        simulate([forward for forward, _ in plans], backward=False, pairs=pairs)
+        simulate([backward for _, backward in plans], backward=True, pairs=pairs)
 
 
 def test_what_a_kernel_lacks_is_said_and_not_what_this_machine_lacks(page: str) -> None:

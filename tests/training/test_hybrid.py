@@ -56,6 +56,11 @@ MLA = (
     "--v-head-dim 16 --rope-type rope --no-rope-fusion"
 )
 EXPERTS = MODELS["MoE"]
+MAMBA = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 4 --mamba-num-heads 8"
+GDN = (
+    "--swiglu --linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8"
+)
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
 CASES: dict[str, tuple[str, str, str, int, str]] = {
     "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
@@ -82,8 +87,29 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *(DENSE, "", ""),
         *(2, f"{CP2} --recompute-granularity selective --recompute-attention-fraction 0.5"),
     ),
+    "CP 2, Mamba and GDN": ("M*G-", f"{MAMBA} {GDN}", "", 2, CP2),
+    "PP 2 x CP 2, Mamba and GDN, fraction 0.5": (
+        *("M*G-", f"{MAMBA} {GDN}", "M*|G-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
+    ),
+    "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, experts"}
+for layers, pattern, model in (
+    ("Mamba", "M*-M*-", MAMBA),
+    ("GDN and experts", "G*EG*E", f"{EXPERTS} {GDN}"),
+):
+    for mesh, ranks, flags in (
+        ("CP 2", 2, CP2),
+        ("CP 4", 4, "--context-parallel-size 4"),
+        ("TP 2, sequence parallel", 2, f"{TP2} --sequence-parallel"),
+        ("TP 2 x CP 2, sequence parallel", 4, f"{CP2} {TP2} --sequence-parallel"),
+    ):
+        CASES[f"{mesh}, {layers}"] = pattern, model, "", ranks, flags
+FAST = {
+    "PP 2 x CP 2, a stage without attention, fraction 0.5",
+    "CP 2, experts",
+    "CP 2, Mamba and GDN",
+}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))

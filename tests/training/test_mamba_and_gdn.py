@@ -14,6 +14,6 @@ def test_a_layer_on_the_shards_of_any_number_of_ranks_equals_one_rank(
     tmp_path: Path, ranks: int
 ) -> None:
     text = run_module("tests.training.linear_layers_alone", tmp_path, ranks)
-    lines = re.findall(r"^P (\d), [MG],.*", text, re.M)
+    lines = re.findall(r"^P (\d), .*", text, re.M)
     assert set(map(int, lines)) == set(range(2, ranks + 1))
-    print("\n".join(sorted(set(re.findall(r"^P \d, .*", text, re.M)))))
+    print(text)

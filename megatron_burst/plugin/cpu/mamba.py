@@ -24,7 +24,7 @@ def mamba_chunk_scan_combined(
 ) -> Tensor:
     """Mamba-2's selective state space.
 
-    With dt = softplus(dt + dt_bias), for every batch and head, B and C those of the head's group
+    With softplus(dt + dt_bias) as dt, for every batch and head, B and C those of the head's group
     and the state S [n, p] zero at first; the last line where z is given:
 
         S = exp(dt[t] * A) * S + dt[t] * outer(B[t], x[t])
@@ -41,8 +41,8 @@ def mamba_chunk_scan_combined(
         D: [heads] or [heads, p].
         z: [batch, tokens, heads, p], or None.
         dt_bias: [heads].
-        dt_softplus: True; ValueError if not, or if one of the others is given.
-        initial_states: None.
+        dt_softplus: False where dt + dt_bias is the step itself.
+        initial_states: None; ValueError if this or the other is given.
         return_final_states: False.
 
     Returns:
@@ -52,9 +52,9 @@ def mamba_chunk_scan_combined(
         "mamba_chunk_scan_combined",
         initial_states=initial_states,
         return_final_states=return_final_states,
-        **{"dt_softplus=False": not dt_softplus},
     )
-    dt = F.softplus(dt + dt_bias)  # float32, as dt_bias is
+    dt = dt + dt_bias  # float32, as dt_bias is
+    dt = F.softplus(dt) if dt_softplus else dt
     B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
     y = decaying_memory(C, B, dt.unsqueeze(-1) * x, dt * A, chunk=chunk_size)
     y = y + D.reshape(x.shape[2], -1) * x

@@ -1,12 +1,12 @@
-"""Megatron's hook for a model's output: the chunked loss in the place of logits and loss."""
+"""The chunked loss in the place of logits and loss, attached to one built model."""
 
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
 from megatron_burst.plugin.limits import lm_head_refusals
+from megatron_burst.plugin.models import NAMES, LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,10 @@ IGNORED = -100  # in Megatron's labels
 
 
 class ChunkedHead:
-    """A pre-wrap hook of Megatron's model builders that gives GPT models the chunked loss.
+    """A pre-wrap hook of Megatron's model builders that gives models the chunked loss.
 
-    Append it to `pre_wrap_hooks` of a GPTModelConfig. Calls without labels keep Megatron's path.
+    Append it to `pre_wrap_hooks` of a GPTModelConfig or HybridModelConfig. Calls without labels
+    keep Megatron's logits.
     """
 
     def __init__(self, config: LmHeadConfig) -> None:
@@ -39,21 +41,18 @@ class ChunkedHead:
             ValueError: a model or its settings that the chunked loss cannot honour.
         """
         for model in models:
-            if not isinstance(model, GPTModel):
+            if not isinstance(model, LanguageModel):
                 raise ValueError(
-                    f"--lm-head-loss {self.config.loss}: {type(model).__name__} has no hook for "
-                    "its output, only GPTModel has"
+                    f"--lm-head-loss {self.config.loss} needs a {NAMES}, not a "
+                    f"{type(model).__name__}"
                 )
             if model.post_process:
                 _check(model)
-                output = ChunkedOutput(self.config, model.config)
-                model.register_forward_pre_hook(
-                    functools.partial(_add_output_processor, output), with_kwargs=True
-                )
+                ChunkedLoss(self.config, model)
         return models
 
 
-def _check(model: GPTModel) -> None:
+def _check(model: LanguageModel) -> None:
     layer = model.output_layer
     reasons = lm_head_refusals(model.config)
     if type(layer) is not ColumnParallelLinear:
@@ -66,85 +65,118 @@ def _check(model: GPTModel) -> None:
         raise ValueError("--lm-head-loss chunked cannot run this:\n  " + "\n  ".join(reasons))
 
 
-def _add_output_processor(
-    output: "ChunkedOutput", model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Answer a call of the model that has labels."""
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    if given.get("labels") is None:
-        return None
-    if given.get("output_processor") is not None:
-        raise ValueError(
-            "--lm-head-loss chunked and the caller both bring an output_processor: drop one"
-        )
-    return args, {**kwargs, "output_processor": output}
+class UnmadeLogits:
+    """Stands in for logits [tokens, batch, rows] between the output layer and the loss.
 
-
-class ChunkedOutput:
-    """An `output_processor`: hidden states and labels in, losses [batch, tokens] in float32 out.
-
-    Says once in the log how it computes.
+    Serves what Megatron asks there: MuP's factor and, once the loss is computed, which token is the
+    likeliest, for MTP's acceptance count. Anything else that reads logits fails.
     """
 
-    def __init__(self, config: LmHeadConfig, transformer: Any) -> None:
-        self._config = config
+    def __init__(self, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
+        self.hidden, self.weight, self.scale = hidden, weight, scale
+        self.best: list[tuple[Tensor, Tensor]] = []  # of every chunk: largest logits, their rows
+
+    def __mul__(self, factor: float) -> "UnmadeLogits":
+        return UnmadeLogits(self.hidden, self.weight, self.scale * factor)
+
+    def size(self, dim: int) -> int:
+        """Return the number of rows of this rank, the last dimension."""
+        assert dim == -1
+        return self.weight.shape[0]
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Return the largest logits among this rank's rows and which they are: [tokens, batch]."""
+        assert dim == -1
+        values, rows = (torch.cat(parts) for parts in zip(*self.best, strict=True))
+        batch = self.hidden.shape[1]
+        return values.view(-1, batch), rows.view(-1, batch)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.argmax:
+            return args[0].max(**(kwargs or {}))[1]
+        return NotImplemented
+
+
+class ChunkedLoss:
+    """The output layer and the loss of one model, in calls of it that have labels.
+
+    The output layer is called, so that hooks run in which data parallelism waits for late weights,
+    but hands on what logits are made of, and `compute_language_model_loss` makes the losses
+    [batch, tokens] in float32, of MTP's heads too. Says once in the log how it computes.
+    """
+
+    def __init__(self, config: LmHeadConfig, model: LanguageModel) -> None:
+        self._config, self._layer = config, model.output_layer
+        self._make_logits: Callable[..., tuple[Any, None]] = self._layer.forward
+        self._megatrons: Callable[[Tensor, Any], Tensor] = model.compute_language_model_loss
+        self._has_labels = False
+        self._counts = bool(model.config.mtp_num_layers)
         self._said: set[str] = set()
-        self._kernel_name, self._kernel = fused_kernel(transformer.gradient_accumulation_fusion)
+        fusion = model.config.gradient_accumulation_fusion
+        self._kernel_name, self._kernel = fused_kernel(fusion)
+        if self._counts and model.share_embeddings_and_output_weights and model.mtp_process:
+            # On the last of several stages Megatron does not say that the embedding needs its own.
+            model.shared_embedding_or_output_weight().zero_out_wgrad = True
+        self._layer.forward, model.compute_language_model_loss = self.hand_on, self.losses
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
         if is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 
-    def __call__(
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        self._has_labels = given.get("labels") is not None
+
+    def _after(self, *_: Any) -> None:
+        self._has_labels = False
+
+    def hand_on(
         self,
-        *,
-        hidden_states: Tensor,
-        output_layer: ColumnParallelLinear,
-        output_weight: Tensor | None,
-        labels: Tensor,
-        scale_logits: Any,
-        **_: Any,
-    ) -> Tensor:
-        """Return what Megatron's `compute_language_model_loss` returns: no mask, no mean.
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Any, None]:
+        """Stand in for the output layer's `forward`.
+
+        Raises:
+            ValueError: gathered logits, of which Megatron's loss on several ranks is wrong, too.
+        """
+        layer = self._layer
+        if not self._has_labels:
+            return self._make_logits(hidden, weight, runtime_gather_output)
+        gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gathers and layer.tp_group.size() > 1:
+            raise ValueError(
+                f"--lm-head-loss chunked: labels, and logits gathered from {layer.tp_group.size()} "
+                "ranks: drop runtime_gather_output, or pass parallel_output=True to the model"
+            )
+        return UnmadeLogits(hidden, layer.weight if weight is None else weight), None
+
+    def losses(self, labels: Tensor, logits: Any) -> Tensor:
+        """Stand in for `compute_language_model_loss`: no mask, no mean.
 
         Labels may be anything where the caller masks their losses, as in Megatron.
         """
-        wait_for_weights(output_layer, hidden_states)
-        weight = output_layer.weight if output_weight is None else output_weight
+        if not isinstance(logits, UnmadeLogits):
+            return self._megatrons(labels, logits)
         call = Call(
             ignore_index=IGNORED,
-            logit_scale=float(scale_logits(torch.ones((), dtype=torch.float64))),
+            logit_scale=logits.scale,
             chunk_size=self._config.chunk_size,
             memory_mb=self._config.memory_mb,
-            group=output_layer.tp_group,
-            sequence_parallel=output_layer.sequence_parallel,
+            group=self._layer.tp_group,
+            sequence_parallel=self._layer.sequence_parallel,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
             on_chunking=self._say_chunking,
+            on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
-        return apply(hidden_states, weight, labels.t(), call).t().contiguous()
+        return apply(logits.hidden, logits.weight, labels.t(), call).t().contiguous()
 
     def _say_chunking(self, chunking: Chunking) -> None:
         text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}"
         if torch.is_grad_enabled() and text not in self._said:
             self._said.add(text)
             logger.info("%s", text)
-
-
-def wait_for_weights(layer: torch.nn.Module, hidden: Tensor) -> None:
-    """Do what would be done before a call of `layer`, which is used without a call.
-
-    With --overlap-param-gather Megatron's data parallelism waits for late weights in such hooks.
-
-    Raises:
-        ValueError: a hook that wants to change the input, or to see the output, logits.
-    """
-    if layer._forward_hooks:
-        raise ValueError(
-            f"--lm-head-loss chunked: a forward hook of the output layer wants its logits, which "
-            f"never exist: {list(layer._forward_hooks.values())}"
-        )
-    for key, hook in list(layer._forward_pre_hooks.items()):
-        keywords: tuple[Any, ...] = ({},) if key in layer._forward_pre_hooks_with_kwargs else ()
-        if hook(layer, (hidden,), *keywords) is not None:
-            raise ValueError(
-                f"--lm-head-loss chunked: a forward-pre-hook of the output layer changes its "
-                f"input: {hook}"
-            )

@@ -44,7 +44,7 @@ def _has_bands(args: Namespace, config: BurstConfig) -> bool:
     if not args.seq_length:
         return window is not None
     layout = make_layout(config, args.seq_length, args.context_parallel_size)
-    return any(tile.is_banded for tile in Tiling(layout, Mask.causal(window=window)).all())
+    return Tiling(layout, Mask.causal(window=window)).needs.is_banded
 
 
 @dataclass(frozen=True, slots=True)

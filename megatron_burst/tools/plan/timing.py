@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_burst.plans.cost import Shape, payload, visible_pairs
-from megatron_burst.plans.layout import boundary
+from megatron_burst.plans.layout import Layout, boundary
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Item, Plan, Step, Tile, assemble
 from megatron_burst.plans.planning import Choice, choose
 from megatron_burst.plans.schedule import Schedule
@@ -102,8 +103,14 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 
 @lru_cache(maxsize=64)
 def _choice(ring: Ring) -> Choice:
-    tiling, sizes = Tiling(ring.layout, ring.mask), ring.shape.item_bytes()
+    tiling, sizes = _tiling(ring.layout, ring.mask), ring.shape.item_bytes()
     return choose(ring.config, tiling, ring.grid, sizes, ring.nodes)
+
+
+@lru_cache(maxsize=32)
+def _tiling(layout: Layout, mask: Mask) -> Tiling:
+    """Rings that differ in what they send have the same tiles."""
+    return Tiling(layout, mask)
 
 
 @lru_cache(maxsize=64)
@@ -116,9 +123,10 @@ def plans(ring: Ring, *, backward: bool) -> tuple[Plan, ...]:
 def plans_of(schedule: Schedule, *, backward: bool) -> tuple[Plan, ...]:
     """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
     ours = defaultdict(list)
-    for hop in schedule.hops(backward=backward):
-        for rank in (hop.source, hop.target):
-            ours[rank].append(hop)
+    for messages in schedule.messages(backward=backward):
+        for hop in messages.hops():
+            ours[hop.source].append(hop)
+            ours[hop.target].append(hop)
     ranks = range(schedule.tiling.ranks)
     tiles = (schedule.tiles(rank, backward=backward) for rank in ranks)
     return tuple(assemble(rank, ours[rank], each) for rank, each in zip(ranks, tiles, strict=True))

@@ -1,0 +1,105 @@
+"""Losses of multi-token prediction (MTP) as the whole sequence has them, on any number of ranks."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.plugin.compat import is_first_of_its_stage
+
+logger = logging.getLogger(__name__)
+
+
+class MtpLosses:
+    """A pre-wrap hook of Megatron's model builders: MTP's losses do not depend on the CP size.
+
+    Append it to `pre_wrap_hooks` of a GPTModelConfig or HybridModelConfig, behind `ChunkedHead`.
+    Megatron divides the losses of a head by the unmasked tokens of each context-parallel rank, so
+    that a token weighs more where its neighbours are masked, and with --calculate-per-token-loss
+    nothing on a rank that has no token of its own but gets one of its neighbour's.
+    """
+
+    def __call__(self, models: list[Any]) -> list[Any]:
+        """Attach to the pipeline stages among `models` that make MTP's losses; return all."""
+        for model in models:
+            has_heads = model.post_process and model.config.mtp_num_layers
+            if has_heads and model.pg_collection.cp.size() > 1:
+                _HeadLosses(model)
+                if is_first_of_its_stage():
+                    logger.setLevel(logging.INFO)
+                logger.info("MTP: losses are divided by the tokens of all context-parallel ranks")
+        return models
+
+
+class _HeadLosses:
+    """Stands in for `compute_language_model_loss` of one model."""
+
+    def __init__(self, model: Any) -> None:
+        self._config, self._group = model.config, model.pg_collection.cp
+        self._losses: Callable[[Tensor, Any], Tensor] = model.compute_language_model_loss
+        self._labels: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._heads: Iterator[tuple[Tensor, Tensor]] | None = None
+        model.compute_language_model_loss = self.losses
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        if given.get("packed_seq_params") is not None:
+            raise ValueError(
+                f"documents, MTP and {self._group.size()} context-parallel ranks: Megatron moves "
+                "tokens as if every document were in zigzag; drop one of the three"
+            )
+        self._labels, self._mask, self._heads = given.get("labels"), given.get("loss_mask"), None
+
+    def losses(self, labels: Tensor, logits: Any) -> Tensor:
+        """Return losses [batch, tokens]; Megatron asks for those of the heads first, in order."""
+        losses = self._losses(labels, logits)
+        if labels is self._labels or not torch.is_grad_enabled():
+            return losses
+        if self._heads is None:
+            self._heads = self._weights(losses)
+        weighted: Tensor = _Weighted.apply(losses, *next(self._heads))
+        return weighted
+
+    def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each head what makes Megatron's figure of its log right, and the gradient."""
+        config, ranks = self._config, self._group.size()
+        roll = partial(roll_tensor, shifts=-1, dims=-1, cp_group=self._group)
+        mask = torch.ones_like(losses) if self._mask is None else self._mask
+        if self._labels is None:  # Megatron makes them of the tokens
+            mask, _ = roll(mask)
+        masks = [mask]
+        for _ in range(config.mtp_num_layers):
+            masks.append(roll(masks[-1])[0])
+        here = torch.stack([mask.sum() for mask in masks])
+        everywhere = here.clone()
+        dist.all_reduce(everywhere, group=self._group)
+        here, everywhere = here.clamp(min=1), everywhere.clamp(min=1)
+        # Megatron's data parallelism takes the mean over the ranks, or divides by all tokens.
+        numerator = everywhere[0] if config.calculate_per_token_loss else ranks
+        scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        for mask, own, total in zip(masks[1:], here[1:], everywhere[1:], strict=True):
+            yield ranks * own / total, mask * (scale * numerator / total)
+
+
+class _Weighted(torch.autograd.Function):
+    """Losses times a number, with a gradient that is not what Megatron weighs them with."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, shown: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return losses * shown
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        (weights,) = ctx.saved_tensors
+        return weights * MTPLossAutoScaler.main_loss_backward_scale, None, None

@@ -1,0 +1,97 @@
+"""What a rank finds for itself is what planning all ranks, tile by tile, finds. (fast tier)"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_burst.config import GradientReturn
+from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import Interval, joined
+from megatron_burst.plans.plan import Hop, Kind
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Messages, Schedule
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
+from tests.plans.masks import LAYOUTS, Masking, hard_maskings
+
+CHUNK = 4
+GRIDS = [
+    Grid(((0,),)),
+    Grid(((3, 0, 2, 1, 4),)),
+    Grid(((0, 2, 4, 6), (1, 3, 5, 7))),
+    Grid(((0,), (1,), (2,))),
+    Grid(((0, 1, 2), (5, 4, 3))),
+]
+BLOCKS = Kind.KV, Kind.QUERY
+
+
+def tilings(ranks: int) -> list[Tiling]:
+    masks = [*hard_maskings(ranks, CHUNK).values(), Masking(), Masking(False)]
+    tokens = 2 * ranks * CHUNK
+    layouts = [make(tokens, ranks) for name, make in LAYOUTS.items() if "segmented" not in name]
+    return [Tiling(layout, m.mask) for layout, m in itertools.product(layouts, masks)]
+
+
+def schedules(tiling: Tiling, grid: Grid) -> list[Schedule]:
+    ways = itertools.product(BLOCKS, (GradientReturn.CHAIN, GradientReturn.HOME), (False, True))
+    direct = [Direct(tiling, grid, kind) for kind in BLOCKS] if tiling.mask.is_sparse else []
+    return [*(Ring(tiling, grid, *way) for way in ways), *direct]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
+    ranks = range(grid.ranks)
+    for tiling in tilings(grid.ranks):
+        needs = tiling.needs
+        computed = [sum(t.pairs for k in ranks for t in tiling(q, k)) for q in ranks]
+        assert np.array_equal(needs.pairs.sum(axis=1), computed)
+        assert needs.is_banded == any(
+            t.is_banded for q in ranks for k in ranks for t in tiling(q, k)
+        )
+        for kind, owner in itertools.product(BLOCKS, ranks):
+            others: list[Interval] = []
+            for user in ranks:
+                tiles = tiling.of_block(kind, owner, user)
+                rows = [tile.rows_of(kind) for tile in tiles]
+                others += rows if user != owner else []
+                assert bool(tiles) == bool(needs.users(kind)[owner, user]) or user == owner
+                if tiling.mask.is_sparse:
+                    expected = sum(part.length for part in joined(rows))
+                    assert needs.rows[kind][owner, user] == expected, (tiling.mask, kind)
+            if tiling.mask.is_sparse and others:
+                start, stop = min(r.start for r in others), max(r.stop for r in others)
+                whole = stop - start == tiling.local_tokens
+                assert needs.parts[kind][owner] == (None if whole else Interval(start, stop))
+            else:
+                assert needs.parts[kind][owner] is None
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_rank_finds_its_own_messages_and_what_all_send(grid: Grid) -> None:
+    for tiling in tilings(grid.ranks):
+        for schedule in schedules(tiling, grid):
+            for messages in schedule.messages(backward=True):
+                hops = messages.hops()
+                for rank in range(grid.ranks):
+                    ours = [hop for hop in hops if rank in (hop.source, hop.target)]
+                    assert messages.hops(rank) == ours, (schedule, rank)
+                rows = dict.fromkeys(Kind, tiling.local_tokens)  # a byte a row
+                assert loads(messages, rows, tiling.local_tokens) == counted(hops, tiling)
+
+
+def loads(messages: Messages, sizes: dict[Kind, int], local: int) -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    for ends_and_size in messages.loads(sizes, local):
+        for source, target, size in zip(*map(np.ndarray.tolist, ends_and_size), strict=True):
+            found[source, target] += size
+    return +found
+
+
+def counted(hops: list[Hop], tiling: Tiling) -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    for hop in hops:
+        part = hop.item.part
+        found[hop.source, hop.target] += tiling.local_tokens if part is None else part.length
+    return found
