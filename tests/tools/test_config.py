@@ -20,8 +20,6 @@ CONFIGS = Configs.read()
 NAMES = CONFIGS.names()
 # Documents are not predicted.
 PREDICTED = [name for name in NAMES if name != "masks-documents"]
-
-
 HEADLINE = ("7b_2m_32gpu_a800", "14b_1m_32gpu_a800", "7b_4m_64gpu_a800", "14b_2m_64gpu_a800")
 
 
