@@ -38,7 +38,7 @@ from tests.attention.cases import (
 )
 from tests.plans.masks import Masking
 from tests.plans.simulator import bytes_sent
-from tests.tier import examples, slow_if
+from tests.tier import examples, slow_if, some
 from tests.workers import Team, WorkerPool
 
 GRAD_DTYPES = ("float32", "model")
@@ -80,7 +80,7 @@ PLACES = {
     "nodes of 3 and 4": Place(range(1, 8), 4, ("double",)),
 }
 SLOW = {"7 on a node", "8 on a node", "3 nodes x 1", "2 nodes x 3", "2 nodes x 4", "4 nodes x 2"}
-SLOW |= {"4 on a node", "6 on a node", "nodes of 3 and 4"}
+SLOW |= {"4 on a node", "5 on a node", "6 on a node", "nodes of 3 and 4"}
 EVERY_PLACE = pytest.mark.parametrize("name", slow_if(SLOW, PLACES))
 SHAPES = [
     {"batch": 2, "chunk": 1, "dim": 5},  # one token a chunk, an odd head size
@@ -491,6 +491,7 @@ def test_results_do_not_depend_on_the_run(workers: WorkerPool) -> None:
         for setting in variants(("double",), GRAD_DTYPES)
         if setting["algorithm"] == "burst"
     ]
+    cases = [*some(cases, 3)]
     first, second = (run_cases(workers, place.processes, cases) for _ in range(2))
     for case, a, b in zip(cases, first, second, strict=True):
         assert all(map(torch.equal, a.found, b.found)), case

@@ -71,14 +71,11 @@ def test_every_ring(workers: WorkerPool, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_hard_masks(workers: WorkerPool, ranks: int) -> None:
     scores, layouts = itertools.cycle(SCORES.values()), itertools.cycle(LAYOUT_NAMES)
-    check(
-        [
-            case_of({"layout": next(layouts)}, next(scores), chunk=6, masking=masking)
-            for masking in hard_maskings(ranks, 6).values()
-        ],
-        ranks,
-        workers,
-    )
+    cases = [
+        case_of({"layout": next(layouts)}, next(scores), chunk=6, masking=masking)
+        for masking in hard_maskings(ranks, 6).values()
+    ]
+    check(some(cases, 3, ranks % 3), ranks, workers)
 
 
 @examples(25)
