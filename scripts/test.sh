@@ -28,6 +28,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 burst_setup || exit 1
 cd -- "$burst_root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores
+export PYTHONDONTWRITEBYTECODE= # what one has compiled the others need not compile again
 
 step() { printf -- '-- %s\n' "$*"; "$burst_python" -m "$@"; }
 step ruff check .

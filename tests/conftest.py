@@ -1,5 +1,6 @@
 """Fixtures that every test may use, and which tests a process of a parallel run gets."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.uncompiled  # noqa: F401
 from tests.tier import VARIABLE
 from tests.workers import WorkerPool
 
@@ -21,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The trainings first: they take longest and stay together."""
     items.sort(key=lambda item: not item.nodeid.startswith(TRAININGS))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look at it, whenever a test asks for one."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

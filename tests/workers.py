@@ -1,5 +1,6 @@
 """Processes with gloo groups of any size up to eight, started once and used by many tests."""
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -21,16 +22,18 @@ from megatron_burst.plugin.cpu.table import with_one_worker
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8
+STARTING = 500.0  # seconds until all are there: what they import takes long on a busy machine
 # What calls of tests import, imported once, in the server that all processes are forked from.
 # Megatron asks a GPU about itself, which a process that is forked afterwards cannot use.
-PRELOADED = ["tests.workers", "pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes"]
-MEGATRON = [] if torch.cuda.is_available() else ["megatron.training.models.gpt"]
+PRELOADED = ["tests.uncompiled", "tests.workers", "pytest", "hypothesis"]
+PRELOADED += ["torch.fx.experimental.symbolic_shapes"]
+MEGATRON = ["megatron.training.models.gpt", "torch._dynamo"]
 
 
 def forkserver() -> ForkServerContext:
     """Starts the processes of all tests; it imports when it starts the first."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *MEGATRON])
+    context.set_forkserver_preload([*PRELOADED, *(() if torch.cuda.is_available() else MEGATRON)])
     return context
 
 
@@ -73,7 +76,7 @@ class WorkerPool:
         ranks: int | Sequence[int],
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120,
+        timeout: float = 240,
     ) -> list[Any]:
         members = tuple(range(MAX_RANKS - ranks, MAX_RANKS) if isinstance(ranks, int) else ranks)
         if not self._workers:
@@ -107,6 +110,10 @@ class WorkerPool:
             process.start()
             there.close()
             self._workers.append((process, here))
+        started = [_reply(connection, STARTING) for _, connection in self._workers]
+        if not all(ok for ok, _ in started):
+            self.close()
+            raise WorkerError(f"the processes do not start: {started}")
 
 
 def _send(connection: Connection, message: Any) -> None:
@@ -125,6 +132,7 @@ def _reply(connection: Connection, timeout: float) -> tuple[bool, Any]:
 
 def _serve(rank: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not to be copied because the collector touches it
     # A device for all groups: those of all teams of a run woke more often than a core can.
     make: Any = dist.ProcessGroupGloo.__init__
     setattr(dist.ProcessGroupGloo, "__init__", with_one_worker(make))  # noqa: B010
@@ -133,9 +141,10 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
         store=dist.FileStore(store, MAX_RANKS),
         rank=rank,
         world_size=MAX_RANKS,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=STARTING),
     )
     teams: Teams = {}
+    _send(connection, (True, None))  # what they are asked from now on has its own limit
     while True:
         try:
             job, *args = pickle.loads(connection.recv_bytes())

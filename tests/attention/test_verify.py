@@ -1,12 +1,11 @@
 """The unsharded reference, and the comparison with it: right calls pass, faults are found. (fast)
 
-The faults are put in from here: a swapped chunk, a stale buffer, a wrong window and scale, a
+The faults are put in: a swapped chunk, a stale buffer, a wrong window and scale, a
 gradient that is lost.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,12 +24,19 @@ from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.verify import Finding, compare, table, worst
 from megatron_burst.config import Algorithm
 from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.tools import verify as tool
 from megatron_burst.transport.comm import Transfers
 from tests import oracle
 from tests.attention.cases import Case as Shape
+from tests.attention.faults import (
+    lost_gradient,
+    no_fault,
+    replaced,
+    stale_buffer,
+    swapped_chunk,
+)
 from tests.plans.masks import Masking, hard_maskings
 from tests.tier import some
 from tests.workers import Team, WorkerPool
@@ -215,53 +221,6 @@ def test_right_calls_pass(workers: WorkerPool, ranks: int) -> None:
         assert all(f.share < 0.9 for f in found.values()), (str(each), found)
 
 
-@contextmanager
-def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(holder, name)
-    setattr(holder, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(holder, name, original)
-
-
-def swapped_chunk(original: Callable[..., Layout]) -> Callable[..., Layout]:
-    """Rank 1's two chunks in the wrong order."""
-
-    def ring_layout(self: HeadGroups, layout: Layout) -> Layout:
-        shards = list(original(self, layout).shards)
-        shards[1] = shards[1][::-1]
-        return Layout(tuple(shards))
-
-    return ring_layout
-
-
-def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever arrives is what arrived the time before, if there was one."""
-
-    def land(self: Transfers, number: int) -> Any:
-        last: dict[str, Any] = self.__dict__.setdefault("last", {})
-        landed = original(self, number)
-        for item, block in landed:
-            key, new = f"{item.kind} {block[0].shape}", [x.clone() for x in block]
-            for x, old in zip(block, last.get(key, block), strict=True):
-                x.copy_(old)
-            last[key] = new
-        return landed
-
-    return land
-
-
-def lost_gradient(original: Callable[..., None]) -> Callable[..., None]:
-    """What comes home from another rank is not added."""
-
-    def take(self: GradientAccumulator, item: Any, block: Any) -> None:
-        if item.owner != self._rank:
-            original(self, item, block)
-
-    return take
-
-
 def longer_window(original: Callable[..., Any]) -> Callable[..., Any]:
     def masks(name: str, tokens: int) -> Any:
         return Mask.causal(window=tokens // 5 + 1), original(name, tokens)[1]
@@ -274,11 +233,6 @@ def other_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(q, k, *more, softmax_scale=1.02 * q.shape[3] ** -0.5, **options)
 
     return attend
-
-
-@contextmanager
-def no_fault() -> Iterator[None]:
-    yield
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -31,6 +31,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 # Every callable of Megatron and torch, before and after, as on a machine with a GPU.
 STARTED = """
 import json, logging, sys, torch
+import tests.uncompiled
 import megatron.training.argument_utils, megatron.training.training
 from megatron_burst import launch
 
@@ -40,8 +41,8 @@ def names():
     for name, members in list(holders.items()):
         holders |= {f"{name}.{key}": vars(value) for key, value in members.items()
                     if isinstance(value, type)}
-    return {f"{holder}.{key}": value for holder, members in holders.items()
-            for key, value in members.items() if callable(value)}
+    return [(holder, members, key, value) for holder, members in holders.items()
+            for key, value in members.items() if callable(value)]
 
 torch.cuda.is_available = lambda: True
 before = names()
@@ -54,8 +55,8 @@ for way, line in json.loads(sys.argv[1]).items():
         megatron.training.arguments.parse_args()
     except (SystemExit, OSError, ImportError) as error:
         end = str(error)
-    after = names()
-    changed = sorted(name for name in before if after.get(name) is not before[name])
+    changed = sorted(f"{holder}.{key}" for holder, members, key, value in before
+                     if members.get(key) is not value)
     found[way] = {"changed": changed, "end": end}
     found[way]["is_silent"] = not logging.getLogger("megatron_burst").handlers
 print(json.dumps(found))

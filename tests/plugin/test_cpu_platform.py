@@ -15,6 +15,7 @@ from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.cpu.platform import REQUEST
 from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS
+from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
 TINY_FLAGS = """
@@ -28,7 +29,7 @@ TINY_FLAGS = """
 
 
 def python(
-    *arguments: str, timeout: float = 120, **settings: str
+    *arguments: str, timeout: float = 300, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
     return subprocess.run(
@@ -43,13 +44,10 @@ def python(
 
 def train(folder: Path, ranks: int, *flags: str) -> dict[str, dict[int, float]]:
     """Loss and gradient norm by step, as Megatron writes them to tensorboard."""
-    run = python(
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
-        *["-m", "tests.plugin.tiny_gpt", *TINY_FLAGS.split()],
-        *["--tensorboard-dir", str(folder), *flags],
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    assert "Falling back to" not in run.stderr
+    words = (*TINY_FLAGS.split(), "--tensorboard-dir", str(folder), *flags)
+    status, text = run_job("tests.plugin.tiny_gpt", folder, ranks, words)
+    assert status == "0", text[-6000:]
+    assert "Falling back to" not in text
     events = EventAccumulator(str(folder)).Reload()
     return {
         name: {event.step: event.value for event in events.Scalars(name)}
@@ -251,6 +249,11 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),
+        ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
+        (
+            "--hybrid-layer-pattern M*G- --dataloader-inter-document-masking",
+            "M .Mamba. and G .gated delta net. layers take whole .* --dataloader-inter-document",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.plans.head_parallel import HeadGroups
+from megatron_burst.plans.layout import zigzag
 from megatron_burst.transport.comm import Transfers
-from tests.attention import test_verify as faults
+from tests.attention import faults
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -326,7 +327,7 @@ class Pool:
         self.verification = SharedState(config).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
-        context.layout = lambda tokens: faults.zigzag(tokens, ranks)
+        context.layout = lambda tokens: zigzag(tokens, ranks)
         self.context: Any = context
 
     @property
@@ -391,9 +392,7 @@ def test_angles_of_ours() -> None:
     sequence = WholeSequence(8, (0, 3, 8))
     for rank in (0, 1):
         shared: Any = Pool(rank, 2)
-        shared.context.positions = lambda tokens, rank=rank: faults.zigzag(tokens, 2).positions(
-            rank
-        )
+        shared.context.positions = lambda tokens, rank=rank: zigzag(tokens, 2).positions(rank)
         module = RotaryAtPositions(rotary(rank), Positions(shared.context))
         angles = module(sequence)
         hooks = PositionHooks(shared)

@@ -1,4 +1,4 @@
-"""Trains a tiny GPT with Megatron's own loop on the CPU platform; run under torchrun by tests."""
+"""Trains a tiny GPT with Megatron's own loop on the CPU platform; run by tests."""
 
 from functools import partial
 
@@ -67,7 +67,3 @@ def sum_of_losses(loss_mask, losses):
     total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum().to(torch.int)
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
-
-
-if __name__ == "__main__":
-    main()

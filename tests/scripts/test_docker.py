@@ -57,7 +57,7 @@ def install(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHON": str(machine / "python")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -100,5 +100,5 @@ def test_it_fails_without_torch_without_a_checkout_and_on_a_bad_verdict(machine:
 def test_linters_have_nothing_to_say(linter: str, file: str) -> None:
     if shutil.which(linter) is None:
         pytest.skip(f"{linter} is not installed")
-    ended = subprocess.run([linter, str(ROOT / file)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([linter, str(ROOT / file)], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout

@@ -50,7 +50,7 @@ def shell(machine: Path, command: str, **variables: str) -> subprocess.Completed
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 

@@ -1,24 +1,20 @@
 """A corpus, a common starting point and the runs that several tests compare with."""
 
 import json
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import run
 
 import pytest
 
-from tests.training.launcher import BURST, Log, train
+from tests.training.launcher import BURST, Log, run_job, train
 
 
 def make_corpus(directory: Path, *inputs: str) -> tuple[str, ...]:
     """Write a corpus and return the flags that train on it."""
-    run(
-        [sys.executable, "-m", "megatron_burst.tools.corpus", "--output", str(directory), *inputs],
-        check=True,
-        capture_output=True,
-    )
+    words = ("--output", str(directory), *inputs)
+    status, said = run_job("megatron_burst.tools.corpus", directory, 1, words)
+    assert status == "0", said
     return ("--data-path", str(directory / "corpus"), "--data-cache-path", str(directory / "cache"))
 
 

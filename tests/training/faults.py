@@ -106,7 +106,7 @@ class TorchrunJob:
         """Wait for the end and return the status; AssertionError if a process is left."""
         ranks = self.process.children(recursive=True)
         status = self.process.wait(timeout=seconds)
-        assert not psutil.wait_procs(ranks, timeout=10)[1]
+        assert not psutil.wait_procs(ranks, timeout=60)[1]
         return int(status)
 
 

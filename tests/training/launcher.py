@@ -17,12 +17,13 @@ import psutil
 from megatron_burst.tools.runlog import read_scalars
 from tests.tier import is_thorough
 
-STEPS = range(1, 21 if is_thorough() else 7)
+STEPS = range(1, 21 if is_thorough() else 5)
 HALF = len(STEPS) // 2
+LAYERS = 4 if is_thorough() else 2
 
 # A GPT small enough for many runs on two cores. The vocabulary is padded alike at every TP size.
 MODEL = f"""
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128
+    --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 128
     --max-position-embeddings 128 --position-embedding-type rope --attention-dropout 0
     --hidden-dropout 0 --make-vocab-size-divisible-by 256
     --tokenizer-type NullTokenizer --vocab-size 257 --null-tokenizer-eod-id 256
@@ -31,6 +32,7 @@ MODEL = f"""
     --save-interval 1000 --log-interval 1 --tensorboard-log-interval 1
 """.split()
 BURST = ("--context-parallel-algo", "burst")
+LONGEST = 500.0  # seconds of a job, on a machine that others use, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_BURST_CPU": "1"}
 
 
-def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log:
+def train(directory: Path, ranks: int, *flags: str, timeout: float = LONGEST) -> Log:
     """Run a job to its end and return its log; AssertionError with what it printed if it fails."""
     tensorboard = directory / "tensorboard"
     flags = ("--tensorboard-dir", str(tensorboard), *flags)
@@ -62,7 +64,9 @@ def train(directory: Path, ranks: int, *flags: str, timeout: float = 280) -> Log
     return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
 
 
-def run_module(module: str, directory: Path, ranks: int, *flags: str, timeout: float = 280) -> str:
+def run_module(
+    module: str, directory: Path, ranks: int, *flags: str, timeout: float = LONGEST
+) -> str:
     """Run `main` of a module with the small model's flags and return what all ranks printed."""
     status, text = outcome(module, directory, ranks, *flags, timeout=timeout)
     assert status == "0", f"status {status}: {' '.join(flags)}\n{text[-6000:]}"
@@ -70,15 +74,22 @@ def run_module(module: str, directory: Path, ranks: int, *flags: str, timeout: f
 
 
 def outcome(
-    module: str, directory: Path, ranks: int, *flags: str, timeout: float = 280
+    module: str, directory: Path, ranks: int, *flags: str, timeout: float = LONGEST
 ) -> tuple[str, str]:
     """Run it and return the first exit status that is not 0, or 0, and what all ranks printed."""
+    return run_job(module, directory, ranks, (*MODEL, *flags), timeout)
+
+
+def run_job(
+    module: str, directory: Path, ranks: int, words: Sequence[str], timeout: float = LONGEST
+) -> tuple[str, str]:
+    """The same with this command line alone."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.txt"
     job = {
         "ranks": ranks,
         "module": module,
-        "flags": [*MODEL, *flags],
+        "flags": words,
         "log": str(log),
         "port": free_port(),
     }

@@ -6,6 +6,7 @@ line: the first exit status of a rank that is not 0, or 0. Ends when the input d
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -22,12 +23,16 @@ from megatron_burst import launch
 
 def serve() -> None:
     launch.prepare()
+    # What every rank would import.
+    from megatron.core.models import mimo  # noqa: F401
+    from megatron.core.tokenizers import text  # noqa: F401
     from megatron.training.argument_utils import ArgumentGroupFactory as Group
 
+    from megatron_burst import pretrain_gpt  # noqa: F401
     from megatron_burst.plugin import attach, pretraining  # noqa: F401
 
     # Every rank parses the sources of Megatron's settings for their help, twice.
-    Group._get_field_docstrings = _once_a_class(Group._get_field_docstrings)
+    Group._get_field_docstrings = once_a_class(Group._get_field_docstrings)
     _parse_once()
 
     gc.freeze()  # the children shall not copy what the collector would touch
@@ -37,7 +42,9 @@ def serve() -> None:
         print(_wait(ranks), flush=True)
 
 
-def _once_a_class(docstrings: Any) -> Any:
+@functools.cache
+def once_a_class(docstrings: Any) -> Any:
+    """What Megatron reads of the sources of its settings for their help, read once."""
     known: dict[type, dict[str, str]] = {}
 
     def of(self: Any, settings: type) -> dict[str, str]:
@@ -70,8 +77,7 @@ def _fork(rank: int, job: dict) -> int:
         os.environ |= {"LOCAL_WORLD_SIZE": world}
         sys.argv = [job["module"], *job["flags"]]
         launch.prepare()  # the log of this rank
-        importlib.import_module(job["module"]).main()
-        status = 0
+        status = importlib.import_module(job["module"]).main() or 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
         print(leaving.code or "", file=sys.stderr)

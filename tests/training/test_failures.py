@@ -34,11 +34,11 @@ def check_one_report(text: str, *parts: str) -> None:
 
 @pytest.mark.parametrize("where", slow_if({"backward"}, ["forward", "backward"]))
 def test_a_planted_nan_is_named(tmp_path: Path, data: tuple[str, ...], where: str) -> None:
-    flags = (*data, *TWO, "--burst-check-nan", f"3:1:{where}")
+    flags = (*data, *TWO, "--burst-check-nan", f"2:1:{where}")
     status, text = outcome("tests.training.planted_nan", tmp_path, 2, *flags)
     assert status != "0"
     tensor = "v" if where == "forward" else "the gradient of the output"
-    place = rf"layer 3, rank 1 \(context-parallel rank 1 of 2\), {where}: {tensor} has \d+ NaN"
+    place = rf"layer 2, rank 1 \(context-parallel rank 1 of 2\), {where}: {tensor} has \d+ NaN"
     check_one_report(text, "rank 1 failed: NonFiniteError: --burst-check-nan: " + place)
     assert list(steps(text)) == [1] or not steps(text)  # two micro-batches a step
 
@@ -47,15 +47,16 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
     tmp_path: Path, data: tuple[str, ...]
 ) -> None:
     with small_disk(tmp_path / "small", megabytes=8) as disk:  # of checkpoints of 3 MB
-        saving = ("--save", str(disk), "--save-interval", "2")
-        status, text = outcome(MODULE, tmp_path / "full", 2, *data, *TWO, *saving)
+        flags = (*data, *TWO, "--num-layers", "4")
+        saving = ("--save", str(disk), "--save-interval", "2", "--train-iters", "6")
+        status, text = outcome(MODULE, tmp_path / "full", 2, *flags, *saving)
         assert status != "0"
         check_one_report(
             text, r"SaveError: the checkpoint of iteration 6 .*/small, where 0 of 8 MiB are free"
         )
         assert (disk / TRACKER).read_text() == "4"
-        loading = ("--load", str(disk), "--exit-interval", "6")
-        resumed = run_module(MODULE, tmp_path / "resumed", 2, *data, *TWO, *loading)
+        loading = ("--load", str(disk), "--train-iters", "6")
+        resumed = run_module(MODULE, tmp_path / "resumed", 2, *flags, *loading)
     assert check_same_steps(resumed, text) == [5, 6]
 
 

@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import STEPS, Log, allowed, largest_difference, report, train
+from tests.training.launcher import (
+    BURST,
+    HALF,
+    STEPS,
+    Log,
+    allowed,
+    largest_difference,
+    report,
+    train,
+)
 
 PER_TOKEN = "--calculate-per-token-loss"
-CP2 = ("--context-parallel-size", "2", PER_TOKEN)
+CP2 = (PER_TOKEN, "--context-parallel-size", "2")
 SPEC = "--spec megatron_burst.plugin.spec gpt --no-create-attention-mask-in-dataloader".split()
 MIXED = "--cp-comm-type burst ulysses ring allgather".split()
 
@@ -21,11 +30,13 @@ def test_a_spec_is_enough_for_attention(
     assert "burst attention: burst on 2 ranks" in found.text
 
 
-def test_every_layer_has_its_algorithm(runs: Callable[..., Log]) -> None:
-    found = runs(2, *CP2, *MIXED)
+def test_every_layer_has_its_algorithm(tmp_path: Path, data: tuple[str, ...]) -> None:
+    flags = (*data, *BURST, "--num-layers", "4", "--train-iters", str(HALF))
+    found = train(tmp_path / "2", 2, *flags, *CP2, *MIXED)
     for name in ("burst", "ulysses", "ring", "allgather"):
         assert f"burst attention: {name} on 2 ranks" in found.text
-    difference = largest_difference(found, runs(1, PER_TOKEN), STEPS)
+    one = train(tmp_path / "1", 1, *flags, PER_TOKEN)
+    difference = largest_difference(found, one, STEPS[:HALF])
     report("four algorithms", difference, allowed(1e-4))
 
 

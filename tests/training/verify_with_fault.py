@@ -9,7 +9,7 @@ import torch
 from megatron_burst import pretrain_gpt
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.verify import VerificationError
-from tests.attention import test_verify as faults
+from tests.attention import faults
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from megatron_burst.kernels.cpu import CpuKernel
 from tests.workers import Team, WorkerPool, forkserver
 
 BROKEN = 1
-SLACK_SECONDS = 20  # for a machine with more to do
+SLACK_SECONDS = 60  # for a machine with more to do
 NAMED = re.compile(
     r"rank (?P<rank>\d), (forward|backward) step (?P<step>\d): could not "
     r"(receive|send) (kv|d_kv|query|d_query) of CP rank \d (from|to) rank (?P<peer>\d)"
@@ -82,7 +82,7 @@ class Job:
         found = {}
         for rank in ranks:
             connection = self._members[rank][1]
-            assert connection.poll(60), f"rank {rank} hangs"
+            assert connection.poll(300), f"rank {rank} hangs"
             found[rank] = connection.recv()
         return found
 
@@ -139,7 +139,7 @@ def job(
     ranks: int,
     prepare: Callable[..., Callable[[], None]],
     *arguments: Any,
-    group_seconds: float = 60,
+    group_seconds: float = 300,
 ) -> Iterator[Job]:
     """Start the ranks of a job; each makes its action and carries it out."""
     server = forkserver()
@@ -222,7 +222,7 @@ def test_a_stall_in_a_query_ring_on_two_nodes_is_named_with_step_peer_and_item(
 
 def test_when_a_rank_never_calls_at_all_the_others_give_up_in_time(tmp_path: Path) -> None:
     scenario = in_a_context, stall_in_the_first_call, BurstConfig(timeout_seconds=2)
-    with job(tmp_path / "store", 3, *scenario, group_seconds=6) as broken_job:
+    with job(tmp_path / "store", 3, *scenario, group_seconds=30) as broken_job:
         for kind, text, _ in broken_job.replies([0, 2]).values():
             assert kind == "CommunicationError", text
             assert "1 did not come within 2 s" in text

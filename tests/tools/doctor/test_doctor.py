@@ -21,6 +21,7 @@ from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
 from megatron_burst.tools.doctor.machine import parts
 from megatron_burst.tools.doctor.target import Target
 from tests.training.launcher import MODEL
+from tests.training.preloaded import once_a_class
 
 ROOT = Path(__file__).parents[3]
 BURST = "--context-parallel-algo burst --calculate-per-token-loss --mock-data --bf16".split()
@@ -40,6 +41,8 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(argument_utils, name, getattr(argument_utils, name))
     monkeypatch.setattr(gpt, "mtp_block_spec", gpt.mtp_block_spec)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    group, name = argument_utils.ArgumentGroupFactory, "_get_field_docstrings"
+    monkeypatch.setattr(group, name, once_a_class(getattr(group, name)))
 
 
 def judged(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -230,7 +233,7 @@ def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
         capture_output=True,
         text=True,
         env=environment,
-        timeout=100,
+        timeout=300,
     )
     assert ended.returncode == 1
     assert f"megatron-core 0.12.1 ({tmp_path}" in ended.stdout
