@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Trains a small GPT twice, with context parallelism and without, and reports that both are equal.
+# Trains a small model twice, with context parallelism and without, and reports that both are equal.
 set -euo pipefail
 
 usage() {
     cat <<'END'
-Usage: scripts/quickstart.sh [--steps N] [--output DIR] [--input PATH]... [--help] [Megatron flags]
+Usage: scripts/quickstart.sh [--steps N] [--output DIR] [--gpt] [--input PATH]... [--help] [Megatron flags]
 
 Sets up the environment, makes a corpus from Python's own standard library, and trains the same
-small GPT on the same tokens with burst attention on four context-parallel ranks and on one. The
+small model on the same tokens with burst attention on four context-parallel ranks and on one. The
 report compares the two losses step by step and is left in DIR with both logs. Again, it keeps what
 has finished.
   --steps N      training steps (default 100)
   --output DIR   where everything goes (default: runs/quickstart in the repository)
+  --gpt          a GPTModel (default: a HybridModel)
   --input PATH   train on this text, directory or JSONL file instead; may be given again
 Every other flag is passed to both trainings and wins over the script's own.
 
@@ -25,11 +26,13 @@ END
 steps=100
 output=""
 inputs=()
+model=()
 flags=()
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --steps) steps=${2:?--steps needs a number}; shift ;;
+        --gpt) model=(--gpt) ;;
         --input) inputs+=(--input "${2:?--input needs a path}"); shift ;;
         --output) output=${2:?--output needs a directory}; shift ;;
         *) flags+=("$1") ;;
@@ -45,5 +48,5 @@ fi
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 burst_setup || exit 1
 exec "$burst_python" -m megatron_burst compare --toy --no-trace --variants 'CP=1 burst,burst' \
-    --output "${output:-$burst_root/runs/quickstart}" ${inputs[@]+"${inputs[@]}"} -- \
+    --output "${output:-$burst_root/runs/quickstart}" ${inputs[@]+"${inputs[@]}"} ${model[@]+"${model[@]}"} -- \
     --train-iters "$steps" --micro-batch-size 4 --global-batch-size 4 ${flags[@]+"${flags[@]}"}

@@ -58,7 +58,7 @@ def _help() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {verb.about}" for name, verb in VERBS.items())
     return f"""examples:
-  {NAME} doctor -- torchrun --nproc-per-node 8 -m megatron_burst.pretrain_gpt FLAGS
+  {NAME} doctor -- torchrun --nproc-per-node 8 -m megatron_burst.pretrain FLAGS
   torchrun --nproc-per-node 8 -m megatron_burst verify
 
 usage: {NAME} VERB ...   or: python -m megatron_burst VERB ...

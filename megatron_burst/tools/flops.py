@@ -43,7 +43,6 @@ PEAK_TFLOPS = {
 UNCOUNTED = (
     "num-experts",
     "multi-latent-attention",
-    "hybrid-layer-pattern",
     "experimental-attention-variant",
     "mtp-num-layers",
     "dataloader-inter-document-masking",
@@ -60,7 +59,7 @@ def peak_tflops(device: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What of a GPT decides FLOPs and memory."""
+    """What of a model decides FLOPs and memory."""
 
     layers: int
     hidden: int
@@ -96,15 +95,27 @@ class Model:
         return 3 * (tokens * products + attention)
 
 
+def layers_of(given: Flags) -> int | None:
+    """Return how many pairs of attention and MLP a model has; None for a hybrid of other layers."""
+    if "hybrid-layer-pattern" not in given:
+        return int(given["num-layers"])
+    pattern = str(given["hybrid-layer-pattern"]).replace("|", "")
+    pairs = len(pattern) // 2
+    return pairs if pattern == "*-" * pairs else None
+
+
 def model_of(given: Flags) -> Model:
     """Read the shape of a model from Megatron's flags.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: one is missing, or a hybrid pattern has other layers than attention and MLP.
     """
-    needed = ("num-layers", "hidden-size", "num-attention-heads", "vocab-size")
+    layers = "hybrid-layer-pattern" if "hybrid-layer-pattern" in given else "num-layers"
+    needed = (layers, "hidden-size", "num-attention-heads", "vocab-size")
     if missing := [f"--{name}" for name in needed if name not in given]:
         raise ValueError(f"the model is not known without {', '.join(missing)}")
+    if (count := layers_of(given)) is None:
+        raise ValueError(f"--{layers} {given[layers]} is not counted, only '*-' repeated is")
 
     def number(name: str, default: int = 1) -> int:
         return int(given.get(name, default))
@@ -112,7 +123,7 @@ def model_of(given: Flags) -> Model:
     hidden, heads = number("hidden-size"), number("num-attention-heads")
     padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
     return Model(
-        layers=number("num-layers"),
+        layers=count,
         hidden=hidden,
         ffn=number("ffn-hidden-size", 4 * hidden),
         gated=bool(given.get("swiglu")),
@@ -140,7 +151,7 @@ def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
     """
     logged = {name.replace("_", "-"): text for name, text in arguments.items()}
     given = {name: text for name, text in logged.items() if text not in ("None", "False")}
-    if any(name in given for name in (*UNCOUNTED, "window-size")):
+    if any(name in given for name in (*UNCOUNTED, "window-size")) or layers_of(given) is None:
         return None
     # It is padded already.
     whole = {"vocab-size": given["padded-vocab-size"], "make-vocab-size-divisible-by": 1}

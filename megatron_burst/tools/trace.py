@@ -1,6 +1,6 @@
 """How much of attention's communication its computation hides, from torch.profiler's files.
 
-    torchrun ... -m megatron_burst.pretrain_gpt ... --tensorboard-dir RUN/tensorboard \\
+    torchrun ... -m megatron_burst.pretrain ... --tensorboard-dir RUN/tensorboard \\
         --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4
     megatron-burst trace RUN/torch_profile
 

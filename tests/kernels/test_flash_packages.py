@@ -172,6 +172,20 @@ def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None
     assert [request.has_documents for request in asked] == [documents is not None]
 
 
+def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypatch) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
+    x, mask = torch.zeros(1, 8, 2, 8), Mask.causal()
+    context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
+    monkeypatch.setattr(context, "_log", lambda *_: None)
+    scales = [context.prepare(x, x, x, mask, scale).scale for scale in (1.0, 0.5, 1.0)]
+    assert scales == [1.0, 0.5, 1.0] and len(asked) == 1
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for _ in range(2):
+        context.prepare(x, x, x, mask, 1.0)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(
     ("versions", "more", "chosen"),
     [

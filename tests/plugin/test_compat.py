@@ -15,7 +15,7 @@ gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs"
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
-from megatron_burst.plugin import layer_spec  # noqa: E402
+from megatron_burst.plugin import local_layers  # noqa: E402
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -34,7 +34,7 @@ def config(**changes: object) -> SimpleNamespace:
     [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)],
 )
 def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -> None:
-    ours = layer_spec.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
+    ours = local_layers.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
     torchs = expected(12, eps=1e-3)
     x = torch.randn(5, 2, 12).requires_grad_()
     y = x.detach().clone().requires_grad_()
@@ -48,7 +48,7 @@ def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
-    norm = layer_spec.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
+    norm = local_layers.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
 
 
@@ -58,7 +58,7 @@ def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bo
 )
 def test_norm_refuses_what_torch_cannot_do(name: str) -> None:
     with pytest.raises(AssertionError, match=f"{name.removeprefix('layernorm_')} not supported"):
-        layer_spec.SequenceParallelNorm(config(**{name: True}), 4)
+        local_layers.SequenceParallelNorm(config(**{name: True}), 4)
 
 
 def leaves(spec: object) -> list[object]:
@@ -87,10 +87,10 @@ def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, ob
     layer = gpt_layer_specs.get_gpt_layer_local_spec(**options)
     block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)
     before = copy.deepcopy(leaves(block))
-    after = leaves(layer_spec.with_sequence_parallel_norm(block))
+    after = leaves(local_layers.with_sequence_parallel_norm(block))
     assert before.count(WrappedTorchNorm) >= 5
     expected = [
-        layer_spec.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
+        local_layers.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
     ]
     assert after == expected
     assert leaves(block) == before
@@ -98,17 +98,17 @@ def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, ob
 
 def test_norms_inside_partials_lists_and_dicts_are_replaced() -> None:
     spec = {"a": [functools.partial(int, WrappedTorchNorm, base=(WrappedTorchNorm, 1))]}
-    built = layer_spec.with_sequence_parallel_norm(spec)["a"][0]
-    assert built.args == (layer_spec.SequenceParallelNorm,)
-    assert built.keywords == {"base": (layer_spec.SequenceParallelNorm, 1)}
+    built = local_layers.with_sequence_parallel_norm(spec)["a"][0]
+    assert built.args == (local_layers.SequenceParallelNorm,)
+    assert built.keywords == {"base": (local_layers.SequenceParallelNorm, 1)}
 
 
 def test_a_block_spec_keeps_its_layers_and_gets_our_last_norm() -> None:
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
     block = TransformerBlockSubmodules(layer_specs=[layer] * 3, layer_norm=WrappedTorchNorm)
-    ours = layer_spec.block_spec(block, config())
+    ours = local_layers.block_spec(block, config())
     assert len(ours.layer_specs) == 3
-    assert ours.layer_norm is layer_spec.SequenceParallelNorm
+    assert ours.layer_norm is local_layers.SequenceParallelNorm
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_apexs_norm_stays_the_last_one_where_it_can_be(
     monkeypatch.setattr(f"{block}.LayerNormImpl", FusedLayerNorm)
     monkeypatch.setattr(f"{block}.get_num_layers_to_build", lambda *_: 1)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization)
-    found = layer_spec.block_spec(layer, config(normalization=normalization)).layer_norm
-    assert found is (layer_spec.SequenceParallelNorm if ours else FusedLayerNorm)
+    found = local_layers.block_spec(layer, config(normalization=normalization)).layer_norm
+    assert found is (local_layers.SequenceParallelNorm if ours else FusedLayerNorm)
 
 
 @pytest.mark.parametrize(

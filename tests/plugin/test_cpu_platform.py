@@ -249,6 +249,11 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),
+        ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
+        (
+            "--hybrid-layer-pattern M*G- --dataloader-inter-document-masking",
+            "M .Mamba. and G .gated delta net. layers take whole .* --dataloader-inter-document",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(

@@ -4,7 +4,7 @@ tests/training/test_mtp.py runs the same in whole trainings.
 """
 
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -215,3 +215,11 @@ def _roll(team: Team) -> bool:
             if not torch.equal(here, expected) or count != expected.sum():
                 return False
     return True
+
+
+def test_on_one_rank_documents_move_alone() -> None:
+    """Megatron's own, for which documents with MTP are refused on several ranks alone."""
+    bounds = torch.tensor([0, 1, 4, 9, TOKENS, TOKENS])
+    moved, _ = roll_tensor(LABELS, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
+    documents = (LABELS[:, a:b] for a, b in pairwise(bounds.tolist()[:-1]))
+    assert torch.equal(moved, torch.cat([F.pad(x[:, 1:], (0, 1)) for x in documents], 1))

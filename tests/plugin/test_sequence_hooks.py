@@ -251,8 +251,9 @@ def test_rotary_embeddings_that_cannot_follow_are_refused() -> None:
     with pytest.raises(ValueError, match="mrope cannot follow"):
         replace_rotary(model, positions)
     model = torch.nn.Module()
-    model.config = SimpleNamespace(apply_rope_fusion=True)
-    model.rotary_pos_emb = rotary("rope")
+    model.layer = torch.nn.Module()
+    model.layer.config = SimpleNamespace(apply_rope_fusion=True)
+    model.layer.rotary_pos_emb = rotary("rope")
     with pytest.raises(ValueError, match="pass --no-rope-fusion"):
         replace_rotary(model, positions)
 

@@ -83,7 +83,7 @@ def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine
     machine.run("launch_local.sh", "--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
     given = machine.arguments()
     assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
-    start = given.index("megatron_burst.pretrain_gpt") + 1
+    start = given.index("megatron_burst.pretrain") + 1
     assert given[start:] == [
         "--log-timers-to-tensorboard",
         *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),

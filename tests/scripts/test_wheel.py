@@ -16,7 +16,8 @@ from megatron_burst.tools.command import VERBS
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 TINY = (
-    "--seq-length 64 --max-position-embeddings 64 --hidden-size 32 --num-layers 1 --train-iters 4"
+    "--seq-length 64 --max-position-embeddings 64 --hidden-size 32 --hybrid-layer-pattern *- "
+    "--train-iters 4"
 )
 
 

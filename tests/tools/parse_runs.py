@@ -13,7 +13,7 @@ import os
 import sys
 
 from megatron_burst import launch
-from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.configs import Configs, hybrid_form
 from megatron_burst.tools.plan.configs import arguments as arguments_of
 
 # Refused on the CPU, where the optimizer is in the host's memory already: these are parsed alone.
@@ -32,7 +32,7 @@ def main() -> None:
         for name in configs.names():
             run = configs.run(name)
             os.environ["WORLD_SIZE"] = str(run.gpus)
-            words = arguments_of(run.flags)
+            words = arguments_of(hybrid_form(run.flags))
             sys.argv = ["train", *(word for word in words if word not in OFFLOAD)]
             found[name] = _parsed(arguments)
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

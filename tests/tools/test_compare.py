@@ -104,6 +104,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--ranks", "4", "--", "--save=x"], "--save: the comparison sets it"),
         (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
         (["--ranks", "4", "--variants", "nothing"], "matches none"),
+        (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),
     ],
 )
 def test_wrong_input_is_refused(
@@ -119,8 +120,9 @@ def test_a_named_run_brings_its_flags_and_ranks(
     words = ["--run", "toy", "--variants", "burst", "--output", str(tmp_path), "--dry-run"]
     assert compare.main([*words, "--", "--train-iters", "5"]) == 0
     shown = capsys.readouterr().out
-    (command,) = (line for line in shown.splitlines() if "pretrain_gpt" in line)
+    (command,) = (line for line in shown.splitlines() if "pretrain" in line)
     assert "--nproc-per-node 4 " in command and "--seq-length 2048 " in command
+    assert "--hybrid-layer-pattern '*-*-'" in command and "--num-layers" not in command
     assert command.count("--context-parallel-algo") == 1 and "--train-iters 5 " in command
 
 

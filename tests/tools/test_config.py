@@ -20,8 +20,6 @@ CONFIGS = Configs.read()
 NAMES = CONFIGS.names()
 # Documents are not predicted.
 PREDICTED = [name for name in NAMES if name != "masks-documents"]
-
-
 HEADLINE = ("7b_2m_32gpu_a800", "14b_1m_32gpu_a800", "7b_4m_64gpu_a800", "14b_2m_64gpu_a800")
 
 
@@ -145,12 +143,22 @@ def test_arguments_are_written_and_read() -> None:
         configs.parsed(["7"])
 
 
+def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
+    given = CONFIGS.run("llama3_8b_256k_8gpu_h100").flags
+    hybrid = configs.hybrid_form(given)
+    changed = {"hybrid-layer-pattern": 32 * "*-", "recompute-num-layers": 2}
+    assert hybrid == {n: v for n, v in given.items() if n != "num-layers"} | changed
+    assert model_of(hybrid) == model_of(given)
+    normed = CONFIGS.run("qwen3_8b_1m_32gpu_h100").flags
+    assert configs.hybrid_form(normed) == normed
+
+
 def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*words: str) -> str:
         assert main(["plan", *words]) == 0
         return capsys.readouterr().out
 
-    lines = printed("--run", "toy", "--flags").splitlines()
+    lines = printed("--run", "toy", "--flags", "--gpt").splitlines()
     assert lines == configs.arguments(CONFIGS.run("toy").flags)
     assert lines[lines.index("--seq-length") + 1] == "2048"
     assert printed("--list", "heads-*").split() == ["heads-1x16", "heads-2x8", "heads-4x4"]

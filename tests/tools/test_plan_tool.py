@@ -274,7 +274,7 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*words, "--fractions", "0", "--top", "3", "--nic-gb-s", "20"]) == 0
     text = capsys.readouterr().out
     assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
-    assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain_gpt" in text
+    assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain " in text
 
 
 def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,8 +319,20 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         ),
         (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
         (
-            ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "2"],
+            ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "1"],
+            "--recompute-num-layers 1 cannot be predicted here: 2 alone",
+        ),
+        (
+            ["--run", "toy", "--gpt", "--", "--recompute-num-layers", "2"],
             "--recompute-num-layers 2 cannot be predicted here: 1 alone",
+        ),
+        (
+            ["--run", "toy", "--", "--hybrid-layer-pattern", "M-*-"],
+            "--hybrid-layer-pattern M-*- is not counted, only '*-' repeated is",
+        ),
+        (
+            ["--run", "toy", "--", "--num-layers", "4"],
+            "--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt",
         ),
         (
             "--run toy -- --context-parallel-size 2 --global-batch-size 3".split(),

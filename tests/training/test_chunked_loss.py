@@ -82,7 +82,7 @@ def masked_run(
 
 
 def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, ...]) -> None:
-    """Untied, and gathered while forward runs: the output layer is never called, but waited for.
+    """Untied, and gathered while forward runs, by hooks of the output layer.
 
     Buckets of 4000 elements, so that the output layer's is not the first's. It also evaluates.
     """
@@ -108,6 +108,14 @@ def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None
     expected = train(tmp_path / "megatron", 1, *start, PER_TOKEN)
     found = train(tmp_path / "chunked", 1, *start, PER_TOKEN, *CHUNKED)
     check("Megatron's attention", found, expected)
+
+
+@pytest.mark.slow
+def test_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) -> None:
+    flags = (*data, *BURST, PER_TOKEN, "--hybrid-layer-pattern", "*-*-", "--train-iters", "5")
+    expected = train(tmp_path / "megatron", 1, *flags)
+    found = train(tmp_path / "chunked", 1, *flags, *IN_CHUNKS)
+    check("HybridModel", found, expected)
 
 
 @pytest.mark.slow

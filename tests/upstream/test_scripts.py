@@ -150,9 +150,6 @@ def test_without_any_of_our_code_around(
 def test_a_gpt_goes_on_as_a_hybrid_model(
     checkout: Path, train: Callable[..., Log], tmp_path: Path
 ) -> None:
-    """Megatron's own translation of the checkpoint, the optimizer's state included."""
-    if not (checkout / "megatron/core/dist_checkpointing/gpt_checkpoint_interop.py").exists():
-        pytest.skip("this Megatron does not translate checkpoints of a GPTModel: docs/hybrid.md")
     half, folder = str(STEPS[-1] // 2), str(tmp_path)
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
     way = ("-m", "megatron_burst.run")

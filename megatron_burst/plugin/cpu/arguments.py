@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import beyond
+from megatron_burst.plugin.limits import beyond, recurrent_layers
 
 
 def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,5 +91,11 @@ def check_cpu_arguments(args: argparse.Namespace) -> None:
     reasons = beyond(CPU_LIMITS, args, _WORKING)
     if args.profile and not args.use_pytorch_profiler:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")
+    recurrent = recurrent_layers(args.hybrid_layer_pattern)
+    if recurrent and (args.dataloader_inter_document_masking or args.sft):
+        reasons.append(
+            f"{recurrent} layers take whole sequences: drop --dataloader-inter-document-masking "
+            "and --sft"
+        )
     if reasons:
         raise ValueError("this cannot run on a CPU:\n  " + "\n  ".join(reasons))

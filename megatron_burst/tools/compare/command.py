@@ -1,6 +1,6 @@
 """Train one model on the same data through several algorithms and write one report of all.
 
-Runs megatron_burst.pretrain_gpt once for each variant: the same seed, data and model, another
+Runs megatron_burst.pretrain once for each variant: the same seed, data and model, another
 --context-parallel-algo. --dry-run lists the variants, and why some cannot run here. What is
 finished is kept: the same command goes on where it was interrupted. The report is DIR/compare.md
 and DIR/compare.json; tensorboard --logdir DIR/runs shows the losses over each other.
@@ -27,8 +27,8 @@ from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
-from megatron_burst.tools.flops import peak_tflops
-from megatron_burst.tools.plan.configs import Configs, arguments, parsed
+from megatron_burst.tools.flops import Flags, peak_tflops
+from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 
 _OURS = """
     context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
@@ -85,12 +85,14 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> options.Parser:
     parser = options.Parser("compare", __doc__, *_EXAMPLES)
     add, number = parser.add, options.positive
-    text = "a small GPT on Python's standard library; needs no GPU and no more flags"
+    text = "a small model on Python's standard library; needs no GPU and no more flags"
     add("--toy", action="store_true", help=text)
     text = "with --toy, train on this text, directory or JSONL file; may be given again"
     add("--input", type=Path, action="append", default=[], metavar="PATH", help=text)
     text = "a named run of configs/ on its ranks; flags that you add win over its own"
     add("--run", metavar="NAME", help=text)
+    text = "train the model of --toy or --run as a GPTModel (default: as a HybridModel)"
+    add("--gpt", action="store_true", help=text)
     text = "a directory (default: runs/compare, -toy or -NAME behind it)"
     add("--output", type=Path, metavar="PATH", help=text)
     text = "default: as many as GPUs; with --toy up to 4"
@@ -122,16 +124,25 @@ def _fill(args: argparse.Namespace) -> None:
         args.ranks = args.ranks or ranks_of_the_toy()
         if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
-        args.flags = [*make_toy(args.output / "corpus", args.input), *args.flags]
+        args.flags = _named(parsed(make_toy(args.output / "corpus", args.input)), args)
     if args.run:
         run = Configs.read().run(args.run)
         named = {name: value for name, value in run.flags.items() if name not in _OURS}
-        args.flags, args.ranks = [*arguments(named), *args.flags], args.ranks or run.gpus
+        args.flags, args.ranks = _named(named, args), args.ranks or run.gpus
     args.ranks = args.ranks or gpus()
     if not args.ranks:
         raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
     if args.tolerance is None:
         args.tolerance = 1e-2 if {"--bf16", "--fp16"} & set(args.flags) else 1e-4
+
+
+def _named(flags: Flags, args: argparse.Namespace) -> list[str]:
+    """The flags of --toy or --run for the model that is asked for, and the user's behind."""
+    flags = flags if args.gpt else hybrid_form(flags)
+    if "num-layers" in parsed(args.flags) and "hybrid-layer-pattern" in flags:
+        text = "a HybridModel has --hybrid-layer-pattern; or give --gpt"
+        raise ValueError(f"--num-layers: {text}")
+    return [*arguments(flags), *args.flags]
 
 
 def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:

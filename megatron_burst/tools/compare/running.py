@@ -55,7 +55,7 @@ class Series:
         ours = variant.flags[1] != "megatron"
         return [
             *launcher,
-            *("-m", "megatron_burst.pretrain_gpt"),
+            *("-m", "megatron_burst.pretrain"),
             *self.flags,
             *variant.flags,
             *(_TRACE if self.traced and ours else ()),

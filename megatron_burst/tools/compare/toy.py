@@ -1,4 +1,4 @@
-"""A comparison for any machine: a small GPT on text that every Python brings along."""
+"""A comparison for any machine: a small model on text that every Python brings along."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def _parser() -> options.Parser:
         "megatron-burst doctor",
         "megatron-burst doctor --shape 32,8,128",
         "megatron-burst doctor --gpus-per-node 8 --nodes 4 -- torchrun ... -m "
-        "megatron_burst.pretrain_gpt FLAGS",
+        "megatron_burst.pretrain FLAGS",
     )
     add = parser.add
     number: dict[str, Any] = {"type": options.positive}

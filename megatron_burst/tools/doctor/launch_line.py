@@ -12,8 +12,8 @@ from torch.distributed.run import get_args_parser
 
 from megatron_burst.plugin.arguments import asks_for_us
 
-OUR_ENTRY = "megatron_burst.pretrain_gpt"
-OUR_ENTRIES = (OUR_ENTRY, "megatron_burst.pretrain")  # two names of one program
+OUR_ENTRY = "megatron_burst.pretrain"
+OUR_ENTRIES = (OUR_ENTRY, "megatron_burst.pretrain_gpt")  # two names of one program
 OUR_RUNNER = "megatron_burst.run"
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")

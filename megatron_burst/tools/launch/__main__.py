@@ -70,6 +70,9 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
     args.flags, args.command = [*flags, *argv[end + 1 :]], [place, *argv]
     if args.script:
         args.script = args.script.absolute()
+        args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models
+    if args.run and not args.gpt and any(flag.split("=")[0] == "--num-layers" for flag in flags):
+        parser.error("--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt")
     return args
 
 
@@ -78,11 +81,13 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--run", metavar="NAME", help="a named run of configs/; flags that you add win over its own"
     )
+    text = "train the run's model as a GPTModel (default: as a HybridModel)"
+    add("--gpt", action="store_true", help=text)
     text = "ranks on a node (default: one a GPU; needed where there is none)"
     add("--ranks-per-node", "--gpus-per-node", metavar="N", help=text)
     text = "log, versions and TensorBoard events go here (default: a new directory in ./runs)"
     add("--output", type=Path, metavar="DIR", help=text)
-    text = "run this pretrain_gpt.py of Megatron-LM instead of ours"
+    text = "run this pretrain_gpt.py or pretrain_hybrid.py of Megatron-LM instead of ours"
     add("--script", type=Path, metavar="PATH", help=text)
 
 

@@ -108,8 +108,9 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
     start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
     run_script = ["megatron_burst.run", str(args.script)]
     start += ["--nproc-per-node", ranks, "-m"]
-    start += run_script if args.script else ["megatron_burst.pretrain_gpt"]
-    named = site.plan("--run", args.run, "--flags") if args.run else []
+    start += run_script if args.script else ["megatron_burst.pretrain"]
+    form = ["--gpt"] if args.gpt else []
+    named = site.plan("--run", args.run, "--flags", *form) if args.run else []
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
     return [*start, *board, *named, *args.flags]
 

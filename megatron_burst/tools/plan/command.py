@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.flops import Flags
-from megatron_burst.tools.plan.configs import Configs, arguments, parsed
+from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.workload import Cluster, loss_chunking
 
@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
-        print(*arguments(configs.run(given.run).flags), sep="\n")
+        flags = configs.run(given.run).flags
+        print(*arguments(flags if given.gpt else hybrid_form(flags)), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0
@@ -130,6 +131,12 @@ def _asked(
     flags = dict(run.flags) if run else configs.flags_of(_USUAL)
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
+    if "hybrid-layer-pattern" in own or ("num-layers" in flags and not given.gpt):
+        flags = hybrid_form(flags)
+        if "num-layers" in own and "num-layers" not in flags:
+            raise ValueError(
+                "--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt"
+            )
     flags |= own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
@@ -162,6 +169,7 @@ def _parser() -> options.Parser:
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     text = "print the flags of --run alone, a word a line, for scripts"
     add("--flags", action="store_true", help=text)
+    add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
     add("--model", metavar="NAME", help="a model of configs/; or flags after --")

@@ -93,6 +93,22 @@ class Configs:
         )
 
 
+def hybrid_form(flags: Flags) -> dict[str, Any]:
+    """Return the flags of a GPTModel as those of the same HybridModel.
+
+    Attention, `*`, and the MLP, `-`, are layers of their own there; recompute counts both. With
+    --qk-layernorm, which Megatron's hybrid stack ignores, it stays a GPTModel.
+    """
+    given = dict(flags)
+    if given.get("qk-layernorm"):
+        return given
+    if "recompute-num-layers" in given:
+        given["recompute-num-layers"] = 2 * int(given["recompute-num-layers"])
+    if "num-layers" in given:
+        given["hybrid-layer-pattern"] = "*-" * int(given.pop("num-layers"))
+    return given
+
+
 def arguments(flags: Flags) -> list[str]:
     """Write flags as a command line has them; those that are False are left out."""
     words = []

@@ -56,7 +56,7 @@ class Candidate:
         # Megatron asks for the setting before it runs context parallelism before Blackwell.
         return (
             f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {where} --nproc-per-node {a_node} "
-            f"-m megatron_burst.pretrain_gpt {shlex.join(arguments(self.flags))}"
+            f"-m megatron_burst.pretrain {shlex.join(arguments(self.flags))}"
         )
 
 

@@ -31,7 +31,6 @@ _PREDICTED = {
     "micro-batch-size": 1,
     "recompute-granularity": "full",
     "recompute-method": "uniform",
-    "recompute-num-layers": 1,
 }
 """Flags that are predicted with this value alone, or not at all."""
 
@@ -263,6 +262,12 @@ def _refuse(given: Flags) -> None:
         if given.get(name) and str(given[name]) != str(only):
             alone = f": {only} alone" if only else ""
             raise ValueError(f"--{name} {given[name]} cannot be predicted here{alone}")
+    # Attention and the MLP are layers of their own in a HybridModel.
+    layers = 2 if "hybrid-layer-pattern" in given else 1
+    if (recomputed := int(given.get("recompute-num-layers", layers))) != layers:
+        raise ValueError(
+            f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
+        )
     tensor = _number(given, "tensor-model-parallel-size")
     if tensor > 1 and not given.get("sequence-parallel"):
         raise ValueError(
