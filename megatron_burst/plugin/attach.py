@@ -93,6 +93,8 @@ def _with_burst_spec(config_from_args: Callable[..., Any]) -> Callable[..., Any]
         if args.spec is not None and spec is None:
             # Megatron would go on with its default spec.
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
+        if is_hybrid and args.qk_layernorm:
+            logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
         shared = _make_shared_state(args)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)

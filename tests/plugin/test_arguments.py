@@ -693,6 +693,17 @@ def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
         attach._with_burst_spec(gpt_config)(args)
 
 
+def test_a_norm_that_a_hybrid_stack_lacks_is_said(
+    parser: argparse.ArgumentParser, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = parse(parser, BURST + "--qk-layernorm --hybrid-layer-pattern *-")
+    configure(args)
+    for field, said in (("transformer_layer_spec", False), ("hybrid_stack_spec", True)):
+        config = SimpleNamespace(**{field: None}, pre_wrap_hooks=[])
+        attach._with_burst_spec(lambda _, config=config: config)(args)
+        assert ("--qk-layernorm has no effect" in caplog.text) == said
+
+
 def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
     text = refusal(parser, BURST + "--sft --qk-clip --attention-backend local")
     assert re.findall(r"^  (\w+) = ", text, re.MULTILINE) == ["sft", "qk_clip", "attention_backend"]
