@@ -196,9 +196,10 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
             results.append(series.run(variant))
             continue
         again = " (finished before)" if series.is_finished(variant) else ""
-        console.print(f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}{again}", end=": ")
-        results.append(series.run(variant))
-        console.print(_line(results[-1]))
+        label = f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}{again}"
+        with console.status(f"{variant.name}, to be watched in {series.folder(variant)}/log.txt"):
+            results.append(series.run(variant))
+        console.print(f"{label}: {_line(results[-1])}")
     return results
 
 
