@@ -10,7 +10,7 @@ Sets up the environment, makes a corpus from Python's own standard library, and 
 small model on the same tokens with burst attention on four context-parallel ranks and on one. The
 report compares the two losses step by step and is left in DIR with both logs. Again, it keeps what
 has finished.
-  --steps N      training steps (default 100)
+  --steps N      training steps (default 80)
   --output DIR   where everything goes (default: runs/quickstart in the repository)
   --gpt          a GPTModel (default: a HybridModel)
   --input PATH   train on this text, directory or JSONL file instead; may be given again
@@ -23,7 +23,7 @@ still shows context parallelism, on the CPU.
 END
 }
 
-steps=100
+steps=80
 output=""
 inputs=()
 model=()
