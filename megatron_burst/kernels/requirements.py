@@ -13,10 +13,8 @@ class DeclaredKernel:
 
     package: Package | None = None  # that has to be installed
     device = "cuda"
-    gpus: tuple[int, int | None] = (
-        8,
-        None,
-    )  # oldest and newest major compute capability; None: any
+    # oldest and newest major compute capability; None: any
+    gpus: tuple[int, int | None] = (8, None)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     largest_head: int | None = 256  # head sizes are multiples of 8 up to this; None: any
     one_head_size = True  # whether heads of K and V must be of one size

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Kind, Tile
-from megatron_burst.plans.route import Route, Stage, used_by_blocks, used_by_gradients
+from megatron_burst.plans.route import Leg, Route, used_by_blocks, used_by_gradients
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import Grid, stations
 
-type _Used = Callable[[Sequence[Stage], NDArray[np.bool]], NDArray[np.bool]]
+type _Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,18 @@ class Ring(Schedule):
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
-        return self._route(self.sent, [*self._block_stages()], used_by_blocks)
+        return self._route(self.sent, [*self._block_legs()], used_by_blocks)
 
     def gradients(self) -> Route:
         """Return the way of all gradients: it begins where the first partial is."""
         chained = self.gradient_return is GradientReturn.CHAIN
-        stages = self._chain() if chained else self._to_owner()
-        return self._route(self.sent.gradient, [*stages], used_by_gradients)
+        legs = self._chain() if chained else self._to_owner()
+        return self._route(self.sent.gradient, [*legs], used_by_gradients)
 
-    def _route(self, kind: Kind, stages: Sequence[Stage], used: _Used) -> Route:
+    def _route(self, kind: Kind, legs: Sequence[Leg], used: _Used) -> Route:
         ranks, users = stations(self.grid), self.tiling.needs.users(self.sent)
         useful = users[np.arange(self.grid.ranks), ranks]
-        return Route(kind, stages, ranks, used(stages, useful), self._parts)
+        return Route(kind, legs, ranks, used(legs, useful), self._parts)
 
     @property
     def _parts(self) -> Sequence[Interval | None]:
@@ -114,17 +114,17 @@ class Ring(Schedule):
             return {0: first, end: half, end + 1: second}
         return {0: first, end: second, end + 1: half}
 
-    def _block_stages(self) -> Iterator[Stage]:
+    def _block_legs(self) -> Iterator[Leg]:
         """A block's way: along its owner's column from node to node, and around each node."""
         length = self.grid.ranks_per_node
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
                 before = begin - length
-                yield Stage(before, begin, Channel.READ_BETWEEN, before, begin - 1)
+                yield Leg(before, begin, Channel.READ_BETWEEN, before, begin - 1)
             for t in range(begin, begin + length - 1):
-                yield Stage(t, t + 1, Channel.READ_WITHIN, t, t)
+                yield Leg(t, t + 1, Channel.READ_WITHIN, t, t)
 
-    def _chain(self) -> Iterator[Stage]:
+    def _chain(self) -> Iterator[Leg]:
         """A gradient's way if every rank adds to what came before."""
         length, ranks = self.grid.ranks_per_node, self.grid.ranks
         last, end = length - 1, ranks + self._delay  # who works on a block last in its node
@@ -132,26 +132,26 @@ class Ring(Schedule):
             step = begin + self._delay + 1
             for s in range(1 if begin == 0 else 0, last):
                 ends = begin + s, begin + s + 1
-                yield Stage(*ends, Channel.GRADIENT_WITHIN, step + s, step + s)
+                yield Leg(*ends, Channel.GRADIENT_WITHIN, step + s, step + s)
             leaves = begin + length + self._delay
             if begin == 0 and length > 1:
-                yield Stage(last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
+                yield Leg(last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
             elif begin > 0:
                 lands = end if begin + length == ranks else leaves + length - 1
                 ends = begin + last, (begin + length) % ranks + last
-                yield Stage(*ends, Channel.GRADIENT_BETWEEN, leaves, lands)
+                yield Leg(*ends, Channel.GRADIENT_BETWEEN, leaves, lands)
         if 1 < length < ranks:
-            yield Stage(last, 0, Channel.GRADIENT_WITHIN, end + 1, end + 1)
+            yield Leg(last, 0, Channel.GRADIENT_WITHIN, end + 1, end + 1)
 
-    def _to_owner(self) -> Iterator[Stage]:
+    def _to_owner(self) -> Iterator[Leg]:
         """A gradient's way if each partial is sent as soon as it is there, summed once a node."""
         length, ranks = self.grid.ranks_per_node, self.grid.ranks
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
             step = begin + self._delay + 1
             for s in range(1, length):
-                yield Stage(begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
+                yield Leg(begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
             if begin > 0:
                 leaves = begin + self._delay + length + tail
                 lands = leaves if begin + length == ranks else leaves + length - 1
-                yield Stage(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
+                yield Leg(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)

@@ -1,4 +1,4 @@
-"""The way that the blocks of all ranks take, the same for each: stages between stations.
+"""The way that the blocks of all ranks take, the same for each: legs between stations.
 
 Station 0 of a block is its owner, station p·L + s the rank p nodes and s places on. So one short
 list describes the messages of all ranks, and those of one rank are found without the others'.
@@ -17,7 +17,7 @@ from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedule import Loads
 
 
-class Stage(NamedTuple):
+class Leg(NamedTuple):
     """One hop of every block, or of every gradient, from one station to another."""
 
     source: int
@@ -32,11 +32,11 @@ class Route:
     """The messages of all ranks that move the blocks, or the gradients, of one kind."""
 
     kind: Kind
-    stages: Sequence[Stage]
+    legs: Sequence[Leg]
     ranks: NDArray[np.int64]
     """[station, owner]: who is there."""
     used: NDArray[np.bool]
-    """[stage, owner]: whether anything goes that way."""
+    """[leg, owner]: whether anything goes that way."""
     parts: Sequence[Interval | None]
     """By owner: which of its rows go; None is all."""
 
@@ -44,40 +44,40 @@ class Route:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
         if rank is None:
             return [self._hop(i, o) for o, i in np.argwhere(self.used.T).tolist()]
-        at: dict[int, list[int]] = defaultdict(list)  # station -> its stages
-        for number, stage in enumerate(self.stages):
-            at[stage.source].append(number)
-            at[stage.target].append(number)
+        at: dict[int, list[int]] = defaultdict(list)  # station -> its legs
+        for number, leg in enumerate(self.legs):
+            at[leg.source].append(number)
+            at[leg.target].append(number)
         station = np.argmax(self.ranks == rank, axis=0).tolist()  # by owner
         return [self._hop(i, o) for o, t in enumerate(station) for i in at[t] if self.used[i, o]]
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Yield senders, receivers and bytes, a stage of all owners at a time."""
+        """Yield senders, receivers and bytes, a leg of all owners at a time."""
         rows = np.array([local_tokens if part is None else part.length for part in self.parts])
         payload = sizes[self.kind] * rows // local_tokens
-        for stage, used in zip(self.stages, self.used, strict=True):
-            yield self.ranks[stage.source], self.ranks[stage.target], payload * used
+        for leg, used in zip(self.legs, self.used, strict=True):
+            yield self.ranks[leg.source], self.ranks[leg.target], payload * used
 
     def _hop(self, number: int, owner: int) -> Hop:
-        stage, item = self.stages[number], Item(self.kind, owner, self.parts[owner])
-        source, target = self.ranks[stage.source, owner], self.ranks[stage.target, owner]
-        return Hop(item, int(source), int(target), stage.channel, stage.leaves, stage.lands)
+        leg, item = self.legs[number], Item(self.kind, owner, self.parts[owner])
+        source, target = self.ranks[leg.source, owner], self.ranks[leg.target, owner]
+        return Hop(item, int(source), int(target), leg.channel, leg.leaves, leg.lands)
 
 
-def used_by_blocks(stages: Sequence[Stage], useful: NDArray[np.bool]) -> NDArray[np.bool]:
-    """Say which stages lead a block on to a station where it is useful; both by owner."""
-    useful, used = useful.copy(), np.zeros((len(stages), useful.shape[1]), bool)
-    for number, stage in reversed([*enumerate(stages)]):
-        used[number] = useful[stage.target]
-        useful[stage.source] |= used[number]
+def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Say which legs lead a block on to a station where it is useful; both by owner."""
+    useful, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
+    for number, leg in reversed([*enumerate(legs)]):
+        used[number] = useful[leg.target]
+        useful[leg.source] |= used[number]
     return used
 
 
-def used_by_gradients(stages: Sequence[Stage], useful: NDArray[np.bool]) -> NDArray[np.bool]:
-    """Say which stages carry something that a station has added to the gradient; both by owner."""
-    holding, used = useful.copy(), np.zeros((len(stages), useful.shape[1]), bool)
-    for number, stage in enumerate(stages):
-        used[number] = holding[stage.source]
-        holding[stage.source] = False
-        holding[stage.target] |= used[number]
+def used_by_gradients(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Say which legs carry something that a station has added to the gradient; both by owner."""
+    holding, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
+    for number, leg in enumerate(legs):
+        used[number] = holding[leg.source]
+        holding[leg.source] = False
+        holding[leg.target] |= used[number]
     return used
