@@ -40,6 +40,7 @@ from megatron_burst.plans.topology import Grid
 class Mesh(Schedule):
     """What the plans of all ranks have in common; the counterpart of `rings.Ring`."""
 
+    worth = 0.9
     tiling: Tiling
     grid: Grid
     held: int

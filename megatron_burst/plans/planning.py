@@ -1,8 +1,10 @@
 """Chooses the schedules of one attention call by the bytes that they send; counted, not timed."""
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_burst.config import (
@@ -16,7 +18,7 @@ from megatron_burst.config import (
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.plans.mesh import Mesh, meshes
+from megatron_burst.plans.mesh import meshes
 from megatron_burst.plans.plan import Kind, Plan
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
@@ -121,18 +123,18 @@ class _Pass:
         if mesh and self.config.topology is Topology.MESH:
             return mesh
         rings = [self._offer(ring) for ring in self._rings()]
-        usual = min(rings, key=lambda ring: ring.order)
-        worth = {Direct: 0.5, Mesh: 0.9}  # see `Direct` and `Mesh` on what they cost besides bytes
+        usual = min(rings, key=attrgetter("order"))
 
-        def not_taken(offer: Offer) -> bool:
-            limit = worth.get(type(offer.schedule), 1.0) * usual.cost.bottleneck
-            usually = usual.schedule.pairs.max()
-            too_uneven = bool(offer.schedule.pairs.max() > _UNEVEN * usually)
-            too_large = type(offer.schedule) in worth and offer.memory > self.memory_limit
-            return offer.cost.bottleneck > limit or too_uneven or too_large
+        def is_worth_it(offer: Offer) -> bool:
+            cheap = offer.cost.bottleneck <= offer.schedule.worth * usual.cost.bottleneck
+            even = offer.schedule.pairs.max() <= _UNEVEN * usual.schedule.pairs.max()
+            return cheap and bool(even) and offer.memory <= self.memory_limit
 
-        every = [*map(self._offer, self._direct()), *mesh, *rings]
-        return sorted(every, key=lambda offer: (not_taken(offer), *offer.order))
+        others = [*map(self._offer, self._direct()), *mesh]
+        taken = [*rings, *filter(is_worth_it, others)]
+        left = itertools.filterfalse(is_worth_it, others)
+        by_cost = attrgetter("order")
+        return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
 
     def _offer(self, schedule: Schedule) -> Offer:
         messages = schedule.messages(backward=self.backward)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ class Schedule(ABC):
 
     tiling: Tiling
     """Who computes what."""
+
+    worth: ClassVar[float] = 1.0
+    """Up to which share of a ring's bytes on the bottleneck link it is worth its other costs."""
 
     @property
     @abstractmethod

@@ -22,7 +22,7 @@ from tests.workers import Team, WorkerPool
 
 # Ranks, and how many of them a node has.
 PLACES = [(4, 4), (4, 1), (6, 6), (6, 1), (8, 8), (8, 1), (8, 2)]
-SLOW = [(4, 1), (6, 6), (8, 8), (8, 1)]
+SLOW = [(4, 1), (6, 6), (6, 1), (8, 8), (8, 1)]
 LAYOUTS = ("zigzag", "segmented-zigzag", "contiguous", "striped")
 BFLOAT16_OVER_FLASH = 1.5
 
