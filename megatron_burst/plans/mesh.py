@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Messages, Schedule
@@ -72,8 +73,8 @@ class Mesh(Schedule):
             held += (table.held + (4 if passing else 1)) * sizes[result]
         return held
 
-    def sent_away(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
-        """Return the bytes that a rank sends to other nodes if all blocks are needed whole."""
+    def sends(self, sizes: Mapping[Kind, int], *, backward: bool) -> tuple[int, int]:
+        """Return what a rank sends to other nodes, and within its own, if all is needed whole."""
 
         def moved(kind: Kind) -> int:
             result = kind.result(backward=backward)
@@ -81,7 +82,8 @@ class Mesh(Schedule):
 
         table = self._table
         kept, visits = moved(self.sent), moved(self.sent.other)
-        return (table.held - 1) * kept + (table.visitors - 1) * visits
+        around = len(table.passes) * (table.locals - 1) * kept
+        return (table.held - 1) * kept + (table.visitors - 1) * visits, around
 
     def messages(self, *, backward: bool) -> tuple[Messages, ...]:
         """Return all messages of a forward or a backward."""
@@ -122,11 +124,11 @@ class Mesh(Schedule):
     def _tiles(self, rank: int, guest: int, owner: int) -> tuple[Tile, ...]:
         if guest == owner == rank:
             return self.tiling(rank, rank)
-        if not self._needed[guest, owner]:
+        if not self.tiling.needs.rows[self.sent][owner, guest]:
             return ()
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
-            part = self.tiling.needs.parts[kind][whose]
+            part = self._parts[kind][whose]
             if whose != rank and part is not None:
                 tiles = tuple(tile.reading(kind, part) for tile in tiles)
         return tiles
@@ -134,30 +136,28 @@ class Mesh(Schedule):
     def _around(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
         table, owners = self._table, np.arange(self.grid.ranks)
-        stations, useful = [], []
-        for (visitor, node), step in product(table.passes, range(table.locals)):
-            at = table.away(node, 0, step)
-            stations.append(at)
-            useful.append(self._needed[table.away(0, -visitor, 0)[at], owners])
+        visitors, nodes = np.repeat(table.passes, table.locals, axis=0).T
+        steps = nodes * table.locals + np.tile(np.arange(table.locals), len(table.passes))
+        places = product(range(table.held), (0,), range(table.locals))
+        stations = table.away([*places])[steps]
+        guests = table.away([(0, -visitor, 0) for visitor in range(table.visitors)])
+        useful = self._needed[guests[visitors[:, None], stations], owners]
         for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
-            keeper, here = table.keeper(node), number * table.locals
-            if keeper != here:
-                useful[keeper] = useful[keeper] | useful[here]
-        way = np.array(stations), used(legs, np.array(useful))
-        return Route(kind, legs, *way, self.tiling.needs.parts[self.sent])
+            useful[table.keeper(node)] |= useful[number * table.locals]
+        return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent])
 
     def _visits(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
-        table = self._table
-        by_column = table.by_place(self._needed).any(axis=(3, 5))  # [row, column, local, column]
-        stations, useful = [], []
-        for visitor in range(table.visitors):
-            columns = range(table.visitors)
-            met = [by_column[:, c, :, (c + visitor) % table.visitors] for c in columns]
-            useful.append(table.by_rank(np.stack(met, axis=1)))
-            stations.append(table.away(0, visitor, 0))
-        way = np.array(stations), used(legs, np.array(useful))
-        return Route(kind, legs, *way, self.tiling.needs.parts[self.sent.other])
+        table, visitors = self._table, np.arange(self._table.visitors)
+        met = table.by_rank(table.by_place(self._needed).any(axis=(3, 5)))  # [owner, column]
+        columns = (table.places[1] + visitors[:, None]) % table.visitors
+        useful = np.take_along_axis(met.T, columns, axis=0)
+        stations = table.away([(0, visitor, 0) for visitor in range(table.visitors)])
+        return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent.other])
+
+    @property
+    def _parts(self) -> Mapping[Kind, Sequence[Interval | None]]:
+        return self.tiling.needs.parts
 
     def _channels(self, within: Channel, between: Channel) -> tuple[Channel, Channel]:
         return within, between if self.grid.nodes > 1 else within
@@ -242,11 +242,13 @@ class _Table:
         """Return the station of the rank that keeps a block, so many rows from its owner."""
         return (node + 1) * self.locals if node else 0
 
-    def away(self, rows: int, columns: int, locals_: int) -> NDArray[np.int64]:
-        """Return for each rank the one that is so far from it, in a cycle."""
-        by = np.array([[rows], [columns], [locals_]])
-        row, column, local = (self.places + by) % np.array([self.ranks.shape]).T
-        return self.ranks[row, column, local]
+    def away(self, offsets: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+        """Return for each rank those that are so far from it, in a cycle: [offset, rank]."""
+        rows, columns, locals_ = np.array(offsets).T[:, :, None]
+        row, column, local = self.places
+        held, visitors, length = self.ranks.shape
+        flat = ((row + rows) % held * visitors + (column + columns) % visitors) * length
+        return self.ranks.reshape(-1)[flat + (local + locals_) % length]
 
     def by_place(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """Return what is known of two ranks by the places of both."""

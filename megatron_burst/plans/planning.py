@@ -170,9 +170,9 @@ class _Pass:
         fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
         if not fitting and self.config.topology is Topology.MESH:
             raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
-        sent = {mesh: mesh.sent_away(self.sizes, backward=self.backward) for mesh in fitting}
+        sent = {mesh: mesh.sends(self.sizes, backward=self.backward) for mesh in fitting}
         if fitting:
-            yield self._offer(min(fitting, key=lambda mesh: (sent[mesh], memory[mesh])))
+            yield self._offer(min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh])))
 
 
 def _compared(offers: Sequence[Offer]) -> str:
