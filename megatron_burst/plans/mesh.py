@@ -177,13 +177,13 @@ class Mesh(Schedule):
         """A result goes to the block's keeper in the node, and the sum home after its last pass."""
         table, length = self._table, self._table.locals
         within, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
-        for number, (_, node) in enumerate(table.passes):
+        for number, (visitor, node) in enumerate(table.passes):
             keeper, begin, end = table.keeper(node), number * length, (number + 1) * length
             for t in range(begin + 1, end):
                 yield Leg(t, keeper, within, t + 1, t + 1)
-            if node and all(node != later for _, later in table.passes[number + 1 :]):
-                leaves = end + min(1, length - 1)
-                lands = leaves if end == self.grid.ranks else end + length - 1 + min(1, length - 1)
+            if node and not visitor:
+                leaves = end if length == 1 else end + 1  # the sum is complete a hop later
+                lands = leaves if end == self.grid.ranks else leaves + length - 1
                 yield Leg(keeper, 0, between, leaves, lands)
 
     def _arrivals(self) -> Iterator[Leg]:
