@@ -26,14 +26,16 @@ def serve() -> None:
     # What every rank would import.
     from megatron.core.models import mimo  # noqa: F401
     from megatron.core.tokenizers import text  # noqa: F401
+    from megatron.training import arguments, training
     from megatron.training.argument_utils import ArgumentGroupFactory as Group
 
     from megatron_burst import pretrain_gpt  # noqa: F401
     from megatron_burst.plugin import attach, pretraining  # noqa: F401
 
-    # Every rank parses the sources of Megatron's settings for their help, twice.
+    # Every rank makes Megatron's parser twice, and parses the sources of its settings for the help.
     Group._get_field_docstrings = once_a_class(Group._get_field_docstrings)
-    _parse_once()
+    arguments.add_megatron_arguments = _made_before(arguments.add_megatron_arguments)
+    training.write_args_to_tensorboard = lambda: None  # a file opened for each of 400, none read
 
     gc.freeze()  # the children shall not copy what the collector would touch
     for line in sys.stdin:
@@ -55,10 +57,14 @@ def once_a_class(docstrings: Any) -> Any:
     return of
 
 
-def _parse_once() -> None:
-    from megatron.training.arguments import add_megatron_arguments
+def _made_before(add_arguments: Any) -> Any:
+    """What adds Megatron's arguments to a new parser; the first two calls of a rank get theirs."""
+    parsers = [add_arguments(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
 
-    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    def of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return parsers.pop() if parsers else add_arguments(parser)
+
+    return of
 
 
 def _fork(rank: int, job: dict) -> int:
