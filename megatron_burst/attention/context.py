@@ -1,6 +1,7 @@
 """What attention calls of one context-parallel group share: who is in it, and what was planned."""
 
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, choose, make_layout, mib
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
-from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
+from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class BurstContext:
         *,
         along_grid: bool = False,
         agreement: dist.ProcessGroup | None = None,
+        memory_limit: float = math.inf,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
@@ -80,6 +82,7 @@ class BurstContext:
         self.nodes = nodes  # of the ranks of one ring
         self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._agreement = agreement  # None: nobody to agree with
+        self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
         self._calls: dict[tuple[object, ...], AttentionCall] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
@@ -140,6 +143,7 @@ class BurstContext:
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
             agreement=groups.agreement,
+            memory_limit=_memory_limit(config, group),
         )
 
     @property
@@ -229,7 +233,8 @@ class BurstContext:
         wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
         shape = _shape(q, k, v, wire_dtype)
         choice = choose(
-            self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
+            *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
+            memory_limit=self._memory_limit,
         )
         about = {"soft_cap": soft_cap, "has_documents": mask.documents is not None}
         request = Request.of(q, k, v, is_banded=choice.is_banded, **about)
@@ -280,6 +285,15 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> S
         gradient_bytes=(wire_dtype or wide).itemsize,
         row_bytes=wide.itemsize,
     )
+
+
+def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
+    """Return how many bytes attention may take for other ranks' blocks: the same on all ranks."""
+    card = math.inf
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    purpose = "learn how much memory the other ranks have"
+    return config.memory_limit(min(gather_objects(group, purpose, card, config.timeout_seconds)))
 
 
 def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:

@@ -147,7 +147,7 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
-    load = workload(cluster(), 4, algorithm="burst", backward=backward)
+    load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
     for plan in timing.plans(load.ring, backward=True):
         shape, backward = load.ring.shape, True
         own = sum(
