@@ -350,7 +350,7 @@ def test_what_cannot_be_ranked_is_said(
 
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
-    return command._asked(CONFIGS, command._parser().parse(own), parsed(rest or []))[0]
+    return command._asked(CONFIGS, command._parser().parse_args(own), parsed(rest or []))[0]
 
 
 def test_another_model_leaves_nothing_of_the_runs_own() -> None:
