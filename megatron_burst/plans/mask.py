@@ -250,7 +250,7 @@ class Mask:
             never |= ~self.blocks[first // size, key_first // size]
         if self.query_stop is not None:
             never |= first >= self.query_stop
-        return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
+        return (PARTLY + fully.astype(np.int8)) * ~never  # FULLY is one more
 
     def band(self, query: range, key: range) -> tuple[Interval, Interval, Band] | None:
         """Return the least tile with all pairs that causality and window leave; None if none is.

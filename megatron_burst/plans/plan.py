@@ -211,13 +211,13 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
     busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
     number = {step: index for index, step in enumerate(sorted(busy))}
-    ours = [hop._replace(leaves=number[hop.leaves], lands=number[hop.lands]) for hop in ours]
+    ours = [Hop(*hop[:4], number[hop.leaves], number[hop.lands]) for hop in ours]
     buffers = _buffers(rank, ours, {number[t]: tiles[t] for t in tiles if tiles[t]})
     receives: dict[int, list[Receive]] = defaultdict(list)
     sends: dict[int, list[Send]] = defaultdict(list)
-    for hop in ours:
+    for index, hop in enumerate(ours):
         if hop.target == rank:
-            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[hop])
+            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[index])
             receives[hop.leaves].append(receive)
         else:
             sends[hop.leaves].append(Send(hop.item, hop.target, hop.channel, hop.lands))
@@ -230,24 +230,24 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     )
 
 
-def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[Hop, int]:
-    """Give each message that arrives the first buffer of its kind that is free by then."""
+def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[int, int]:
+    """Give each message that arrives, by number, the first buffer of its kind that is free then."""
     last_use = _last_uses(rank, hops, tiles)
     busy_until: dict[Kind, list[int]] = defaultdict(list)
     chosen = {}
-    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: h.leaves):
-        ends = busy_until[hop.item.kind]
-        free = (index for index, end in enumerate(ends) if end < hop.leaves)
+    for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
+        ends = busy_until[hops[number].item.kind]
+        free = (index for index, end in enumerate(ends) if end < hops[number].leaves)
         index = next(free, len(ends))
-        ends[index : index + 1] = [last_use[hop]]
-        chosen[hop] = index
+        ends[index : index + 1] = [last_use[number]]
+        chosen[number] = index
     return chosen
 
 
 def _last_uses(
     rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
-) -> dict[Hop, int]:
-    """Return for each message that arrives the last step in which its buffer is needed.
+) -> dict[int, int]:
+    """Return for each message that arrives, by number, the last step that needs its buffer.
 
     A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
     becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
@@ -259,14 +259,15 @@ def _last_uses(
         if hop.source == rank:
             sent[hop.item].append(hop)
     last, held = {}, set()
-    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: (h.lands, h.leaves)):
-        last[hop] = hop.lands
+    arrivals = [(number, hop) for number, hop in enumerate(hops) if hop.target == rank]
+    for number, hop in sorted(arrivals, key=lambda each: (each[1].lands, each[1].leaves)):
+        last[number] = hop.lands
         if not hop.item.kind.is_gradient:
             sends = [s.lands for s in sent[hop.item]]
-            last[hop] = max(hop.lands, read.get(hop.item, 0), *sends)
+            last[number] = max(hop.lands, read.get(hop.item, 0), *sends)
         elif hop.item.owner != rank:
             leaving = next((s for s in sent[hop.item] if s.leaves > hop.lands), None)
             if leaving and leaving not in held:
                 held.add(leaving)
-                last[hop] = leaving.lands
+                last[number] = leaving.lands
     return last

@@ -15,6 +15,7 @@ its way and the rest while the last gradient is.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from megatron_burst.plans.route import Leg, Route, used_by_blocks, used_by_gradi
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.topology import Grid, stations
+from megatron_burst.plans.work import Work, sums
 
 type _Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
 
@@ -63,6 +65,29 @@ class Ring(Schedule):
             tiles |= self._own_tiles_by_step(visits[0])
         return tiles
 
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute: once a kind of pairs of ranks."""
+        if (kinds := self.tiling.kinds) is None:
+            return Schedule.work(self, backward=backward)
+        ranks, at = np.arange(self.grid.ranks), stations(self.grid)
+        owners = np.empty_like(at)
+        np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
+        pairs = (ranks, owners) if self.sent is Kind.KV else (owners, ranks)
+        each = np.array([sums(self.tiling(*pair)) for pair in kinds.examples], np.int64)
+        found = np.zeros((len(at) + 2, len(at), 4), np.int64)
+        found[: len(at), :, :3] = each[kinds.numbers[pairs]]
+        found[1:, :, 3] = (found[1:, :, 0] > 0) & (self.sent is Kind.QUERY)
+        if self.gather:
+            found[self._delay], found[: self._delay] = found.sum(axis=0), 0
+        elif backward and len(at) > 1:
+            found[0] = 0
+            own = kinds.numbers.diagonal()
+            for kind in np.unique(own).tolist():
+                tiles = self._own_tiles_by_step(self.tiling(*kinds.examples[kind]))
+                for step, some in tiles.items():
+                    found[step, own == kind, :3] = sums(some)
+        return Work(*np.moveaxis(found, -1, 0))
+
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
         return self._route(self.sent, [*self._block_legs()], used_by_blocks)
@@ -74,9 +99,9 @@ class Ring(Schedule):
         return self._route(self.sent.gradient, [*legs], used_by_gradients)
 
     def _route(self, kind: Kind, legs: Sequence[Leg], used: _Used) -> Route:
-        ranks, users = stations(self.grid), self.tiling.needs.users(self.sent)
-        useful = users[np.arange(self.grid.ranks), ranks]
-        return Route(kind, legs, ranks, used(legs, useful), self._parts)
+        useful = _useful(self.tiling, self.grid, self.sent)
+        length = self.grid.ranks_per_node
+        return Route(kind, legs, stations(self.grid), used(legs, useful), self._parts, length)
 
     @property
     def _parts(self) -> Sequence[Interval | None]:
@@ -155,3 +180,9 @@ class Ring(Schedule):
                 leaves = begin + self._delay + length + tail
                 lands = leaves if begin + length == ranks else leaves + length - 1
                 yield Leg(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
+
+
+@lru_cache(maxsize=4)
+def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
+    """Who of those that a block passes has a use for it: [station, owner]."""
+    return tiling.needs.users(kind)[np.arange(grid.ranks), stations(grid)]

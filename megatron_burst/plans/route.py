@@ -4,8 +4,9 @@ Station 0 of a block is its owner, station p·L + s the rank p nodes and s place
 list describes the messages of all ranks, and those of one rank are found without the others'.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,29 +40,50 @@ class Route:
     """[leg, owner]: whether anything goes that way."""
     parts: Sequence[Interval | None]
     """By owner: which of its rows go; None is all."""
+    length: int
+    """L, the ranks of a node."""
 
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
         if rank is None:
-            return [self._hop(i, o) for o, i in np.argwhere(self.used.T).tolist()]
+            return self._hops(np.argwhere(self.used.T).tolist())
         at: dict[int, list[int]] = defaultdict(list)  # station -> its legs
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
         station = np.argmax(self.ranks == rank, axis=0).tolist()  # by owner
-        return [self._hop(i, o) for o, t in enumerate(station) for i in at[t] if self.used[i, o]]
+        ours = [(owner, leg) for owner, here in enumerate(station) for leg in at[here]]
+        owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
+        return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Yield senders, receivers and bytes, a leg of all owners at a time."""
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
         rows = np.array([local_tokens if part is None else part.length for part in self.parts])
         payload = sizes[self.kind] * rows // local_tokens
-        for leg, used in zip(self.legs, self.used, strict=True):
-            yield self.ranks[leg.source], self.ranks[leg.target], payload * used
+        legs = np.array([leg[:2] + leg[3:] for leg in self.legs], np.int64).reshape(-1, 4)
+        sources, targets, *steps = legs.T
+        if not (summed and self.used.all() and set(self.parts) == {None}):
+            return Loads(self.ranks[sources], self.ranks[targets], payload * self.used, *steps)
+        ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
+        shape = [[len(self.ranks) // self.length], [self.length]]
+        way = np.ravel_multi_index((ends[:, 1] - ends[:, 0]) % shape, np.ravel(shape).tolist())
+        _, first, times = np.unique(way, return_index=True, return_counts=True)
+        steps = [step[first] for step in steps]
+        ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
+        return Loads(*ends_of, np.outer(times, payload), *steps)
 
-    def _hop(self, number: int, owner: int) -> Hop:
-        leg, item = self.legs[number], Item(self.kind, owner, self.parts[owner])
-        source, target = self.ranks[leg.source, owner], self.ranks[leg.target, owner]
-        return Hop(item, int(source), int(target), leg.channel, leg.leaves, leg.lands)
+    def _hops(self, some: Iterable[tuple[int, int]]) -> list[Hop]:
+        """Return these messages, by owner and leg."""
+        each = [(owner, self.legs[leg]) for owner, leg in some]
+        owners = [owner for owner, _ in each]
+        sources, targets = (
+            self.ranks[[leg[end] for _, leg in each], owners].tolist() for end in (0, 1)
+        )
+        items = [Item(self.kind, owner, self.parts[owner]) for owner in owners]
+        return [
+            Hop(item, *ends, *leg[2:])
+            for item, *ends, (_, leg) in zip(items, sources, targets, each, strict=True)
+        ]
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
