@@ -31,7 +31,7 @@ def backward(
     own = {Kind.QUERY: query, Kind.KV: (k, v)}
 
     def template(item: Item) -> Block:
-        return sums.template(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
+        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.part)
 
     transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
@@ -45,7 +45,7 @@ def backward(
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
         for item, block in transfers.land(number):
-            if item.kind.is_gradient:
+            if item.kind.is_result:
                 with span("backward", number, "merge"):
                     sums.take(item, block)
             else:

@@ -1,6 +1,7 @@
 """What attention calls of one context-parallel group share: who is in it, and what was planned."""
 
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
@@ -27,7 +29,7 @@ from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, choose, make_layout, mib
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
-from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
+from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class BurstContext:
         *,
         along_grid: bool = False,
         agreement: dist.ProcessGroup | None = None,
+        memory_limit: float = math.inf,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
@@ -80,8 +83,11 @@ class BurstContext:
         self.nodes = nodes  # of the ranks of one ring
         self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._agreement = agreement  # None: nobody to agree with
+        self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
         self._calls: dict[tuple[object, ...], AttentionCall] = {}
+        self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
+        self._exchanges: dict[int, HeadExchange] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
     @classmethod
@@ -140,6 +146,7 @@ class BurstContext:
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
             agreement=groups.agreement,
+            memory_limit=_memory_limit(config, group),
         )
 
     @property
@@ -186,6 +193,34 @@ class BurstContext:
 
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
+        self._number += 1
+        which = memory and (memory.fraction, memory.saved is not None)
+        key = *_key(q, k, v, mask, soft_cap), scale, which
+        if (call := self._ready.pop(key, None)) is None:
+            call = self._prepare(q, k, v, mask, scale, soft_cap, memory)
+        _keep(self._ready, key, call)
+        return call
+
+    def exchange(self, local_tokens: int) -> HeadExchange:
+        """Return the all-to-all of this rank's group, made once for sequences of one length."""
+        if local_tokens not in self._exchanges:
+            group, index = self.heads.coordinates(self.rank)
+            layout = self.layout(local_tokens * self.ranks)
+            members = self.heads.member_layout(layout, group)
+            messenger = self.communicator.subgroup(self.heads.groups[group])
+            self._exchanges[local_tokens] = HeadExchange(index, members, messenger)
+        return self._exchanges[local_tokens]
+
+    def _prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None,
+        memory: AttentionMemory | None,
+    ) -> AttentionCall:
         call = replace(self._call(q, k, v, mask, soft_cap), scale=scale)
         if memory is None:
             return call
@@ -205,9 +240,7 @@ class BurstContext:
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
-        key = q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
-        self._number += 1
+        key = _key(q, k, v, mask, soft_cap)
         call = self._calls.pop(key, None)
         if call is None:
             if self._agreement is not None:
@@ -217,9 +250,7 @@ class BurstContext:
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
                 check_agreement(self._agreement, what, said, limit, f"attention {said}")
             call = self._plan(q, k, v, mask, soft_cap)
-        self._calls[key] = call  # the last: with documents every batch has a mask of its own
-        if len(self._calls) > _CALLS_KEPT:
-            del self._calls[next(iter(self._calls))]
+        _keep(self._calls, key, call)
         return call
 
     def _plan(
@@ -229,7 +260,8 @@ class BurstContext:
         wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
         shape = _shape(q, k, v, wire_dtype)
         choice = choose(
-            self.config, tiling, self.grid, shape.item_bytes(), self.nodes, self.along_grid
+            *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
+            memory_limit=self._memory_limit,
         )
         about = {"soft_cap": soft_cap, "has_documents": mask.documents is not None}
         request = Request.of(q, k, v, is_banded=choice.is_banded, **about)
@@ -268,6 +300,20 @@ class BurstContext:
         )
 
 
+def _key(q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None) -> tuple[object, ...]:
+    deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
+    return q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
+
+
+def _keep(
+    calls: dict[tuple[object, ...], AttentionCall], key: tuple[object, ...], call: AttentionCall
+) -> None:
+    """Put a call last, and forget the first: with documents every batch has its own mask."""
+    calls[key] = call
+    if len(calls) > _CALLS_KEPT:
+        del calls[next(iter(calls))]
+
+
 def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> Shape:
     wide = accumulation_dtype(q.dtype)
     return Shape(
@@ -280,6 +326,15 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> S
         gradient_bytes=(wire_dtype or wide).itemsize,
         row_bytes=wide.itemsize,
     )
+
+
+def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
+    """Return how many bytes attention may take for other ranks' blocks: the same on all ranks."""
+    card = math.inf
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    purpose = "learn how much memory the other ranks have"
+    return config.memory_limit(min(gather_objects(group, purpose, card, config.timeout_seconds)))
 
 
 def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:

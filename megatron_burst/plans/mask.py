@@ -123,6 +123,15 @@ class Mask:
     """A byte for each pair of blocks, row after row; see `blocks`."""
     query_stop: int | None = None
     """Queries at this position and later see nothing: their results are known already."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash thousands of documents once, not whenever a plan is looked up."""
+        every = self.is_causal, self.window, self.documents, self.block_table, self.query_stop
+        object.__setattr__(self, "_hash", hash(every))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def causal(

@@ -24,8 +24,8 @@ class Pieces:
     step: int  # from position to position
 
     def __getitem__(self, some: slice | NDArray[np.integer | np.bool]) -> "Pieces":
-        columns = self.owner, self.first, self.stop, self.starts, self.lasts
-        return Pieces(*(column[some] for column in columns), self.step)
+        rows = self.owner[some], self.first[some], self.stop[some]
+        return Pieces(*rows, self.starts[some], self.lasts[some], self.step)
 
     @property
     def bounds(self) -> Bounds:

@@ -1,12 +1,13 @@
 """The way that the blocks of all ranks take, the same for each: legs between stations.
 
-Station 0 of a block is its owner, station p·L + s the rank p nodes and s places on. So one short
-list describes the messages of all ranks, and those of one rank are found without the others'.
+Of a ring, station 0 of a block is its owner, station p·L + s the rank p nodes and s places on. So
+one short list describes the messages of all ranks, and those of one rank are found without the
+others'.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +18,12 @@ from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedule import Loads
 
+type Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
+"""Says by owner which legs are used, from the stations where the block is."""
+
 
 class Leg(NamedTuple):
-    """One hop of every block, or of every gradient, from one station to another."""
+    """One hop of every block, or of every result, from one station to another."""
 
     source: int
     target: int
@@ -30,18 +34,18 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of all ranks that move the blocks, or the gradients, of one kind."""
+    """The messages of all ranks that move the blocks, or the results, of one kind."""
 
     kind: Kind
     legs: Sequence[Leg]
     ranks: NDArray[np.int64]
-    """[station, owner]: who is there."""
+    """[station, owner]: who is there; a rank may be at several stations of an owner."""
     used: NDArray[np.bool]
     """[leg, owner]: whether anything goes that way."""
     parts: Sequence[Interval | None]
     """By owner: which of its rows go; None is all."""
-    length: int
-    """L, the ranks of a node."""
+    length: int | None = None
+    """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
@@ -51,8 +55,8 @@ class Route:
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
-        station = np.argmax(self.ranks == rank, axis=0).tolist()  # by owner
-        ours = [(owner, leg) for owner, here in enumerate(station) for leg in at[here]]
+        stations = np.argwhere((self.ranks == rank).T).tolist()
+        ours = sorted({(owner, leg) for owner, station in stations for leg in at[station]})
         owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
         return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
 
@@ -62,7 +66,7 @@ class Route:
         payload = sizes[self.kind] * rows // local_tokens
         legs = np.array([leg[:2] + leg[3:] for leg in self.legs], np.int64).reshape(-1, 4)
         sources, targets, *steps = legs.T
-        if not (summed and self.used.all() and set(self.parts) == {None}):
+        if not (summed and self.length and self.used.all() and set(self.parts) == {None}):
             return Loads(self.ranks[sources], self.ranks[targets], payload * self.used, *steps)
         ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
         shape = [[len(self.ranks) // self.length], [self.length]]
@@ -72,17 +76,15 @@ class Route:
         ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
         return Loads(*ends_of, np.outer(times, payload), *steps)
 
-    def _hops(self, some: Iterable[tuple[int, int]]) -> list[Hop]:
+    def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
         each = [(owner, self.legs[leg]) for owner, leg in some]
-        owners = [owner for owner, _ in each]
-        sources, targets = (
-            self.ranks[[leg[end] for _, leg in each], owners].tolist() for end in (0, 1)
-        )
-        items = [Item(self.kind, owner, self.parts[owner]) for owner in owners]
+        owners = np.array([owner for owner, _ in each], np.int64)
+        ends = np.array([leg[:2] for _, leg in each], np.int64).reshape(-1, 2).T
+        found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
         return [
-            Hop(item, *ends, *leg[2:])
-            for item, *ends, (_, leg) in zip(items, sources, targets, each, strict=True)
+            Hop(Item(self.kind, owner, self.parts[owner]), source, target, *leg[2:])
+            for (owner, leg), source, target in found
         ]
 
 
@@ -95,8 +97,8 @@ def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.
     return used
 
 
-def used_by_gradients(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
-    """Say which legs carry something that a station has added to the gradient; both by owner."""
+def used_by_results(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Say which legs carry something that a station has added to the result; both by owner."""
     holding, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
     for number, leg in enumerate(legs):
         used[number] = holding[leg.source]

@@ -49,7 +49,7 @@ class Tiling:
             rows = [row for row in self._rows(*pair) if row]
             whole = _lower_triangle(rows, self.local_tokens)
             cells = self._known[kind] = [whole] if whole else _joined(rows)
-        return tuple(Tile(*pair, *cell) for cell in cells)
+        return tuple(Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
@@ -97,6 +97,23 @@ class Tiling:
         return _Cell(
             query_rows.shifted(queries.rows(q).start), key_rows.shifted(keys.rows(k).start), band
         )
+
+
+def own_tiles_by_step(
+    own: Sequence[Tile], end: int, *, two_levels: bool, chained: bool = False
+) -> dict[int, Sequence[Tile]]:
+    """Spread a rank's own tiles over the first step and those from `end` on, under last results.
+
+    With two levels of links there is a last message between nodes and one within the node, in a
+    chain the other way round: the half goes to the one between, a quarter to the other and to the
+    start, whose message is within.
+    """
+    half, first, second = half_and_quarters(own)
+    if not two_levels:
+        return {0: half, end: first + second}
+    if chained:
+        return {0: first, end: half, end + 1: second}
+    return {0: first, end: second, end + 1: half}
 
 
 def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:

@@ -10,6 +10,7 @@ from megatron_burst.plans.cost import Shape, payload
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
 from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
@@ -42,6 +43,8 @@ WAYS = {
     "flat query home": Ring(CAUSAL, FLAT, Kind.QUERY, GradientReturn.HOME),
     "double": Ring(CAUSAL, GRID),
     "double query home": Ring(CAUSAL, GRID, Kind.QUERY, GradientReturn.HOME),
+    "mesh": Mesh(CAUSAL, FLAT, 2),
+    "mesh of queries": Mesh(CAUSAL, FLAT, 3, Kind.QUERY),
     "gathered": Ring(CAUSAL, FLAT, gather=True),
     "window": Ring(WINDOW, GRID, Kind.QUERY, GradientReturn.HOME),
     "direct": Direct(WINDOW, GRID),
@@ -72,7 +75,8 @@ def by_events(
 ) -> tuple[float, float, float]:
     """What the clock of all ranks says, from tiles and messages one by one."""
     shape, machine, nodes = links.shape, links.cluster, links.nodes
-    sizes, rate = shape.item_bytes(), machine.backward_rate if backward else machine.forward_rate
+    sizes = shape.item_bytes(backward=backward)
+    rate = machine.backward_rate if backward else machine.forward_rate
     nics = [
         (node, rank % 3 * links.beside // machine.gpus_per_nic) for rank, node in enumerate(nodes)
     ]

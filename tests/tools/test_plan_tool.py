@@ -122,8 +122,8 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
-    load = workload(cluster(), 4, algorithm="burst", backward=backward)
-    work = timing.choice_of(load.ring).backward.work(backward=True)
+    load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
+    work = timing.choice_of(load.ring).backward[0].schedule.work(backward=True)
     own = work._replace(visitors=0 * work.visitors)
     every, kept = (timing.sum_bytes(each, load.ring.shape, True) for each in (work, own))
     assert set((every - kept).sum(axis=0)) == {visitors * 2 * TOKENS * HEADS * DIM * 2}

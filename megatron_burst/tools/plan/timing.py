@@ -1,6 +1,6 @@
 """The time of a training step: attention by its plans on a clock, all else by FLOPs and bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -107,8 +107,9 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 @lru_cache(maxsize=64)
 def choice_of(ring: Ring) -> Choice:
     """Return the schedules that training chooses."""
-    tiling, sizes = _tiling(ring.layout, ring.mask), ring.shape.item_bytes()
-    return choose(ring.config, tiling, ring.grid, sizes, ring.nodes)
+    tiling = _tiling(ring.layout, ring.mask)
+    limit = ring.config.memory_limit(ring.card)
+    return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes, memory_limit=limit)
 
 
 @lru_cache(maxsize=32)
@@ -123,7 +124,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 
     Ranks that send, receive and compute in the same steps have the same.
     """
-    schedule, sizes = choice_of(ring).backward, ring.shape.item_bytes()
+    schedule, sizes = choice_of(ring).backward[0].schedule, ring.shape.item_bytes()
     rows = [schedule.work(backward=True).pairs > 0]
     for messages in schedule.messages(backward=True):
         loads = messages.loads(sizes, ring.shape.tokens)
@@ -139,10 +140,10 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
     """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
     choice = choice_of(ring)
-    cost = choice.backward_costs[choice.backward] if backward else choice.forward_cost
-    schedule = choice.backward if backward else choice.forward
+    taken = (choice.backward if backward else choice.forward)[0]
     links = _Links(ring.nodes, ring.shape, cluster, beside)
-    return Pass(*_seconds(schedule, links, backward=backward), cost.rank, cost.nic)
+    seconds = _seconds(taken.schedule, links, backward=backward)
+    return Pass(*seconds, taken.cost.rank, taken.cost.nic)
 
 
 @lru_cache(maxsize=256)
@@ -151,16 +152,17 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     work, shape, machine = schedule.work(backward=backward), links.shape, links.cluster
     rate = machine.backward_rate if backward else machine.forward_rate
     dims = shape.query_heads, shape.head_dim, shape.value_head_dim
-    kernels = attention_flops(work.pairs, *dims, backward=backward) / rate
+    kernels = work.pairs * attention_flops(1, *dims, backward=backward) / rate
     sums = sum_bytes(work, shape, backward) / machine.memory_rate
-    messages = links.timed(schedule.messages(backward=backward))
+    sizes = shape.item_bytes(backward=backward)
+    messages = links.timed(schedule.messages(backward=backward), sizes)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
     computing[: len(kernels)] = kernels + sums
     computing += links.taken_from_computing(messages, len(computing))
     most = work.pairs.sum(axis=0).argmax()
-    of_most = (float(each[:, most].sum()) for each in (kernels, sums))
-    return duration(messages, computing), *of_most
+    of_most = kernels[:, most].sum(), sums[:, most].sum()
+    return duration(messages, computing), float(of_most[0]), float(of_most[1])
 
 
 def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
@@ -185,9 +187,9 @@ class _Links:
     cluster: Cluster
     beside: int
 
-    def timed(self, messages: Iterable[Messages]) -> list[Timed]:
+    def timed(self, messages: Iterable[Messages], sizes: Mapping[Kind, int]) -> list[Timed]:
         """Return the messages with the seconds that each takes."""
-        node, sizes = np.array(self.nodes), self.shape.item_bytes()
+        node = np.array(self.nodes)
         loads = [each.loads(sizes, self.shape.tokens) for each in messages]
         between = [node[each.sources] != node[each.targets] for each in loads]
         nic = self._nics(node)
@@ -197,7 +199,7 @@ class _Links:
         shared = min(self.beside, self.cluster.gpus_per_nic) * np.bincount(nic, leaving)[nic]
         slower = shared / self.cluster.nic_rate
         return [
-            Timed(x, far, x.sizes * np.where(far, slower[x.sources], 1 / self.cluster.within_rate))
+            Timed(x, far, np.where(far, slower[x.sources], 1 / self.cluster.within_rate) * x.sizes)
             for x, far in zip(loads, between, strict=True)
         ]
 
