@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall, BurstContext
 from megatron_burst.attention.forward import forward
-from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
@@ -120,7 +119,7 @@ def ring_attention(
     if context.heads.size == 1:
         out, lse = attend(q, k, v, sink)
         return (out, lse) if return_lse else out
-    exchange = _exchange(q.shape[1], context)
+    exchange = context.exchange(q.shape[1])
     copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
@@ -132,12 +131,6 @@ def ring_attention(
         return exchange.to_tokens(out)[0]
     (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
     return exchange.to_tokens(out)[0], rows[..., 0].transpose(1, 2)
-
-
-def _exchange(local_tokens: int, context: BurstContext) -> HeadExchange:
-    group, index = context.heads.coordinates(context.rank)
-    members = context.heads.member_layout(context.layout(local_tokens * context.ranks), group)
-    return HeadExchange(index, members, context.communicator.subgroup(context.heads.groups[group]))
 
 
 class _RingAttention(torch.autograd.Function):

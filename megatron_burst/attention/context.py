@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
@@ -85,6 +86,8 @@ class BurstContext:
         self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
         self._calls: dict[tuple[object, ...], AttentionCall] = {}
+        self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
+        self._exchanges: dict[int, HeadExchange] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
 
     @classmethod
@@ -190,6 +193,34 @@ class BurstContext:
 
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
+        self._number += 1
+        which = memory and (memory.fraction, memory.saved is not None)
+        key = *_key(q, k, v, mask, soft_cap), scale, which
+        if (call := self._ready.pop(key, None)) is None:
+            call = self._prepare(q, k, v, mask, scale, soft_cap, memory)
+        _keep(self._ready, key, call)
+        return call
+
+    def exchange(self, local_tokens: int) -> HeadExchange:
+        """Return the all-to-all of this rank's group, made once for sequences of one length."""
+        if local_tokens not in self._exchanges:
+            group, index = self.heads.coordinates(self.rank)
+            layout = self.layout(local_tokens * self.ranks)
+            members = self.heads.member_layout(layout, group)
+            messenger = self.communicator.subgroup(self.heads.groups[group])
+            self._exchanges[local_tokens] = HeadExchange(index, members, messenger)
+        return self._exchanges[local_tokens]
+
+    def _prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None,
+        memory: AttentionMemory | None,
+    ) -> AttentionCall:
         call = replace(self._call(q, k, v, mask, soft_cap), scale=scale)
         if memory is None:
             return call
@@ -209,9 +240,7 @@ class BurstContext:
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
-        key = q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
-        self._number += 1
+        key = _key(q, k, v, mask, soft_cap)
         call = self._calls.pop(key, None)
         if call is None:
             if self._agreement is not None:
@@ -221,9 +250,7 @@ class BurstContext:
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
                 check_agreement(self._agreement, what, said, limit, f"attention {said}")
             call = self._plan(q, k, v, mask, soft_cap)
-        self._calls[key] = call  # the last: with documents every batch has a mask of its own
-        if len(self._calls) > _CALLS_KEPT:
-            del self._calls[next(iter(self._calls))]
+        _keep(self._calls, key, call)
         return call
 
     def _plan(
@@ -271,6 +298,20 @@ class BurstContext:
             choice,
             exchanged,
         )
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None) -> tuple[object, ...]:
+    deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
+    return q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
+
+
+def _keep(
+    calls: dict[tuple[object, ...], AttentionCall], key: tuple[object, ...], call: AttentionCall
+) -> None:
+    """Put a call last, and forget the first: with documents every batch has its own mask."""
+    calls[key] = call
+    if len(calls) > _CALLS_KEPT:
+        del calls[next(iter(calls))]
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> Shape:

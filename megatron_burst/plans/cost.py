@@ -82,10 +82,10 @@ def traffic(
     node, ranks = np.array([number[node] for node in nodes]), len(nodes)
     sent, through_nic = np.zeros(ranks), np.zeros(ranks)
     for some in messages:
-        for sources, targets, size in some.loads(sizes, local_tokens):
-            leaves = node[sources] != node[targets]
-            sent += np.bincount(sources, size, ranks)
-            through_nic += np.bincount(sources, size * leaves, ranks)
+        sources, targets, size, *_ = some.loads(sizes, local_tokens, summed=True)
+        leaves = node[sources] != node[targets]
+        sent += np.bincount(sources.ravel(), size.ravel(), ranks)
+        through_nic += np.bincount(sources.ravel(), (size * leaves).ravel(), ranks)
     return Traffic(int(sent.max()), int(through_nic.max()))
 
 

@@ -106,12 +106,16 @@ class _Exchange:
         ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
         return [hop for needed in ordered for hop in self._hops(*needed)]
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Yield senders, receivers and bytes, of all pairs of ranks at once."""
-        _, owners, users = self._needed()
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them, [distance - 1, owner]."""
+        users = stations(self.schedule.grid)[1:]
+        owners = np.broadcast_to(np.arange(users.shape[1]), users.shape)
         rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
-        ends = (users, owners) if self.kind.is_result else (owners, users)
-        yield *ends, sizes[self.kind] * rows // local_tokens
+        payload, distances = sizes[self.kind] * rows // local_tokens, np.arange(1, len(users) + 1)
+        if self.kind.is_result:
+            last = np.full(len(users), len(users) + 1)
+            return Loads(users, owners, payload, distances + 1, last)
+        return Loads(owners, users, payload, 0 * distances, distances - 1)
 
     def _needed(self) -> tuple[NDArray[np.int64], ...]:
         """Who needs something of whom: distances, owners, users."""

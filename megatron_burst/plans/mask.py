@@ -123,6 +123,15 @@ class Mask:
     """A byte for each pair of blocks, row after row; see `blocks`."""
     query_stop: int | None = None
     """Queries at this position and later see nothing: their results are known already."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash thousands of documents once, not whenever a plan is looked up."""
+        every = self.is_causal, self.window, self.documents, self.block_table, self.query_stop
+        object.__setattr__(self, "_hash", hash(every))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def causal(
@@ -250,7 +259,7 @@ class Mask:
             never |= ~self.blocks[first // size, key_first // size]
         if self.query_stop is not None:
             never |= first >= self.query_stop
-        return np.where(never, NOT, np.where(fully, FULLY, PARTLY)).astype(np.int8)
+        return (PARTLY + fully.astype(np.int8)) * ~never  # FULLY is one more
 
     def band(self, query: range, key: range) -> tuple[Interval, Interval, Band] | None:
         """Return the least tile with all pairs that causality and window leave; None if none is.

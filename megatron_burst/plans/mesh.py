@@ -35,6 +35,7 @@ from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by
 from megatron_burst.plans.schedule import Messages, Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.work import Work, work_of_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,16 @@ class Mesh(Schedule):
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.held} x {self._table.visitors} {self.sent} mesh"
+        return f"{self.held} x {self.table.visitors} {self.sent} mesh"
 
     @property
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes."""
-        seen = self.tiling.needs.pairs
-        by_place = self._table.by_place(seen if self.sent is Kind.KV else seen.T)
-        return self._table.by_rank(by_place.sum(axis=(1, 3, 5)).transpose(0, 2, 1))
+        return _pairs(self)
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        table, around, visiting = self._table, self.sent, self.sent.other
+        table, around, visiting = self.table, self.sent, self.sent.other
         passing = min(2, table.locals - 1)
         held = (table.held - 1 + passing) * sizes[around]
         held += min(2, table.visitors - 1) * sizes[visiting]
@@ -80,7 +79,7 @@ class Mesh(Schedule):
             result = kind.result(backward=backward)
             return sizes[kind] + (sizes[result] if result else 0)
 
-        table = self._table
+        table = self.table
         kept, visits = moved(self.sent), moved(self.sent.other)
         around = len(table.passes) * (table.locals - 1) * kept
         return (table.held - 1) * kept + (table.visitors - 1) * visits, around
@@ -100,24 +99,41 @@ class Mesh(Schedule):
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
-        ranks, (row, column, local) = self._table.ranks, self._table.places[:, rank].tolist()
-        steps = product(self._table.passes, range(self._table.locals))
+        ranks, (row, column, local) = self.table.ranks, self.table.places[:, rank].tolist()
+        steps = product(self.table.passes, range(self.table.locals))
         tiles: dict[int, Sequence[Tile]] = {}
         for number, ((visitor, node), step) in enumerate(steps):
             guest = ranks[row, column - visitor, local]
             owner = ranks[row - node, column, local - step]
             tiles[number] = self._tiles(rank, int(guest), int(owner))
         if self.sent.result(backward=backward):
-            two_levels = self._table.locals > 1
-            tiles |= own_tiles_by_step(tiles[0], self.grid.ranks, two_levels=two_levels)
+            tiles |= self._spread(tiles[0])
         return tiles
 
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute: once a kind of pairs of ranks."""
+        table = self.table
+        steps = product(table.passes, range(table.locals))
+        visits, around = [], []
+        for (visitor, node), step in steps:
+            visits.append((0, -visitor, 0))
+            around.append((-node, 0, -step))
+        guests, owners = table.away(visits), table.away(around)
+        pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
+        spread = self._spread if self.sent.result(backward=backward) else None
+        found = work_of_pairs(self.tiling, *pairs, spread)
+        return found or Schedule.work(self, backward=backward)
+
+    def _spread(self, own: Sequence[Tile]) -> Mapping[int, Sequence[Tile]]:
+        return own_tiles_by_step(own, self.grid.ranks, two_levels=self.table.locals > 1)
+
     @property
-    def _table(self) -> "_Table":
+    def table(self) -> "_Table":
+        """The ranks at their places."""
         return _table(self.grid, self.held)
 
     @property
-    def _needed(self) -> NDArray[np.bool]:
+    def needed(self) -> NDArray[np.bool]:
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
 
@@ -135,21 +151,13 @@ class Mesh(Schedule):
 
     def _around(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
-        table, owners = self._table, np.arange(self.grid.ranks)
-        visitors, nodes = np.repeat(table.passes, table.locals, axis=0).T
-        steps = nodes * table.locals + np.tile(np.arange(table.locals), len(table.passes))
-        places = product(range(table.held), (0,), range(table.locals))
-        stations = table.away([*places])[steps]
-        guests = table.away([(0, -visitor, 0) for visitor in range(table.visitors)])
-        useful = self._needed[guests[visitors[:, None], stations], owners]
-        for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
-            useful[table.keeper(node)] |= useful[number * table.locals]
+        stations, useful = _around(self)
         return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent])
 
     def _visits(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
-        table, visitors = self._table, np.arange(self._table.visitors)
-        met = table.by_rank(table.by_place(self._needed).any(axis=(3, 5)))  # [owner, column]
+        table, visitors = self.table, np.arange(self.table.visitors)
+        met = table.by_rank(table.by_place(self.needed).any(axis=(3, 5)))  # [owner, column]
         columns = (table.places[1] + visitors[:, None]) % table.visitors
         useful = np.take_along_axis(met.T, columns, axis=0)
         stations = table.away([(0, visitor, 0) for visitor in range(table.visitors)])
@@ -164,7 +172,7 @@ class Mesh(Schedule):
 
     def _fetches(self) -> Iterator[Leg]:
         """A block goes to its keepers, a pass ahead of its use, and in each pass around a node."""
-        table, length = self._table, self._table.locals
+        table, length = self.table, self.table.locals
         within, between = self._channels(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         for number, (_, node) in enumerate(table.passes):
             keeper, begin = table.keeper(node), number * length
@@ -175,7 +183,7 @@ class Mesh(Schedule):
 
     def _returns(self) -> Iterator[Leg]:
         """A result goes to the block's keeper in the node, and the sum home after its last pass."""
-        table, length = self._table, self._table.locals
+        table, length = self.table, self.table.locals
         within, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for number, (visitor, node) in enumerate(table.passes):
             keeper, begin, end = table.keeper(node), number * length, (number + 1) * length
@@ -188,7 +196,7 @@ class Mesh(Schedule):
 
     def _arrivals(self) -> Iterator[Leg]:
         """A visitor comes while the last one is there, but not before all keepers have theirs."""
-        table, length = self._table, self._table.locals
+        table, length = self.table, self.table.locals
         _, between = self._channels(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         for visitor in range(1, table.visitors):
             first = table.first_pass(visitor)
@@ -197,7 +205,7 @@ class Mesh(Schedule):
 
     def _departures(self) -> Iterator[Leg]:
         """A visitor's result goes home while the next one is there, or the rank's own."""
-        table, length = self._table, self._table.locals
+        table, length = self.table, self.table.locals
         _, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for visitor in range(1, table.visitors):
             leaves = table.first_pass(visitor) + table.held
@@ -258,6 +266,28 @@ class _Table:
     def by_rank(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return by rank what is known by place."""
         return values[*self.places]
+
+
+@lru_cache(maxsize=16)
+def _pairs(mesh: Mesh) -> NDArray[np.int64]:
+    seen, table = mesh.tiling.needs.pairs, mesh.table
+    by_place = table.by_place(seen if mesh.sent is Kind.KV else seen.T)
+    return table.by_rank(by_place.sum(axis=(1, 3, 5)).transpose(0, 2, 1))
+
+
+@lru_cache(maxsize=4)
+def _around(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
+    """Return who is at the stations of what is sent around and who has a use for it there."""
+    table, owners = mesh.table, np.arange(mesh.grid.ranks)
+    visitors, nodes = np.repeat(table.passes, table.locals, axis=0).T
+    steps = nodes * table.locals + np.tile(np.arange(table.locals), len(table.passes))
+    places = product(range(table.held), (0,), range(table.locals))
+    stations = table.away([*places])[steps]
+    guests = table.away([(0, -visitor, 0) for visitor in range(table.visitors)])
+    useful = mesh.needed[guests[visitors[:, None], stations], owners]
+    for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
+        useful[table.keeper(node)] |= useful[number * table.locals]
+    return stations, useful
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,6 @@ A plan of one rank asks who else needs a block, and the choice of a schedule wha
 send. Both look at all pairs of ranks, so they are made of arrays here, and not of tiles.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,23 +11,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval, Layout
-from megatron_burst.plans.mask import FULLY, PARTLY, Bounds, Mask
-from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.kinds import Kinds
+from megatron_burst.plans.layout import Interval, Layout, joined
+from megatron_burst.plans.mask import FULLY, Mask
+from megatron_burst.plans.pieces import Pieces
+from megatron_burst.plans.plan import Kind, Tile
 
 type _Ints = NDArray[np.int64]
 
 _QUERIES = 512  # how many pieces are looked at at once
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """One rank's rows in order, cut so that no piece crosses a border of a document or block."""
-
-    positions: Sequence[range]
-    rows: Sequence[Interval]
-    starts: _Ints  # the first and the last position of each piece
-    lasts: _Ints
+_FAR = 2**40  # a side of a band that hides nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,57 +36,62 @@ class Needs:
     parts: Mapping[Kind, Sequence[Interval | None]]
     """By owner: from the first to the last row that any other rank needs; None for all or none."""
 
+    @classmethod
+    def of_whole_blocks(cls, pairs: _Ints, is_banded: bool, local: int) -> "Needs":
+        """Return them where a rank needs all rows of a block or none."""
+        needed = np.where(pairs > 0, local, 0)
+        rows = {Kind.KV: needed.T, Kind.QUERY: needed}
+        return cls(pairs, is_banded, rows, dict.fromkeys(rows, [None] * len(pairs)))
+
+    @classmethod
+    def of_kinds(
+        cls, kinds: Kinds, tiles: Sequence[Sequence[Tile]], mask: Mask, local: int
+    ) -> "Needs":
+        """Return them, given the tiles of each kind of pairs of ranks."""
+        pairs = np.array([sum(tile.pairs for tile in some) for some in tiles])[kinds.numbers]
+        is_banded = any(tile.is_banded for some in tiles for tile in some)
+        if not mask.is_sparse:
+            return cls.of_whole_blocks(pairs, is_banded, local)
+        rows, parts = {}, {}
+        for kind, numbers in (Kind.KV, kinds.numbers.T), (Kind.QUERY, kinds.numbers):
+            needed = [joined(tile.rows_of(kind) for tile in some) for some in tiles]
+            rows[kind] = np.array([sum(part.length for part in some) for some in needed])[numbers]
+            ends = [(some[0].start, some[-1].stop) if some else (local, 0) for some in needed]
+            low, high = np.array(ends)[numbers].transpose(2, 0, 1)
+            np.fill_diagonal(low, local)
+            np.fill_diagonal(high, 0)
+            parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
+        return cls(pairs, is_banded, rows, parts)
+
     def users(self, kind: Kind) -> NDArray[np.bool]:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""
         seen = self.pairs.T if kind is Kind.KV else self.pairs
         return (seen > 0) & ~np.eye(len(seen), dtype=bool)
 
 
-def cut_pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> Pieces:
-    """Cut a rank's ranges of positions at `cuts`, which grow."""
-    pieces, rows = [], []
-    for positions, local in zip(layout.shards[rank], layout.local_rows(rank), strict=True):
-        start = 0
-        between = cuts[bisect_left(cuts, positions.start + 1) : bisect_left(cuts, positions.stop)]
-        for cut in (*between, positions.stop):
-            stop = min(len(positions), -((positions.start - cut) // positions.step))
-            if stop > start:
-                pieces.append(positions[start:stop])
-                rows.append(Interval(local.start + start, local.start + stop))
-                start = stop
-    starts, lasts = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, -1))
-    return Pieces(pieces, rows, starts, lasts)
-
-
-def needs_of(pieces: Sequence[Pieces], mask: Mask, tokens: int) -> Needs:
+def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
     """Return what the ranks that hold these pieces need of each other's rows.
 
     Without a mask beside causality a rank needs all rows of a block or none.
     """
-    ranks, local, every = len(pieces), tokens // len(pieces), _Every.of(pieces)
+    ranks, local, every = layout.ranks, layout.local_tokens, pieces[np.argsort(pieces.starts)]
     pairs, is_banded = np.zeros(ranks * ranks), False
     kept: list[_Cells] = []
     for begin in range(0, len(every.owner), _QUERIES):
-        cells, some_banded = every.seen(begin, mask, tokens)
+        cells, some_banded = _seen(every, begin, mask, layout.tokens)
         pairs += np.bincount(cells.query_owner * ranks + cells.key_owner, cells.pairs, ranks**2)
         is_banded |= some_banded
-        if mask.is_sparse:
-            kept.append(cells)
+        kept.append(cells)
     seen = pairs.astype(np.int64).reshape(ranks, ranks)
     if not mask.is_sparse:
-        needed, whole = np.where(seen > 0, local, 0), [None] * ranks
-        blocks = {Kind.KV: needed.T, Kind.QUERY: needed}
-        return Needs(seen, is_banded, blocks, dict.fromkeys(blocks, whole))
+        return Needs.of_whole_blocks(seen, is_banded, local)
     cells = _Cells(*map(np.concatenate, zip(*kept, strict=True)))
     of_keys = cells.key_owner, cells.query_owner, cells.first_key, cells.stop_key
     of_queries = cells.query_owner, cells.key_owner, cells.first_query, cells.stop_query
     sides = {Kind.KV: of_keys, Kind.QUERY: of_queries}
-    return Needs(
-        seen,
-        is_banded,
-        {kind: _rows(*side, ranks=ranks, local=local) for kind, side in sides.items()},
-        {kind: _parts(*side, ranks=ranks, local=local) for kind, side in sides.items()},
-    )
+    rows = {kind: _rows(*side, ranks=ranks, local=local) for kind, side in sides.items()}
+    parts = {kind: _parts(*side, ranks=ranks, local=local) for kind, side in sides.items()}
+    return Needs(seen, is_banded, rows, parts)
 
 
 class _Cells(NamedTuple):
@@ -109,59 +106,44 @@ class _Cells(NamedTuple):
     pairs: _Ints
 
 
-@dataclass(frozen=True, slots=True)
-class _Every:
-    """The pieces of all ranks in the order of the sequence."""
+def _seen(every: Pieces, begin: int, mask: Mask, tokens: int) -> tuple[_Cells, bool]:
+    """Return what some pieces of queries see, from piece `begin` on; is any of it banded?"""
+    queries = every[begin : begin + _QUERIES]
+    low, high = mask.reach(int(queries.starts[0]), int(queries.lasts.max()))
+    keys = every[(every.lasts >= low) & (every.starts <= high)]
+    table = mask.overview(queries.bounds, keys.bounds, tokens)
+    q, k = np.nonzero(table)
+    return _cut(queries[q], keys[k], mask, table[q, k] == FULLY)
 
-    owner: _Ints
-    first: _Ints  # local rows
-    stop: _Ints
-    starts: _Ints  # positions
-    lasts: _Ints
-    positions: Sequence[range]
 
-    @classmethod
-    def of(cls, pieces: Sequence[Pieces]) -> "_Every":
-        """Put together what the ranks hold."""
-        starts = np.concatenate([rank.starts for rank in pieces])
-        lasts = np.concatenate([rank.lasts for rank in pieces])
-        owner = np.repeat(np.arange(len(pieces)), [len(rank.rows) for rank in pieces])
-        first, stop = np.array([rows for rank in pieces for rows in rank.rows]).T
-        positions = [piece for rank in pieces for piece in rank.positions]
-        by = np.argsort(starts)
-        in_order = [positions[index] for index in by.tolist()]
-        return cls(owner[by], first[by], stop[by], starts[by], lasts[by], in_order)
+def _cut(
+    queries: Pieces, keys: Pieces, mask: Mask, is_full: NDArray[np.bool]
+) -> tuple[_Cells, bool]:
+    """Return what causality and a window leave of pairs of pieces: `Band.cut` of all at once."""
+    distance, step = queries.starts - keys.starts, queries.step
+    rows, columns = queries.stop - queries.first, keys.stop - keys.first
+    right = np.where(is_full | (not mask.is_causal), _FAR, distance // step)
+    left = np.where(is_full | (mask.window is None), _FAR, ((mask.window or 0) - distance) // step)
+    first, key_stop = np.maximum(0, -right), np.minimum(columns, rows + right)
+    key_first, stop = np.maximum(0, first - left), np.minimum(rows, key_stop + left)
+    height, width = stop - first, key_stop - key_first
+    above, below = width - 1 - right + key_first - first, height - 1 - left - key_first + first
+    pairs = height * width - _triangle(above) - _triangle(below)
+    is_square = (height == width) & (right == key_first - first) & (below <= 0)
+    seen = (left + right >= 0) & (height > 0) & (width > 0)
+    is_banded = seen & ~is_square & ((above > 0) | (below > 0))
+    ends = (
+        queries.first + first,
+        queries.first + stop,
+        keys.first + key_first,
+        keys.first + key_stop,
+    )
+    cells = np.stack([queries.owner, keys.owner, *ends, pairs])[:, seen]
+    return _Cells(*cells), bool(is_banded.any())
 
-    def seen(self, begin: int, mask: Mask, tokens: int) -> tuple[_Cells, bool]:
-        """Return what some pieces of queries see, from piece `begin` on; is any of it banded?"""
-        queries = np.arange(begin, min(begin + _QUERIES, len(self.owner)))
-        low, high = mask.reach(int(self.starts[begin]), int(self.lasts[queries].max()))
-        keys = np.flatnonzero((self.lasts >= low) & (self.starts <= high))
-        table = mask.overview(self._bounds(queries), self._bounds(keys), tokens)
-        q, k = np.nonzero(table == FULLY)
-        q, k = queries[q], keys[k]
-        rows, more = self.stop[q] - self.first[q], self.stop[k] - self.first[k]
-        ends = self.first[q], self.stop[q], self.first[k], self.stop[k]
-        full = np.stack([self.owner[q], self.owner[k], *ends, rows * more])
-        q, k = np.nonzero(table == PARTLY)
-        partial, is_banded = self._partial(mask, queries[q].tolist(), keys[k].tolist())
-        return _Cells(*np.concatenate([full, partial], axis=1)), is_banded
 
-    def _bounds(self, some: _Ints) -> Bounds:
-        return self.starts[some], self.lasts[some]
-
-    def _partial(self, mask: Mask, queries: list[int], keys: list[int]) -> tuple[_Ints, bool]:
-        """What causality and a window leave of pieces of which they hide some."""
-        owner, first = self.owner.tolist(), self.first.tolist()
-        found, is_banded = [], False
-        for q, k in zip(queries, keys, strict=True):
-            if cell := mask.band(self.positions[q], self.positions[k]):
-                rows, more, band = cell
-                pairs = band.pairs(rows.length, more.length)
-                ends = (*rows.shifted(first[q]), *more.shifted(first[k]))
-                found.append((owner[q], owner[k], *ends, pairs))
-                is_banded |= band.is_banded(rows.length, more.length)
-        return np.array(found, np.int64).reshape(-1, 7).T, is_banded
+def _triangle(side: _Ints) -> _Ints:
+    return np.maximum(side, 0) * (np.maximum(side, 0) + 1) // 2
 
 
 def _rows(owner: _Ints, user: _Ints, first: _Ints, stop: _Ints, ranks: int, local: int) -> _Ints:
@@ -183,5 +165,9 @@ def _parts(
     low, high = np.full(ranks, local), np.zeros(ranks, np.int64)
     np.minimum.at(low, owner[away], first[away])
     np.maximum.at(high, owner[away], stop[away])
+    return _inside(low, high, local)
+
+
+def _inside(low: _Ints, high: _Ints, local: int) -> list[Interval | None]:
     ends = zip(low.tolist(), high.tolist(), strict=True)
     return [Interval(a, b) if 0 < b - a < local else None for a, b in ends]

@@ -229,13 +229,13 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
     busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
     number = {step: index for index, step in enumerate(sorted(busy))}
-    ours = [hop._replace(leaves=number[hop.leaves], lands=number[hop.lands]) for hop in ours]
+    ours = [Hop(*hop[:4], number[hop.leaves], number[hop.lands]) for hop in ours]
     buffers = _buffers(rank, ours, {number[t]: tiles[t] for t in tiles if tiles[t]})
     receives: dict[int, list[Receive]] = defaultdict(list)
     sends: dict[int, list[Send]] = defaultdict(list)
-    for hop in ours:
+    for index, hop in enumerate(ours):
         if hop.target == rank:
-            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[hop])
+            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[index])
             receives[hop.leaves].append(receive)
         else:
             sends[hop.leaves].append(Send(hop.item, hop.target, hop.channel, hop.lands))
@@ -248,43 +248,45 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     )
 
 
-def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[Hop, int]:
-    """Give each message that arrives the first buffer of its kind that is free by then."""
+def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[int, int]:
+    """Give each message that arrives, by number, the first buffer of its kind that is free then."""
     last_use = _last_uses(rank, hops, tiles)
     busy_until: dict[Kind, list[int]] = defaultdict(list)
     chosen = {}
-    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: h.leaves):
-        ends = busy_until[hop.item.kind]
-        free = (index for index, end in enumerate(ends) if end < hop.leaves)
+    for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
+        ends = busy_until[hops[number].item.kind]
+        free = (index for index, end in enumerate(ends) if end < hops[number].leaves)
         index = next(free, len(ends))
-        ends[index : index + 1] = [last_use[hop]]
-        chosen[hop] = index
+        ends[index : index + 1] = [last_use[number]]
+        chosen[number] = index
     return chosen
 
 
 def _last_uses(
     rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
-) -> dict[Hop, int]:
-    """Return for each message that arrives the last step in which its buffer is needed.
+) -> dict[int, int]:
+    """Return for each message that arrives, by number, the last step that needs its buffer.
 
     A block stays for its tiles and until its sends have landed, or until it has landed again. Of a
     result, the first arrival becomes the sum (see `attention.gradient_accumulation`) and stays
     until the sum has been sent; what arrives after it, or at the owner, is added at once.
     """
-    arrivals: dict[Item, list[Hop]] = defaultdict(list)
-    for hop in sorted((h for h in hops if h.target == rank), key=lambda h: (h.lands, h.leaves)):
-        arrivals[hop.item].append(hop)
-    last = {hop: hop.lands for some in arrivals.values() for hop in some}
+    order = [number for number, hop in enumerate(hops) if hop.target == rank]
+    order.sort(key=lambda number: (hops[number].lands, hops[number].leaves))
+    arrivals: dict[Item, list[int]] = defaultdict(list)
+    for number in order:
+        arrivals[hops[number].item].append(number)
+    last = {number: hops[number].lands for number in order}
     blocks = {(step, item) for step in tiles for tile in tiles[step] for item in tile.blocks}
     uses = [(step, step, item) for step, item in blocks]
     uses += [(hop.leaves, hop.lands, hop.item) for hop in hops if hop.source == rank]
     handed_on: dict[Item, int] = {}
     for begins, ends, item in sorted(uses, key=lambda use: use[0]):
         since = handed_on.get(item, 0)
-        there = [hop for hop in arrivals.get(item, ()) if since <= hop.lands < begins]
+        there = [n for n in arrivals.get(item, ()) if since <= hops[n].lands < begins]
         if there:
-            hop = there[0 if item.kind.is_result else -1]
-            last[hop] = max(last[hop], ends)
+            number = there[0 if item.kind.is_result else -1]
+            last[number] = max(last[number], ends)
         if item.kind.is_result:
             handed_on[item] = begins
     return last

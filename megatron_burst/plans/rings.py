@@ -15,6 +15,7 @@ its way and the rest while the last gradient is.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
+from megatron_burst.plans.work import Work, work_of_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,20 @@ class Ring(Schedule):
             return {self._delay: [tile for visit in visits for tile in visit]}
         tiles: dict[int, Sequence[Tile]] = dict(enumerate(visits))
         if backward and len(visits) > 1:
-            tiles |= own_tiles_by_step(
-                visits[0],
-                self.grid.ranks,
-                two_levels=self._two_levels,
-                chained=self.gradient_return is GradientReturn.CHAIN,
-            )
+            tiles |= self._spread(visits[0])
         return tiles
+
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute: once a kind of pairs of ranks."""
+        ranks, at = np.arange(self.grid.ranks), stations(self.grid)
+        owners = np.empty_like(at)
+        np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
+        owns = np.broadcast_to(ranks, at.shape)
+        pairs = (owns, owners) if self.sent is Kind.KV else (owners, owns)
+        spread = self._spread if backward and len(at) > 1 and not self.gather else None
+        if (found := work_of_pairs(self.tiling, *pairs, spread)) is None:
+            return Schedule.work(self, backward=backward)
+        return found.all_at(self._delay) if self.gather else found
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
@@ -94,9 +103,9 @@ class Ring(Schedule):
         return self._route(self.sent.gradient, [*legs], used_by_results)
 
     def _route(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
-        ranks, users = stations(self.grid), self.tiling.needs.users(self.sent)
-        useful = users[np.arange(self.grid.ranks), ranks]
-        return Route(kind, legs, ranks, used(legs, useful), self._parts)
+        useful = _useful(self.tiling, self.grid, self.sent)
+        length = self.grid.ranks_per_node
+        return Route(kind, legs, stations(self.grid), used(legs, useful), self._parts, length)
 
     @property
     def _parts(self) -> Sequence[Interval | None]:
@@ -115,6 +124,10 @@ class Ring(Schedule):
     def _delay(self) -> int:
         """How many steps later than in a ring a block is worked on."""
         return self.grid.ranks - 1 if self.gather else 0
+
+    def _spread(self, own: Sequence[Tile]) -> Mapping[int, Sequence[Tile]]:
+        chained = self.gradient_return is GradientReturn.CHAIN
+        return own_tiles_by_step(own, self.grid.ranks, two_levels=self._two_levels, chained=chained)
 
     def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
@@ -165,3 +178,9 @@ class Ring(Schedule):
                 leaves = begin + self._delay + length + tail
                 lands = leaves if begin + length == ranks else leaves + length - 1
                 yield Leg(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
+
+
+@lru_cache(maxsize=4)
+def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
+    """Who of those that a block passes has a use for it: [station, owner]."""
+    return tiling.needs.users(kind)[np.arange(grid.ranks), stations(grid)]

@@ -5,8 +5,9 @@ one short list describes the messages of all ranks, and those of one rank are fo
 others'.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,30 +44,48 @@ class Route:
     """[leg, owner]: whether anything goes that way."""
     parts: Sequence[Interval | None]
     """By owner: which of its rows go; None is all."""
+    length: int | None = None
+    """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
         if rank is None:
-            return [self._hop(i, o) for o, i in np.argwhere(self.used.T).tolist()]
+            return self._hops(np.argwhere(self.used.T).tolist())
         at: dict[int, list[int]] = defaultdict(list)  # station -> its legs
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
         stations = np.argwhere((self.ranks == rank).T).tolist()
-        ours = sorted({(owner, number) for owner, station in stations for number in at[station]})
-        return [self._hop(number, owner) for owner, number in ours if self.used[number, owner]]
+        ours = sorted({(owner, leg) for owner, station in stations for leg in at[station]})
+        owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
+        return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Yield senders, receivers and bytes, a leg of all owners at a time."""
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
         rows = np.array([local_tokens if part is None else part.length for part in self.parts])
         payload = sizes[self.kind] * rows // local_tokens
-        for leg, used in zip(self.legs, self.used, strict=True):
-            yield self.ranks[leg.source], self.ranks[leg.target], payload * used
+        legs = np.array([leg[:2] + leg[3:] for leg in self.legs], np.int64).reshape(-1, 4)
+        sources, targets, *steps = legs.T
+        if not (summed and self.length and self.used.all() and set(self.parts) == {None}):
+            return Loads(self.ranks[sources], self.ranks[targets], payload * self.used, *steps)
+        ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
+        shape = [[len(self.ranks) // self.length], [self.length]]
+        way = np.ravel_multi_index((ends[:, 1] - ends[:, 0]) % shape, np.ravel(shape).tolist())
+        _, first, times = np.unique(way, return_index=True, return_counts=True)
+        steps = [step[first] for step in steps]
+        ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
+        return Loads(*ends_of, np.outer(times, payload), *steps)
 
-    def _hop(self, number: int, owner: int) -> Hop:
-        leg, item = self.legs[number], Item(self.kind, owner, self.parts[owner])
-        source, target = self.ranks[leg.source, owner], self.ranks[leg.target, owner]
-        return Hop(item, int(source), int(target), leg.channel, leg.leaves, leg.lands)
+    def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
+        """Return these messages, by owner and leg."""
+        each = [(owner, self.legs[leg]) for owner, leg in some]
+        owners = np.array([owner for owner, _ in each], np.int64)
+        ends = np.array([leg[:2] for _, leg in each], np.int64).reshape(-1, 2).T
+        found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
+        return [
+            Hop(Item(self.kind, owner, self.parts[owner]), source, target, *leg[2:])
+            for (owner, leg), source, target in found
+        ]
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:

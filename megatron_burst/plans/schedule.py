@@ -1,16 +1,28 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.plan import Hop, Kind, Plan, Tile, assemble
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.work import Work
 
-type Loads = Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
+
+class Loads(NamedTuple):
+    """Who sends how much to whom, many messages at a time: arrays [leg, message], in their order.
+
+    In a leg no rank sends twice or receives twice, and all are posted and land together.
+    """
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # bytes; 0 where nothing goes
+    leaves: NDArray[np.int64]  # of each leg, the step that posts it
+    lands: NDArray[np.int64]
 
 
 class Messages(Protocol):
@@ -19,10 +31,10 @@ class Messages(Protocol):
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Yield them many at a time: who sends, who receives, how many bytes.
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them; `sizes` are the bytes of a whole item, `local_tokens` its rows.
 
-        `sizes` are the bytes of a whole item of each kind, `local_tokens` its rows.
+        Where the steps do not matter, those between the same ranks may be `summed`.
         """
 
 
@@ -69,6 +81,11 @@ class Schedule(ABC):
     def imbalance(self) -> float:
         """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
         return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
+
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute; a schedule may do so faster than tile by tile."""
+        ranks = range(self.tiling.ranks)
+        return Work.of([self.tiles(rank, backward=backward) for rank in ranks])
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""

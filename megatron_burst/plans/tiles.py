@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_burst.plans.kinds import Kinds, kinds_of
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.mask import FULLY, PARTLY, Band, Mask
-from megatron_burst.plans.needs import Needs, Pieces, cut_pieces, needs_of
+from megatron_burst.plans.needs import Needs, needs_of
+from megatron_burst.plans.pieces import Pieces, cut_pieces
 from megatron_burst.plans.plan import Kind, Tile
 
 
@@ -31,9 +33,9 @@ class Tiling:
         self.layout, self.mask = layout, mask
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
-        cuts = mask.cuts(layout.tokens)
-        self._pieces = [cut_pieces(layout, rank, cuts) for rank in range(layout.ranks)]
-        self._known: dict[tuple[int, int], tuple[Tile, ...]] = {}
+        self._pieces = cut_pieces(layout, mask.cuts(layout.tokens))
+        self._begins = np.searchsorted(self._pieces.owner, range(layout.ranks + 1)).tolist()
+        self._known: dict[int | tuple[int, int], Sequence[_Cell]] = {}
 
     def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
         """Return the fewest tiles that cover what one rank's queries see of another's keys.
@@ -42,30 +44,37 @@ class Tiling:
         than many small ones. Every query of a tile sees at least one of its keys.
         """
         pair = (query_owner, key_owner)
-        if pair not in self._known:
+        kind = pair if self.kinds is None else int(self.kinds.numbers[pair])
+        if (cells := self._known.get(kind)) is None:
             rows = [row for row in self._rows(*pair) if row]
             whole = _lower_triangle(rows, self.local_tokens)
-            cells = [whole] if whole else _joined(rows)
-            self._known[pair] = tuple(
-                Tile(query_owner, key_owner, cell.queries, cell.keys, cell.band) for cell in cells
-            )
-        return self._known[pair]
+            cells = self._known[kind] = [whole] if whole else _joined(rows)
+        return tuple(Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
         return self(user, owner) if kind is Kind.KV else self(owner, user)
 
     @cached_property
+    def kinds(self) -> Kinds | None:
+        """Which pairs of ranks have the same tiles; None where there are too many kinds."""
+        return kinds_of(self._pieces, self.mask, self.ranks, self.tokens)
+
+    @cached_property
     def needs(self) -> Needs:
         """What the ranks need of each other's rows."""
-        return needs_of(self._pieces, self.mask, self.tokens)
+        if self.kinds is None:
+            return needs_of(self._pieces, self.mask, self.layout)
+        tiles = [self(*pair) for pair in self.kinds.examples]
+        return Needs.of_kinds(self.kinds, tiles, self.mask, self.local_tokens)
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
         """What each piece of queries sees, from the first key to the last; full runs as one."""
-        queries, keys = self._pieces[query_owner], self._pieces[key_owner]
-        table = self.mask.overview(
-            (queries.starts, queries.lasts), (keys.starts, keys.lasts), self.tokens
+        queries, keys = (
+            self._pieces[self._begins[rank] : self._begins[rank + 1]]
+            for rank in (query_owner, key_owner)
         )
+        table = self.mask.overview(queries.bounds, keys.bounds, self.tokens)
         for number, row in enumerate(table):
             yield [cell for cell in self._cells(queries, number, keys, row) if cell]
 
@@ -75,20 +84,18 @@ class Tiling:
         borders = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
         for start, stop in pairwise(borders):
             if row[start] == FULLY:
-                every = Interval(keys.rows[start].start, keys.rows[stop - 1].stop)
-                yield _Cell(queries.rows[number], every, Band.FULL)
+                every = Interval(keys.rows(start).start, keys.rows(stop - 1).stop)
+                yield _Cell(queries.rows(number), every, Band.FULL)
             elif row[start] == PARTLY:
                 yield from (self._cell(queries, number, keys, k) for k in range(start, stop))
 
     def _cell(self, queries: Pieces, q: int, keys: Pieces, k: int) -> _Cell | None:
-        found = self.mask.band(queries.positions[q], keys.positions[k])
+        found = self.mask.band(queries.positions(q), keys.positions(k))
         if found is None:
             return None
         query_rows, key_rows, band = found
         return _Cell(
-            query_rows.shifted(queries.rows[q].start),
-            key_rows.shifted(keys.rows[k].start),
-            band,
+            query_rows.shifted(queries.rows(q).start), key_rows.shifted(keys.rows(k).start), band
         )
 
 

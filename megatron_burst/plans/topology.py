@@ -62,11 +62,14 @@ class Grid:
 @lru_cache(maxsize=4)
 def stations(grid: Grid) -> NDArray[np.int64]:
     """Return which rank `visits` an owner in each step: [step, owner]."""
-    place = {rank: (n, i) for n, row in enumerate(grid.rows) for i, rank in enumerate(row)}
-    node, local = np.array([place[rank] for rank in range(grid.ranks)]).T
-    passes, steps = np.divmod(np.arange(grid.ranks)[:, None], grid.ranks_per_node)
-    at = (node + passes) % grid.nodes, (local + steps) % grid.ranks_per_node
-    return np.array(grid.rows)[at]
+    nodes, places = np.arange(grid.nodes), np.arange(grid.ranks_per_node)
+    node = np.add.outer(nodes, nodes) % grid.nodes  # [pass, node of the owner]
+    place = np.add.outer(places, places) % grid.ranks_per_node
+    rows = np.array(grid.rows)
+    visited = rows[node[:, None, :, None], place[None, :, None, :]]
+    by_step = np.empty((grid.ranks, grid.ranks), np.int64)
+    by_step[:, rows.ravel()] = visited.reshape(grid.ranks, grid.ranks)
+    return by_step
 
 
 def flat_grid(ranks: int) -> Grid:

@@ -50,6 +50,7 @@ STEPS = {
     "tables": Step(
         1, ("docs/flags.md", "docs/api.md", "docs/support.md"), ("scripts/docs/tables.py",)
     ),
+    "planning": _measured("planning", 1),
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
     "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),

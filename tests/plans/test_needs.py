@@ -71,9 +71,13 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_rank_finds_its_own_messages_and_what_all_send(grid: Grid) -> None:
+def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid) -> None:
     for tiling in tilings(grid.ranks):
         for schedule in schedules(tiling, grid):
+            for backward in (False, True):
+                by_tiles = Schedule.work(schedule, backward=backward)
+                for some, each in zip(schedule.work(backward=backward), by_tiles, strict=True):
+                    assert np.array_equal(some[: len(each)], each) and not some[len(each) :].any()
             every = (m for b in (False, True) for m in schedule.messages(backward=b))
             for messages in every:
                 hops = messages.hops()
@@ -81,14 +85,19 @@ def test_a_rank_finds_its_own_messages_and_what_all_send(grid: Grid) -> None:
                     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
                     assert messages.hops(rank) == ours, (schedule, rank)
                 rows = dict.fromkeys(Kind, tiling.local_tokens)  # a byte a row
-                assert loads(messages, rows, tiling.local_tokens) == counted(hops, tiling)
+                for summed in (False, True):
+                    assert loads(messages, rows, tiling, summed) == counted(hops, tiling)
 
 
-def loads(messages: Messages, sizes: dict[Kind, int], local: int) -> Counter[tuple[int, int]]:
+def loads(
+    messages: Messages, sizes: dict[Kind, int], tiling: Tiling, summed: bool
+) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
-    for ends_and_size in messages.loads(sizes, local):
-        for source, target, size in zip(*map(np.ndarray.tolist, ends_and_size), strict=True):
-            found[source, target] += size
+    given = messages.loads(sizes, tiling.local_tokens, summed=summed)
+    assert len(given.leaves) == len(given.lands) == len(given.sizes)
+    for ends_and_size in zip(*map(np.ravel, given[:3]), strict=True):
+        source, target, size = map(int, ends_and_size)
+        found[source, target] += size
     return +found
 
 

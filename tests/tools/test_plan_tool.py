@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_burst.config import BurstConfig, GradientReturn
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.config import BurstConfig
 from megatron_burst.tools.command import main
 from megatron_burst.tools.flops import Flags, Model
 from megatron_burst.tools.options import split_at_dashes
@@ -25,7 +17,6 @@ from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
 
 CONFIGS = Configs.read()
-GRID = Grid(((0, 1), (2, 3)))
 HEADS, DIM, TOKENS = 4, 8, 512
 
 
@@ -67,22 +58,6 @@ def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
         config=BurstConfig(**config),
         recompute=False,
     )
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    "way",
-    [
-        Ring(Tiling(zigzag(64, 4), Mask.causal()), flat_grid(4)),
-        Ring(Tiling(zigzag(64, 4), Mask.causal()), GRID, Kind.QUERY, GradientReturn.HOME),
-        Ring(Tiling(zigzag(64, 4), Mask.causal()), GRID, gather=True),
-        Direct(Tiling(zigzag(64, 4), Mask.causal(window=8)), GRID),
-    ],
-    ids=["flat", "double query home", "gathered", "direct"],
-)
-def test_the_plans_of_all_ranks_are_those_of_each(way: Schedule, backward: bool) -> None:
-    each = way.backward if backward else way.forward
-    assert timing.plans_of(way, backward=backward) == tuple(each(rank) for rank in range(4))
 
 
 def test_without_messages_a_pass_is_its_kernels_and_sums() -> None:
@@ -148,13 +123,10 @@ def test_an_all_to_all_is_waited_for() -> None:
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
-    for plan in timing.plans(load.ring, backward=True):
-        shape, backward = load.ring.shape, True
-        own = sum(
-            timing.sum_bytes([tile], shape, tile.query_owner, backward) for tile in plan.tiles
-        )
-        moved = timing.sum_bytes(plan.tiles, shape, plan.rank, backward) - own
-        assert moved == visitors * 2 * TOKENS * HEADS * DIM * 2
+    work = timing.choice_of(load.ring).backward[0].schedule.work(backward=True)
+    own = work._replace(visitors=0 * work.visitors)
+    every, kept = (timing.sum_bytes(each, load.ring.shape, True) for each in (work, own))
+    assert set((every - kept).sum(axis=0)) == {visitors * 2 * TOKENS * HEADS * DIM * 2}
 
 
 def test_a_part_of_the_forward_runs_again() -> None:
@@ -246,10 +218,8 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     flat = [e for e in found if e.name == "burst kv flat" and e.load.head_parallel == 1]
     # Over two nodes its gradients return by the chain, as those of the baseline.
     assert flat and {str(e) for e in flat} == {"burst kv flat = ring flat"}
-    plans = [
-        (e.load.head_parallel, e.fraction, *(timing.plans(e.load.ring, backward=b) for b in (0, 1)))
-        for e in found
-    ]
+    chosen = [(e, timing.choice_of(e.load.ring)) for e in found]
+    plans = [(e.load.head_parallel, e.fraction, c.plans(3 % c.tiling.ranks)) for e, c in chosen]
     assert not any(a == b for a, b in combinations(plans, 2))
     # In one node burst sends them straight home, which is another plan but on rings of two.
     inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0], 1.0)

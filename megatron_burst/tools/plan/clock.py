@@ -1,92 +1,51 @@
 """When ranks that carry out plans are done, given how long computing and messages take.
 
-All ranks begin together. A message starts when both of its ends have posted it and what its sender
-posted before on that link is through.
+All ranks begin together. Both ends post a message at the start of one step, so all that is posted
+before a step is known when it starts: no events are needed. A message starts when both ends have
+posted it and what its sender posted before on that network is through.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from megatron_burst.plans.plan import Item, Plan, Step
+import numpy as np
+from numpy.typing import NDArray
 
-type _Link = tuple[int, int, str]  # source, target, which network
-type _Key = tuple[_Link, int]  # and which of the messages
+from megatron_burst.plans.schedule import Loads
+
+type _Seconds = NDArray[np.float64]
 
 
-def duration(
-    plans: Sequence[Plan],
-    computing: Callable[[int, Step], float],
-    message: Callable[[Item, int, int], tuple[str, float]],
-) -> float:
+class Timed(NamedTuple):
+    """Messages with the time that they take: arrays [leg, message]."""
+
+    loads: Loads
+    between: NDArray[np.bool]  # whether they go to another node, over other links
+    seconds: _Seconds
+
+
+def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
     """Return the seconds until the last rank has computed and has all that it waits for.
 
-    Args:
-        plans: of all ranks.
-        computing: returns the seconds of a rank's step.
-        message: returns the network and the seconds of an item from one rank to another.
+    `computing` are the seconds that a rank computes in a step, [step, rank], of all steps.
     """
-    links, end = _Links(message), 0.0
-    running = {plan.rank: _run(plan, computing, links) for plan in plans}
-    while running:
-        before = len(running), len(links.arrivals)
-        for rank, run in list(running.items()):
-            try:
-                next(run)
-            except StopIteration as done:
-                end = max(end, done.value)
-                del running[rank]
-        links.move()
-        assert before != (len(running), len(links.arrivals)), f"{[*running]} wait for ever"
-    return end
-
-
-def _run(
-    plan: Plan, computing: Callable[[int, Step], float], links: "_Links"
-) -> Generator[None, None, float]:
-    """Go through one rank's steps, stopping for as long as an arrival is not known."""
-    now, rank = 0.0, plan.rank
-    waits: dict[int, list[_Key]] = defaultdict(list)
-    for number, step in enumerate(plan.steps):
-        for r in step.receives:
-            waits[r.lands].append(links.post(r.item, r.peer, rank, now, sends=False))
-        for s in step.sends:
-            waits[s.lands].append(links.post(s.item, rank, s.peer, now, sends=True))
-        while not all(key in links.arrivals for key in waits[number]):
-            yield
-        computed = now + computing(rank, step)
-        now = max(computed, *(links.arrivals[key] for key in waits[number]), 0.0)
-    return now
-
-
-class _Links:
-    """When messages arrive, as far as it is known; those of one link stay in order."""
-
-    def __init__(self, message: Callable[[Item, int, int], tuple[str, float]]) -> None:
-        self._message = message
-        self._posted: dict[tuple[_Link, bool], list[float]] = defaultdict(list)  # when, by its end
-        self._queues: dict[tuple[int, str], deque[tuple[_Key, float]]] = defaultdict(deque)
-        self._free: dict[tuple[int, str], float] = defaultdict(float)
-        self.arrivals: dict[_Key, float] = {}
-
-    def post(self, item: Item, source: int, target: int, now: float, *, sends: bool) -> _Key:
-        """Note that one end has posted a message; return what it is known by."""
-        network, seconds = self._message(item, source, target)
-        link = source, target, network
-        posted = self._posted[link, sends]
-        posted.append(now)
-        key = link, len(posted) - 1
-        if sends:
-            self._queues[source, network].append((key, seconds))
-        return key
-
-    def move(self) -> None:
-        """Let every message through whose both ends are there and whose turn it is."""
-        for sender, queue in self._queues.items():
-            while queue:
-                (link, number), seconds = queue[0]
-                sent, awaited = self._posted[link, True], self._posted[link, False]
-                if len(awaited) <= number:
-                    break
-                queue.popleft()
-                start = max(sent[number], awaited[number], self._free[sender])
-                self.arrivals[link, number] = self._free[sender] = start + seconds
+    ranks = computing.shape[1]
+    now, free = np.zeros(ranks), np.zeros((2, ranks))
+    posted: dict[int, list[tuple[Timed, int]]] = defaultdict(list)
+    for timed in messages:
+        for leg, step in enumerate(timed.loads.leaves.tolist()):
+            posted[step].append((timed, leg))
+    landing: dict[int, list[tuple[NDArray[np.int64], _Seconds]]] = defaultdict(list)
+    for step, of_ranks in enumerate(computing):
+        for timed, leg in posted[step]:
+            goes = timed.loads.sizes[leg] > 0
+            source, target = timed.loads.sources[leg, goes], timed.loads.targets[leg, goes]
+            link = timed.between[leg, goes].astype(int), source
+            start = np.maximum(np.maximum(now[source], now[target]), free[link])
+            free[link] = start + timed.seconds[leg, goes]
+            landing[int(timed.loads.lands[leg])] += [(source, free[link]), (target, free[link])]
+        now += of_ranks
+        for rank, arrival in landing.pop(step, ()):
+            now[rank] = np.maximum(now[rank], arrival)
+    return float(now.max())

@@ -88,8 +88,8 @@ def _working_set(load: Workload) -> int:
     """
     a_token, shape = load.local_tokens * load.element_bytes, load.ring.shape
     around, mlp = _elements(load)
-    sizes, every = shape.item_bytes(), timing.plans(load.ring, backward=True)
-    buffers = max(sum(sizes[kind] for kind, _ in plan.largest_arrivals) for plan in every)
+    sizes = shape.item_bytes()
+    buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
     sums = shape.query_heads * shape.head_dim
     sums += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     at_attention = a_token * around // load.tensor + buffers + 4 * shape.tokens * sums

@@ -1,20 +1,23 @@
 """The time of a training step: attention by its plans on a clock, all else by FLOPs and bytes."""
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_burst.plans.cost import Shape, payload, visible_pairs
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.cost import Shape, visible_pairs
 from megatron_burst.plans.layout import Layout, boundary
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Item, Plan, Step, Tile, assemble
+from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import Choice, choose
-from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.schedule import Messages, Schedule
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.work import Work
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.plan.clock import duration
+from megatron_burst.tools.plan.clock import Timed, duration
 from megatron_burst.tools.plan.workload import Cluster, Ring, Workload
 
 _SUM_BYTES = 4  # of an element of a sum
@@ -102,7 +105,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 
 
 @lru_cache(maxsize=64)
-def _choice(ring: Ring) -> Choice:
+def choice_of(ring: Ring) -> Choice:
+    """Return the schedules that training chooses."""
     tiling = _tiling(ring.layout, ring.mask)
     limit = ring.config.memory_limit(ring.card)
     return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes, memory_limit=limit)
@@ -114,109 +118,105 @@ def _tiling(layout: Layout, mask: Mask) -> Tiling:
     return Tiling(layout, mask)
 
 
-@lru_cache(maxsize=64)
-def plans(ring: Ring, *, backward: bool) -> tuple[Plan, ...]:
-    """Return the plans that training chooses, of all ranks of a ring."""
-    choice = _choice(ring)
-    offers = choice.backward if backward else choice.forward
-    return plans_of(offers[0].schedule, backward=backward)
+@lru_cache(maxsize=16)
+def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
+    """Return the kinds of the buffers that ranks have in the backward.
+
+    Ranks that send, receive and compute in the same steps have the same.
+    """
+    schedule, sizes = choice_of(ring).backward[0].schedule, ring.shape.item_bytes()
+    rows = [schedule.work(backward=True).pairs > 0]
+    for messages in schedule.messages(backward=True):
+        loads = messages.loads(sizes, ring.shape.tokens)
+        for ends in (loads.sources, loads.targets):
+            rows.append(np.zeros(ends.shape, bool))
+            np.put_along_axis(rows[-1], ends, loads.sizes > 0, axis=1)
+    alike = np.packbits(np.concatenate(rows), axis=0).T
+    ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
+    arrivals = [schedule.backward(rank).largest_arrivals for rank in ranks]
+    return frozenset(tuple(kind for kind, _ in each) for each in arrivals)
 
 
-def plans_of(schedule: Schedule, *, backward: bool) -> tuple[Plan, ...]:
-    """Return the plans of all ranks; equal to those made rank by rank, from one list of hops."""
-    ours = defaultdict(list)
-    for messages in schedule.messages(backward=backward):
-        for hop in messages.hops():
-            ours[hop.source].append(hop)
-            ours[hop.target].append(hop)
-    ranks = range(schedule.tiling.ranks)
-    tiles = (schedule.tiles(rank, backward=backward) for rank in ranks)
-    return tuple(assemble(rank, ours[rank], each) for rank, each in zip(ranks, tiles, strict=True))
+def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
+    """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
+    choice = choice_of(ring)
+    taken = (choice.backward if backward else choice.forward)[0]
+    links = _Links(ring.nodes, ring.shape, cluster, beside)
+    seconds = _seconds(taken.schedule, links, backward=backward)
+    return Pass(*seconds, taken.cost.rank, taken.cost.nic)
 
 
 @lru_cache(maxsize=256)
-def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
-    """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
-    every, links = plans(ring, backward=backward), _Links(ring, cluster, beside, backward)
-    rate = cluster.backward_rate if backward else cluster.forward_rate
-
-    def kernels(tiles: Sequence[Tile]) -> float:
-        return sum(tile_flops(tile, ring.shape, backward) for tile in tiles) / rate
-
-    def sums(tiles: Sequence[Tile], rank: int) -> float:
-        return sum_bytes(tiles, ring.shape, rank, backward) / cluster.memory_rate
-
-    def computing(rank: int, step: Step) -> float:
-        seconds = kernels(step.tiles) + sums(step.tiles, rank)
-        return seconds + links.taken_from_computing(rank, step)
-
-    busiest = max(every, key=lambda plan: kernels(plan.tiles))
-    choice = _choice(ring)
-    cost = (choice.backward if backward else choice.forward)[0].cost
-    return Pass(
-        duration(every, computing, links.message),
-        kernels(busiest.tiles),
-        sums(busiest.tiles, busiest.rank),
-        cost.rank,
-        cost.nic,
-    )
+def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[float, float, float]:
+    """Of all ranks, and of the one that computes most its kernels and its sums."""
+    work, shape, machine = schedule.work(backward=backward), links.shape, links.cluster
+    rate = machine.backward_rate if backward else machine.forward_rate
+    dims = shape.query_heads, shape.head_dim, shape.value_head_dim
+    kernels = work.pairs * attention_flops(1, *dims, backward=backward) / rate
+    sums = sum_bytes(work, shape, backward) / machine.memory_rate
+    sizes = shape.item_bytes(backward=backward)
+    messages = links.timed(schedule.messages(backward=backward), sizes)
+    lands = (step for timed in messages for step in timed.loads.lands.tolist())
+    computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
+    computing[: len(kernels)] = kernels + sums
+    computing += links.taken_from_computing(messages, len(computing))
+    most = work.pairs.sum(axis=0).argmax()
+    of_most = kernels[:, most].sum(), sums[:, most].sum()
+    return duration(messages, computing), float(of_most[0]), float(of_most[1])
 
 
-def tile_flops(tile: Tile, shape: Shape, backward: bool) -> float:
-    """Return the FLOPs of a tile's visible pairs: 2 products forward, 5 backward."""
-    dims = shape.head_dim, shape.value_head_dim
-    return attention_flops(tile.pairs, shape.query_heads, *dims, backward=backward)
-
-
-def sum_bytes(tiles: Sequence[Tile], shape: Shape, rank: int, backward: bool) -> int:
-    """Return what is read and written to add the tiles' results to the sums.
+def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
+    """Return what is read and written to add the tiles' results to the sums: [step, rank].
 
     And to make the outputs that are sent with no query: one for each block of another rank's.
     """
     each = shape.element_bytes + 2 * _SUM_BYTES
     a_query = shape.query_heads * (shape.head_dim if backward else shape.value_head_dim)
     a_key = shape.kv_heads * (shape.head_dim + shape.value_head_dim) if backward else 0
-    rows = sum(a_query * t.query_rows.length + a_key * t.key_rows.length for t in tiles)
-    visitors = len({tile.query_owner for tile in tiles} - {rank})
     output = shape.tokens * shape.query_heads * shape.value_head_dim
-    return rows * each + 2 * visitors * output * shape.element_bytes
+    rows = a_query * work.query_rows + a_key * work.key_rows
+    return rows * each + 2 * work.visitors * output * shape.element_bytes
 
 
+@dataclass(frozen=True, slots=True)
 class _Links:
     """The links of one ring, with those of the rings beside it on the same NICs."""
 
-    def __init__(self, ring: Ring, cluster: Cluster, beside: int, backward: bool) -> None:
-        self._ring, self._cluster = ring, cluster
-        self._sizes = ring.shape.item_bytes(backward=backward)
-        on_a_node = ring.nodes.count(0)
-        self._nics = [
-            (node, rank % on_a_node * beside // cluster.gpus_per_nic)
-            for rank, node in enumerate(ring.nodes)
+    nodes: tuple[int, ...]  # of each rank
+    shape: Shape
+    cluster: Cluster
+    beside: int
+
+    def timed(self, messages: Iterable[Messages], sizes: Mapping[Kind, int]) -> list[Timed]:
+        """Return the messages with the seconds that each takes."""
+        node = np.array(self.nodes)
+        loads = [each.loads(sizes, self.shape.tokens) for each in messages]
+        between = [node[each.sources] != node[each.targets] for each in loads]
+        nic = self._nics(node)
+        leaving = np.zeros(len(node), bool)  # who sends to other nodes
+        for each, leaves in zip(loads, between, strict=True):
+            leaving[each.sources[leaves & (each.sizes > 0)]] = True
+        shared = min(self.beside, self.cluster.gpus_per_nic) * np.bincount(nic, leaving)[nic]
+        slower = shared / self.cluster.nic_rate
+        return [
+            Timed(x, far, np.where(far, slower[x.sources], 1 / self.cluster.within_rate) * x.sizes)
+            for x, far in zip(loads, between, strict=True)
         ]
-        self._rings = min(beside, cluster.gpus_per_nic)
-        self._leaving = Counter(
-            self._nics[plan.rank]
-            for plan in plans(ring, backward=backward)
-            if any(ring.nodes[plan.rank] != ring.nodes[send.peer] for send in plan.sends)
-        )
 
-    def message(self, item: Item, source: int, target: int) -> tuple[str, float]:
-        """Return the network that an item takes from rank to rank, and for how many seconds."""
-        size, nodes = self._size(item), self._ring.nodes
-        if nodes[source] == nodes[target]:
-            return "within", size / self._cluster.within_rate
-        shared = size * self._rings * self._leaving[self._nics[source]]
-        return "between", shared / self._cluster.nic_rate
+    def _nics(self, node: NDArray[np.int64]) -> NDArray[np.int64]:
+        on_a_node = self.nodes.count(0)
+        place = np.arange(len(node)) % on_a_node * self.beside // self.cluster.gpus_per_nic
+        return node * (1 + place.max()) + place
 
-    def taken_from_computing(self, rank: int, step: Step) -> float:
-        """Return the seconds that a step's messages take from the computing beside them."""
-        sending = sum(self.message(s.item, rank, s.peer)[1] for s in step.sends)
-        receiving = sum(self.message(r.item, r.peer, rank)[1] for r in step.receives)
-        copied = sum(self._size(send.item) for send in step.sends) / self._cluster.copy_rate
-        return self._cluster.contention * max(sending, receiving) + copied
-
-    def _size(self, item: Item) -> int:
-        return payload(item, self._sizes, self._ring.shape.tokens)
+    def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
+        """Return the seconds that messages take from the computing beside them: [step, rank]."""
+        sending, receiving, copied = np.zeros((3, steps, len(self.nodes)))
+        for loads, _, seconds in messages:
+            step = loads.leaves[:, None]
+            np.add.at(sending, (step, loads.sources), seconds)
+            np.add.at(receiving, (step, loads.targets), seconds)
+            np.add.at(copied, (step, loads.sources), loads.sizes / self.cluster.copy_rate)
+        return self.cluster.contention * np.maximum(sending, receiving) + copied
 
 
 def _exchange(load: Workload) -> Pass:

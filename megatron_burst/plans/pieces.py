@@ -1,0 +1,59 @@
+"""The rows of all ranks in pieces that see, or are seen, alike where documents and blocks end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.mask import Bounds
+
+type _Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Rows of ranks, cut so that no piece crosses a border of a document or block: arrays."""
+
+    owner: _Ints
+    first: _Ints  # local rows
+    stop: _Ints
+    starts: _Ints  # the first and the last position
+    lasts: _Ints
+    step: int  # from position to position
+
+    def __getitem__(self, some: slice | NDArray[np.integer | np.bool]) -> "Pieces":
+        rows = self.owner[some], self.first[some], self.stop[some]
+        return Pieces(*rows, self.starts[some], self.lasts[some], self.step)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The first and the last position of each."""
+        return self.starts, self.lasts
+
+    def rows(self, number: int) -> Interval:
+        """Return the local rows of a piece."""
+        return Interval(int(self.first[number]), int(self.stop[number]))
+
+    def positions(self, number: int) -> range:
+        """Return the positions of a piece."""
+        return range(int(self.starts[number]), int(self.lasts[number]) + 1, self.step)
+
+
+def cut_pieces(layout: Layout, cuts: Sequence[int]) -> Pieces:
+    """Cut the ranges of positions of all ranks, in their order, at `cuts`, which grow."""
+    ranges = [positions for shard in layout.shards for positions in shard]
+    owner = np.repeat(np.arange(layout.ranks), [len(shard) for shard in layout.shards])
+    start, length = np.array([(r.start, len(r)) for r in ranges]).T
+    step, borders = ranges[0].step, np.array([*cuts, layout.tokens])
+    local = np.cumsum(length) - length - owner * layout.local_tokens  # the first row
+    low, high = (np.searchsorted(borders, x, "right") for x in (start, start + step * (length - 1)))
+    count = high - low + 1
+    of = np.repeat(np.arange(len(ranges)), count)  # which range each piece is of
+    number = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    before = borders[low[of] + number - 1]
+    first = np.where(number > 0, -((start[of] - before) // step), 0)  # rows of the range
+    stop = np.where(number < count[of] - 1, np.append(first[1:], 0), length[of])
+    ends = start[of] + step * first, start[of] + step * (stop - 1)
+    return Pieces(owner[of], local[of] + first, local[of] + stop, *ends, step)[stop > first]

@@ -1,0 +1,71 @@
+"""How much every rank computes in every step, counted for all of them at once."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.tiles import Tiling
+
+
+class Work(NamedTuple):
+    """Sums over the tiles of a rank's step: arrays [step, rank]."""
+
+    pairs: NDArray[np.int64]  # of tokens that see each other
+    query_rows: NDArray[np.int64]
+    key_rows: NDArray[np.int64]
+    visitors: NDArray[np.int64]  # blocks of queries that are another rank's
+
+    @classmethod
+    def of(cls, tiles: Sequence[Mapping[int, Sequence[Tile]]]) -> "Work":
+        """Count tiles, by rank and step."""
+        steps = 1 + max(step for rank in tiles for step in rank)
+        found = np.zeros((steps, len(tiles), 4), np.int64)
+        for rank, by_step in enumerate(tiles):
+            for step, some in by_step.items():
+                found[step, rank] = *_sums(some), len({t.query_owner for t in some} - {rank})
+        return cls(*np.moveaxis(found, -1, 0))
+
+    def all_at(self, step: int) -> "Work":
+        """Return the same computed in one step."""
+        found = np.zeros((4, step + 1, self.pairs.shape[1]), np.int64)
+        found[:, step] = [column.sum(axis=0) for column in self]
+        return Work(*found)
+
+
+def work_of_pairs(
+    tiling: Tiling,
+    queries: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    spread: Callable[[Sequence[Tile]], Mapping[int, Sequence[Tile]]] | None,
+) -> Work | None:
+    """Count once a kind of pairs of ranks; None where there are too many kinds.
+
+    Args:
+        tiling: has the tiles.
+        queries: whose they are, [step, rank].
+        keys: the same.
+        spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
+    """
+    if (kinds := tiling.kinds) is None:
+        return None
+    each = np.array([_sums(tiling(*pair)) for pair in kinds.examples], np.int64)
+    found = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
+    found[: len(queries), :, :3] = each[kinds.numbers[queries, keys]]
+    visits = queries != np.arange(queries.shape[1])
+    found[: len(queries), :, 3] = visits & (found[: len(queries), :, 0] > 0)
+    if spread:
+        found[0], own = 0, kinds.numbers.diagonal()
+        for kind in np.unique(own).tolist():
+            for step, some in spread(tiling(*kinds.examples[kind])).items():
+                found[step, own == kind, :3] = _sums(some)
+    return Work(*np.moveaxis(found, -1, 0))
+
+
+def _sums(tiles: Iterable[Tile]) -> tuple[int, int, int]:
+    """Return the pairs, the rows of queries and the rows of keys of tiles."""
+    each = [(t.pairs, t.query_rows.length, t.key_rows.length) for t in tiles]
+    pairs, queries, keys = map(sum, zip(*each, strict=True)) if each else (0, 0, 0)
+    return pairs, queries, keys

@@ -1,0 +1,90 @@
+#!/usr/bin/env python
+"""Measures how long one rank plans, and how long a layer takes that was planned before.
+
+    python scripts/bench/planning.py
+
+CPU time of one thread, of which the counting loop beside it says how fast the machine was.
+"""
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from harness import Clock, Flags, Row, origin, publish, spread, table, wait_until_quiet
+
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.planning import choose, make_layout
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid
+
+A_NODE, CALLS, COUNTED = 8, 10_000, 20_000_000
+# Ranks, tokens of a rank, documents.
+CASES = ((64, 16384, 1), (64, 16384, 500), (512, 8192, 4000), (1024, 1024, 1))
+
+
+def mask(tokens: int, documents: int) -> Mask:
+    borders = sorted(random.Random(1).sample(range(1, tokens), documents - 1))
+    return Mask.causal(documents=[0, *borders, tokens] if documents > 1 else None)
+
+
+def plan(ranks: int, local: int, documents: int) -> None:
+    """Plan as a rank does: choose the schedules of all, then make one's own plans."""
+    rows = tuple(tuple(range(i, i + A_NODE)) for i in range(0, ranks, A_NODE))
+    tiling = Tiling(
+        make_layout(BurstConfig(), ranks * local, ranks), mask(ranks * local, documents)
+    )
+    nodes, shape = [rank // A_NODE for rank in range(ranks)], Shape(local, 32, 8, 128, 128, 2, 4)
+    choose(BurstConfig(), tiling, Grid(rows), shape, nodes).plans(ranks // 2)
+
+
+def seen_before(documents: int) -> Callable[[], None]:
+    """Return what looks a planned layer up `CALLS` times."""
+    context, x = BurstContext.create(BurstConfig()), torch.zeros(1, 16384, 1, 8)
+    seen = mask(16384, documents)
+
+    def look_up() -> None:
+        for _ in range(CALLS):
+            context.prepare(x, x, x, seen, 1.0)
+
+    look_up()
+    return look_up
+
+
+def count() -> None:
+    for _ in range(COUNTED):
+        pass
+
+
+PAGE = """
+# Planning
+
+CPU time of one thread, median of {repetitions} and the least, in milliseconds; nodes of 8 ranks,
+causal, zigzag. A plan is the choice of the schedules and one rank's forward and backward. A layer
+that was seen before is one call of `prepare`, the mean of 10,000.
+
+{body}
+"""
+
+
+def main() -> None:
+    args, here = Flags(__doc__).read(), origin()
+    wait_until_quiet(args.force)
+    jobs: dict[str, tuple[Callable[[], object], int]] = {"counting to 20 million": (count, 1)}
+    for case in CASES:
+        name = "{} ranks, {} tokens each, {} document(s)".format(*case)
+        jobs[f"a plan of {name}"] = (lambda case=case: plan(*case), 1)
+    for documents in (1, 4000):
+        jobs[f"a layer seen before, {documents} document(s)"] = (seen_before(documents), CALLS)
+    clock, rows = Clock("cpu", time.process_time), list[Row]()
+    for what, (run, calls) in jobs.items():
+        run()
+        seconds = [clock.seconds(run) / calls for _ in range(args.repetitions)]
+        rows.append({"benchmark": "planning", "what": what, **spread(seconds)})
+    cells = ([r["what"], f"{1e3 * r['median_s']:.4g}", f"{1e3 * r['least_s']:.4g}"] for r in rows)
+    publish(args, "planning", PAGE, rows, here, body=table(["what", "median", "least"], cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The planner's clock of all ranks at once against one that runs every rank's plan. (fast tier)"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_burst.config import GradientReturn
+from megatron_burst.plans.cost import Shape, payload
+from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.mesh import Mesh
+from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
+from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Schedule
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.tools.flops import attention_flops
+from megatron_burst.tools.plan import timing
+from tests.tools import event_clock
+from tests.tools.test_plan_tool import cluster
+
+TOKENS, RANKS = 96, 6
+SHAPE = Shape(TOKENS // RANKS, 4, 2, 8, 16, element_bytes=2, gradient_bytes=4)
+NODES = (0, 0, 0, 1, 1, 1)
+GRID, FLAT = Grid(((0, 2, 1), (3, 4, 5))), flat_grid(RANKS)
+MACHINE = cluster(
+    forward_rate=7e9,
+    backward_rate=5e9,
+    within_rate=3e7,
+    nic_rate=2e7,
+    contention=0.2,
+    copy_rate=1e9,
+)
+CAUSAL = Tiling(zigzag(TOKENS, RANKS), Mask.causal())
+WINDOW = Tiling(zigzag(TOKENS, RANKS), Mask.causal(window=8))
+PACKED = Tiling(zigzag(TOKENS, RANKS), Mask.causal(documents=[0, 30, 37, TOKENS]))
+STRIPED = Tiling(striped(TOKENS, RANKS), Mask.causal())
+TWICE = Tiling(segmented_zigzag([48, 48], RANKS), replace(Mask.causal(), query_stop=48))
+WAYS = {
+    "flat": Ring(CAUSAL, FLAT),
+    "flat query home": Ring(CAUSAL, FLAT, Kind.QUERY, GradientReturn.HOME),
+    "double": Ring(CAUSAL, GRID),
+    "double query home": Ring(CAUSAL, GRID, Kind.QUERY, GradientReturn.HOME),
+    "mesh": Mesh(CAUSAL, FLAT, 2),
+    "mesh of queries": Mesh(CAUSAL, FLAT, 3, Kind.QUERY),
+    "gathered": Ring(CAUSAL, FLAT, gather=True),
+    "window": Ring(WINDOW, GRID, Kind.QUERY, GradientReturn.HOME),
+    "direct": Direct(WINDOW, GRID),
+    "direct documents": Direct(PACKED, GRID, Kind.QUERY),
+    "documents": Ring(PACKED, GRID),
+    "striped": Ring(STRIPED, GRID, Kind.QUERY),
+    "early rows": Ring(TWICE, GRID),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("per_nic", "beside"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_all_ranks_at_once_take_as_long_as_one_after_the_other(
+    way: Schedule, backward: bool, per_nic: int, beside: int
+) -> None:
+    machine = replace(MACHINE, gpus_per_nic=per_nic)
+    make = way.backward if backward else way.forward
+    plans = [make(rank) for rank in range(RANKS)]
+    links = timing._Links(NODES, SHAPE, machine, beside)
+    expected = by_events(plans, links, backward)
+    found = timing._seconds(way, links, backward=backward)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def by_events(
+    plans: list[Plan], links: timing._Links, backward: bool
+) -> tuple[float, float, float]:
+    """What the clock of all ranks says, from tiles and messages one by one."""
+    shape, machine, nodes = links.shape, links.cluster, links.nodes
+    sizes = shape.item_bytes(backward=backward)
+    rate = machine.backward_rate if backward else machine.forward_rate
+    nics = [
+        (node, rank % 3 * links.beside // machine.gpus_per_nic) for rank, node in enumerate(nodes)
+    ]
+    leaving = Counter(
+        nics[plan.rank]
+        for plan in plans
+        if any(nodes[plan.rank] != nodes[s.peer] for s in plan.sends)
+    )
+
+    def kernels(tiles: tuple[Tile, ...]) -> float:
+        dims = shape.query_heads, shape.head_dim, shape.value_head_dim
+        return sum(attention_flops(t.pairs, *dims, backward=backward) for t in tiles) / rate
+
+    def sums(tiles: tuple[Tile, ...], rank: int) -> float:
+        moved, dims = 0, shape.head_dim + shape.value_head_dim
+        for tile in tiles:
+            rows, keys = tile.query_rows.length, tile.key_rows.length
+            moved += rows * 4 * (8 if backward else 16) * (2 + 8)
+            moved += keys * 2 * dims * (2 + 8) if backward else 0
+        visitors = {tile.query_owner for tile in tiles} - {rank}
+        return (moved + 2 * len(visitors) * shape.tokens * 4 * 16 * 2) / machine.memory_rate
+
+    def message(item: Item, source: int, target: int) -> tuple[str, float]:
+        size = payload(item, sizes, shape.tokens)
+        if nodes[source] == nodes[target]:
+            return "within", size / machine.within_rate
+        sharing = min(links.beside, machine.gpus_per_nic) * leaving[nics[source]]
+        return "between", size * sharing / machine.nic_rate
+
+    def computing(rank: int, step: Step) -> float:
+        sending = sum(message(s.item, rank, s.peer)[1] for s in step.sends)
+        receiving = sum(message(r.item, r.peer, rank)[1] for r in step.receives)
+        copied = sum(payload(s.item, sizes, shape.tokens) for s in step.sends) / machine.copy_rate
+        taken = machine.contention * max(sending, receiving) + copied
+        return kernels(step.tiles) + sums(step.tiles, rank) + taken
+
+    most = max(plans, key=lambda plan: sum(tile.pairs for tile in plan.tiles))
+    ended = event_clock.duration(plans, computing, message)
+    each = [sums(step.tiles, most.rank) for step in most.steps]
+    return ended, kernels(most.tiles), sum(each)
