@@ -268,14 +268,14 @@ class _Table:
         return values[*self.places]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=2)
 def _pairs(mesh: Mesh) -> NDArray[np.int64]:
     seen, table = mesh.tiling.needs.pairs, mesh.table
     by_place = table.by_place(seen if mesh.sent is Kind.KV else seen.T)
     return table.by_rank(by_place.sum(axis=(1, 3, 5)).transpose(0, 2, 1))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _around(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
     """Return who is at the stations of what is sent around and who has a use for it there."""
     table, owners = mesh.table, np.arange(mesh.grid.ranks)

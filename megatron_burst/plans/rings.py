@@ -180,7 +180,7 @@ class Ring(Schedule):
                 yield Leg(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
     """Who of those that a block passes has a use for it: [station, owner]."""
     return tiling.needs.users(kind)[np.arange(grid.ranks), stations(grid)]

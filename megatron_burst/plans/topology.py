@@ -59,7 +59,7 @@ class Grid:
         return f"double ring of {self.nodes} nodes x {self.ranks_per_node} ranks"
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def stations(grid: Grid) -> NDArray[np.int64]:
     """Return which rank `visits` an owner in each step: [step, owner]."""
     nodes, places = np.arange(grid.nodes), np.arange(grid.ranks_per_node)
