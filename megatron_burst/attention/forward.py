@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
 from megatron_burst.transport.comm import Block, rows_of
@@ -12,22 +13,22 @@ from megatron_burst.transport.profiling import span
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sink: Tensor | None = None
+    q: Tensor, keys: Keys, call: AttentionCall, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks arrive while tiles are computed."""
     plan = call.forward_plan
     blocks: dict[Item, Block] = {
         Item(Kind.QUERY, plan.rank): (q,),
-        Item(Kind.KV, plan.rank): (k, v),
+        Item(Kind.KV, plan.rank): keys.sent,
     }
-    results = PartialResults(q, v.shape[-1])
+    results = PartialResults(q, keys.own[1].shape[-1])
     blocks |= parts_to_send(plan, blocks)
-    transfers = call.communicator.begin("forward", plan, lambda item: rows_of((k, v), item.part))
+    transfers = call.communicator.begin("forward", plan, lambda item: rows_of(keys.sent, item.part))
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks)
         for tile in step.tiles:
             with span("forward", number, "tile", tile.query_owner, tile.key_owner):
-                partial = _attend(tile, blocks, call)
+                partial = _attend(tile, blocks, keys, call)
             with span("forward", number, "merge"):
                 results.add(tile.query_rows, *partial)
             del partial  # else it would live beside the next tile's
@@ -35,9 +36,11 @@ def forward(
     return results.finish(sink)
 
 
-def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _attend(
+    tile: Tile, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
-    (q,), (k, v) = blocks[query_item], blocks[key_item]
+    (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
     return call.kernel.forward(call.of_tile(tile, q, k, v))
 
 
