@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 # What the values mean is said where they are used, in the fields below.
 Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
 Backward = StrEnum("Backward", "AUTO QUERY KV")
-Topology = StrEnum("Topology", "AUTO FLAT DOUBLE")
+Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "FLOAT32 MODEL")
 GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
@@ -64,9 +64,17 @@ class BurstConfig:
     LSE and delta. auto: what minimises the bytes on the bottleneck link; logged."""
 
     topology: Topology = Topology.AUTO
-    """The shape of the ring. flat: one ring over all ranks, node by node. double: a hierarchical
+    """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
     ring, one in each node and one between nodes; each inter-node transfer overlaps one intra-node
-    pass. auto: double for burst where the ranks are spread evenly over several nodes, else flat."""
+    pass. mesh: queries of some nodes, or ranks, meet K and V of others, so that of either only a
+    few travel; it needs a number of nodes that is a product of two. auto: for burst double where
+    the ranks are spread evenly over several nodes, else flat, and mesh where it saves a tenth of
+    the bytes on the bottleneck link within --burst-memory-mb; logged."""
+
+    memory_mb: int | None = None
+    """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
+    results, where it is no ring that moves them (default: a sixteenth of the GPU's; without a GPU
+    any)."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
@@ -154,6 +162,7 @@ class BurstConfig:
             ("timeout_seconds", self.timeout_seconds),
             ("--burst-ranks-per-node", self.ranks_per_node),
             ("--burst-head-parallel-size", self.head_parallel_size),
+            ("--burst-memory-mb", self.memory_mb),
         ):
             refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
         refuse(
@@ -167,6 +176,11 @@ class BurstConfig:
                 segments != 2 and self.cuts_for_recompute,
                 f"--burst-segments {segments} has no effect under --recompute-attention-fraction "
                 f"{fraction}, which cuts the sequence in two itself: drop it",
+            ),
+            (
+                self.topology is Topology.MESH and self.gradient_return is GradientReturn.CHAIN,
+                "gradient_return chain has no effect under --burst-topology mesh, whose gradients "
+                "go home: drop it",
             ),
             (
                 self.recompute_offload and fraction is None,
@@ -190,26 +204,34 @@ class BurstConfig:
 
     @property
     def shape_of_rings(self) -> Topology:
-        """FLAT, or DOUBLE where the nodes allow it: what AUTO stands for."""
-        if self.topology is not Topology.AUTO:
+        """FLAT, or DOUBLE where the nodes allow it: what AUTO and MESH stand for."""
+        if self.topology in (Topology.FLAT, Topology.DOUBLE):
             return self.topology
         return Topology.DOUBLE if self.algorithm is Algorithm.BURST else Topology.FLAT
+
+    @property
+    def may_take_mesh(self) -> bool:
+        """Whether a mesh is asked for or may be chosen."""
+        returns = self.gradient_return in (GradientReturn.AUTO, GradientReturn.HOME)
+        taken = self.topology in (Topology.AUTO, Topology.MESH) and returns
+        return taken and self.algorithm is Algorithm.BURST
 
     def _check_preset(self) -> None:
         """A baseline fixes what burst chooses; refuse what would have no effect."""
         if self.algorithm is Algorithm.BURST:
             return
-        fixed: dict[str, tuple[StrEnum | int, ...]] = {
+        fixed: dict[str, tuple[StrEnum | int | None, ...]] = {
             "backward": (Backward.AUTO, Backward.KV),
+            "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
+            "memory_mb": (None,),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            fixed = {
+            fixed |= {
                 "backward": (Backward.AUTO,),
                 "topology": (Topology.AUTO,),
                 "grad_dtype": (GradDtype.FLOAT32,),
                 "gradient_return": (GradientReturn.AUTO,),
-                "mla": fixed["mla"],
             }
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (1,)

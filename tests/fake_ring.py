@@ -62,9 +62,11 @@ def peaks(
     *,
     tokens: int = 1024,
     kv_heads: int = 4,
+    topology: str = "",
 ) -> Peaks:
     """Count the middle rank's forward and backward in bfloat16, [1, tokens, 4 heads, 128]."""
-    config, rank = BurstConfig(backward=backward_ring), ranks // 2
+    topology = topology or ("flat" if nodes == 1 else "double")
+    config, rank = BurstConfig(backward=backward_ring, topology=topology), ranks // 2
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         node_of = [r * nodes // ranks for r in range(ranks)]

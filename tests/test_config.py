@@ -50,6 +50,7 @@ def test_flags_agree_with_the_fields() -> None:
         "layout": "--burst-layout",
         "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
+        "memory_mb": "--burst-memory-mb",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",
@@ -70,7 +71,7 @@ def test_flags_offer_what_is_built() -> None:
     assert OFFERED == {
         "algorithm": ("burst", "ring", "allgather", "ulysses"),
         "backward": ("auto", "query", "kv"),
-        "topology": ("auto", "flat", "double"),
+        "topology": ("auto", "flat", "double", "mesh"),
         "layout": ("zigzag", "segmented-zigzag"),
         "grad_dtype": ("float32", "model"),
         "mla": ("auto", "latent", "heads"),

@@ -81,7 +81,8 @@ def ring_attention(
     holds all; where a sparse mask's rows go straight to who needs them, a rank holds all that it
     needs. With as many kv heads as query heads, in bfloat16, what lives beside inputs and output is
     at most, in multiples of q, on a flat ring 8.1 in the forward and in the backward 20.6 (kv) or
-    18.2 (query); on a double ring 11.2, and 38.6 or 29.2.
+    18.2 (query); on a double ring 11.2, and 38.6 or 29.2. A mesh holds more, as much as
+    `--burst-memory-mb` allows.
     Shapes, dtype and mask may change from call to call, on all ranks together.
 
     Args:

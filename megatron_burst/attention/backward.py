@@ -29,7 +29,7 @@ def backward(
     sums = keys.sums(q, call.gradient_dtype)
 
     def template(item: Item) -> Block:
-        return sums.template(item) if item.kind.is_gradient else rows_of(own[item.kind], item.part)
+        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.part)
 
     transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
@@ -44,7 +44,7 @@ def backward(
             del dq, dk, dv  # else they would live beside the next tile's
         sums.end_step()
         for item, block in transfers.land(number):
-            if item.kind.is_gradient:
+            if item.kind.is_result:
                 with span("backward", number, "merge"):
                     sums.take(item, block)
             else:

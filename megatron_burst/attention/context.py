@@ -1,6 +1,7 @@
 """What attention calls of one context-parallel group share: who is in it, and what was planned."""
 
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.plans.planning import Choice, choose, make_layout, mib
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
-from megatron_burst.transport.comm import Communicator, check_agreement, warm_up
+from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class BurstContext:
         *,
         along_grid: bool = False,
         agreement: dist.ProcessGroup | None = None,
+        memory_limit: float = math.inf,
     ) -> None:
         self.config = config
         self.group = group  # None: this process alone
@@ -82,6 +84,7 @@ class BurstContext:
         self.nodes = nodes  # of the ranks of one ring
         self.along_grid = along_grid  # whether messages keep to its rows and columns
         self._agreement = agreement  # None: nobody to agree with
+        self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
         self._calls: dict[tuple[object, ...], AttentionCall] = {}
         self._logged: set[tuple[Shape, Mask]] = set()
@@ -142,6 +145,7 @@ class BurstContext:
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
             agreement=groups.agreement,
+            memory_limit=_memory_limit(config, group),
         )
 
     @property
@@ -269,8 +273,10 @@ class BurstContext:
         """Choose what travels and how; return for the log what does not."""
 
         def choose_for(shape: Shape) -> Choice:
-            sizes = shape.item_bytes()
-            return choose(self.config, tiling, self.grid, sizes, self.nodes, self.along_grid)
+            return choose(
+                *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
+                memory_limit=self._memory_limit,
+            )
 
         burst = self.config.algorithm is Algorithm.BURST
         if latents is None or not burst or self.heads.size > 1 or self.grid.ranks == 1:
@@ -311,6 +317,17 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> S
         gradient_bytes=(wire_dtype or wide).itemsize,
         row_bytes=wide.itemsize,
     )
+
+
+def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
+    """Return how many bytes attention may take for other ranks' blocks: the same on all ranks."""
+    if config.memory_mb is not None:
+        return config.memory_mb * 2**20
+    mine = math.inf
+    if torch.cuda.is_available():
+        mine = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 16
+    purpose = "learn how much memory the other ranks have"
+    return min(gather_objects(group, purpose, mine, config.timeout_seconds))
 
 
 def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:

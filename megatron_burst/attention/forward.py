@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.keys import Keys
-from megatron_burst.attention.merge import PartialResults
+from megatron_burst.attention.merge import PartialOutputs
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
 from megatron_burst.transport.comm import Block, rows_of
 from megatron_burst.transport.profiling import span
@@ -21,18 +21,29 @@ def forward(
         Item(Kind.QUERY, plan.rank): (q,),
         Item(Kind.KV, plan.rank): keys.sent,
     }
-    results = PartialResults(q, keys.own[1].shape[-1])
+    own, results = dict(blocks), PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
     blocks |= parts_to_send(plan, blocks)
-    transfers = call.communicator.begin("forward", plan, lambda item: rows_of(keys.sent, item.part))
+
+    def template(item: Item) -> Block:
+        if item.kind.is_result:
+            return results.template(item)
+        return rows_of(own[Item(item.kind, plan.rank)], item.part)
+
+    transfers = call.communicator.begin("forward", plan, template)
     for number, step in enumerate(plan.steps):
-        transfers.post(number, step, blocks)
+        transfers.post(number, step, blocks | results.hand_on(step.sends))
         for tile in step.tiles:
             with span("forward", number, "tile", tile.query_owner, tile.key_owner):
                 partial = _attend(tile, blocks, keys, call)
             with span("forward", number, "merge"):
-                results.add(tile.query_rows, *partial)
+                results.add(tile.output, tile.query_slice, *partial)
             del partial  # else it would live beside the next tile's
-        blocks.update(transfers.land(number))
+        for item, block in transfers.land(number):
+            if item.kind.is_result:
+                with span("forward", number, "merge"):
+                    results.take(item, block)
+            else:
+                blocks[item] = block
     return results.finish(sink)
 
 
@@ -46,7 +57,7 @@ def _attend(
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:
     """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
-    items = {send.item for send in plan.sends if not send.item.kind.is_gradient}
+    items = {send.item for send in plan.sends if not send.item.kind.is_result}
     parts = [item for item in items if item.owner == plan.rank and item.part]
     return {
         item: tuple(t.contiguous() for t in rows_of(blocks[item._replace(part=None)], item.part))

@@ -75,7 +75,7 @@ class GradientAccumulator:
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
         """Return, as they are sent, the sums of every gradient among `sends`; they start anew."""
-        return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_gradient}
+        return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_result}
 
     def total(self, item: Item) -> Block:
         """Return the item's sum, or its single partial where that covers all rows."""

@@ -1,11 +1,60 @@
 """Joins partial attention results of the same queries against different keys."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Item, Kind, Send
+from megatron_burst.transport.comm import Block, rows_of
+
+
+class PartialOutputs:
+    """What a rank has of outputs: of its own queries, and of those that visit it."""
+
+    def __init__(self, rank: int, q: Tensor, value_head_dim: int) -> None:
+        self._q, self._value_head_dim = q, value_head_dim
+        self._own = Item(Kind.OUTPUT, rank)
+        self._results: dict[Item, PartialResults] = {}
+
+    def template(self, item: Item) -> Block:
+        """Return tensors without storage of the shapes and dtypes in which an output arrives."""
+        (q,) = rows_of((self._q,), item.part)
+        batch, tokens, heads, _ = q.shape
+        lse = q.new_empty((1,), dtype=accumulation_dtype(q.dtype)).expand(batch, heads, tokens)
+        return q.new_empty((1,)).expand(batch, tokens, heads, self._value_head_dim), lse
+
+    def add(self, item: Item, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Add a tile's results to the given rows of the item; the tensors become ours."""
+        self._of(item).add(rows, out_BSHD, lse_BHS)
+
+    def take(self, item: Item, block: Block) -> None:
+        """Add what has arrived; it is not looked at again."""
+        mine = self._own if item.owner == self._own.owner else item
+        rows = item.part if mine is self._own else None
+        self._of(mine).merge(rows or Interval(0, block[0].shape[1]), *block)
+
+    def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
+        """Return, as they are sent, the outputs among `sends`; they start anew.
+
+        Rounded once to the queries' dtype; the log-sum-exp stays wide.
+        """
+        items = [send.item for send in sends if send.item.kind.is_result]
+        results = {item: self._results.pop(item).finish() for item in items}
+        return {item: (out.contiguous(), lse.contiguous()) for item, (out, lse) in results.items()}
+
+    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the rank's own queries, each head's sink among the scores."""
+        return self._of(self._own).finish(sink)
+
+    def _of(self, item: Item) -> "PartialResults":
+        if item not in self._results:
+            (q,) = rows_of((self._q,), item.part)
+            self._results[item] = PartialResults(q, self._value_head_dim)
+        return self._results[item]
 
 
 class PartialResults:
@@ -26,11 +75,16 @@ class PartialResults:
         if self._totals is None and rows.length == self._shape[1]:
             self._totals = out_BSHD, lse_BHS  # with one tile it stays at that
             return
+        self.merge(rows, out_BSHD, lse_BHS)
+
+    def merge(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Add results in which rows may have seen nothing; the tensors stay the caller's."""
         total_out_BSHD, total_lse_BHS = self._totals = self._wide_totals()
         total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
         merged = torch.logaddexp(total_lse, lse_BHS)
-        total_out.mul_(_per_row((total_lse - merged).exp()))
-        total_out.addcmul_(_per_row((lse_BHS - merged).exp()), out_BSHD)
+        finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
+        total_out.mul_(_per_row((total_lse - finite).exp()))
+        total_out.addcmul_(_per_row((lse_BHS - finite).exp()), out_BSHD)
         total_lse.copy_(merged)
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:

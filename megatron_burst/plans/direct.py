@@ -24,9 +24,12 @@ from megatron_burst.plans.topology import Grid, stations
 class Direct(Schedule):
     """What the plans of all ranks have in common; the counterpart of `rings.Ring`.
 
-    For masks that are sparse: under others its bytes are counted as if blocks went whole.
+    For masks that are sparse: under others its bytes are counted as if blocks went whole. Messages
+    pass between any two ranks, and a rank holds all that it receives at once, so that it pays only
+    for half of the bytes.
     """
 
+    worth = 0.5
     tiling: Tiling
     grid: Grid
     sent: Kind = Kind.KV
@@ -36,6 +39,24 @@ class Direct(Schedule):
     def name(self) -> str:
         """What it is called in the log."""
         return f"{self.sent} direct exchange"
+
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """How many pairs of tokens each rank computes: all of what does not move."""
+        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
+
+    def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
+        """Return the bytes that a rank has of others' blocks and results, at the most."""
+        rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))
+        received, sent = rows.sum(axis=0), rows.sum(axis=1)
+        held = received * sizes[self.sent]
+        if backward:  # results of what was received, and those that come home
+            held = held + (received + sent) * sizes[self.sent.gradient]
+        return int(held.max()) // self.tiling.local_tokens
+
+    def messages(self, *, backward: bool) -> "tuple[_Exchange, ...]":
+        """Return all messages of a forward or a backward."""
+        return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
@@ -89,7 +110,7 @@ class _Exchange:
         """Yield senders, receivers and bytes, of all pairs of ranks at once."""
         _, owners, users = self._needed()
         rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
-        ends = (users, owners) if self.kind.is_gradient else (owners, users)
+        ends = (users, owners) if self.kind.is_result else (owners, users)
         yield *ends, sizes[self.kind] * rows // local_tokens
 
     def _needed(self) -> tuple[NDArray[np.int64], ...]:
@@ -104,7 +125,7 @@ class _Exchange:
         within = len({self.schedule.grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
         for part in self.schedule.parts(owner, user):
             item = Item(self.kind, owner, part)
-            if self.kind.is_gradient:
+            if self.kind.is_result:
                 channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
                 yield Hop(item, user, owner, channel, distance + 1, self.schedule.grid.ranks)
             else:

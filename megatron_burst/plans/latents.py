@@ -23,7 +23,7 @@ def choose_keys(
     if asked is Mla.HEADS:
         return with_heads, heads, ""
     with_latents = choose(latents)
-    large, small = (mib(choice.forward_cost.rank) for choice in (with_heads, with_latents))
+    large, small = (mib(choice.forward[0].cost.rank) for choice in (with_heads, with_latents))
     if asked is Mla.LATENT or latents_pay(with_heads, with_latents, latents):
         said = f"; latents travel: K and V would send {large} forward"
         return with_latents, latents, said
@@ -44,7 +44,7 @@ def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
     tiling = choice.tiling
     pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
     attention = 2.0 * pairs * shape.query_heads * (shape.head_dim + shape.value_head_dim)
-    forward, backward = choice.forward_cost, choice.backward_costs[choice.backward]
+    forward, backward = choice.forward[0].cost, choice.backward[0].cost
     a_byte = _FLOPS_A_BYTE_BETWEEN if forward.nic else _FLOPS_A_BYTE_WITHIN
     return max(attention + up_projection, a_byte * forward.bottleneck) + max(
         _BACKWARD * attention + 3 * up_projection, a_byte * backward.bottleneck
@@ -52,7 +52,8 @@ def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
 
 
 def _up_projection(choice: Choice, shape: Shape) -> float:
-    """Return the FLOPs of the K and V of all that a rank receives, as much as it sends."""
+    """Return the FLOPs of the K and V of all that a rank meets, in a ring as much as it sends."""
     assert shape.latents
-    rows = choice.forward_cost.rank / (shape.latents.size * shape.element_bytes)
+    sent = choice.forward[0].cost.rank / (shape.latents.size * shape.element_bytes)
+    rows = min(sent, (choice.tiling.ranks - 1) * shape.tokens)
     return 2.0 * rows * shape.latents.weight

@@ -49,12 +49,6 @@ class Needs:
         seen = self.pairs.T if kind is Kind.KV else self.pairs
         return (seen > 0) & ~np.eye(len(seen), dtype=bool)
 
-    @property
-    def imbalance(self) -> float:
-        """Max / mean over the ranks of the pairs that their queries see; 1.0 is perfect."""
-        computed = self.pairs.sum(axis=1)
-        return float(computed.max() / computed.mean()) if computed.any() else 1.0
-
 
 def cut_pieces(layout: Layout, rank: int, cuts: Sequence[int]) -> Pieces:
     """Cut a rank's ranges of positions at `cuts`, which grow."""

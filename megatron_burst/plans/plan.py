@@ -22,17 +22,29 @@ class Kind(StrEnum):
     QUERY = "query"
     D_KV = "d_kv"
     D_QUERY = "d_query"
+    OUTPUT = "output"  # of queries against some of the keys, with its log-sum-exp
     HEADS = "heads"  # what an all-to-all over the heads moves
 
     @property
-    def is_gradient(self) -> bool:
+    def is_result(self) -> bool:
         """Whether items of this kind are sums that grow, not blocks that are read."""
-        return self in (Kind.D_KV, Kind.D_QUERY)
+        return self in (Kind.OUTPUT, Kind.D_KV, Kind.D_QUERY)
 
     @property
     def gradient(self) -> "Kind":
         """The kind of the gradient of a block of this kind."""
         return {Kind.KV: Kind.D_KV, Kind.QUERY: Kind.D_QUERY}[self]
+
+    def result(self, *, backward: bool) -> "Kind | None":
+        """Return what is made of a block of this kind: of keys nothing in the forward."""
+        if backward:
+            return self.gradient
+        return Kind.OUTPUT if self is Kind.QUERY else None
+
+    @property
+    def other(self) -> "Kind":
+        """The kind of block that a block of this kind meets."""
+        return {Kind.KV: Kind.QUERY, Kind.QUERY: Kind.KV}[self]
 
 
 class Channel(StrEnum):
@@ -128,6 +140,11 @@ class Tile:
         )
 
     @property
+    def output(self) -> Item:
+        """The output that it adds to."""
+        return Item(Kind.OUTPUT, self.query_owner, self.query_part)
+
+    @property
     def gradients(self) -> tuple[Item, Item]:
         """The query and the key gradient that it adds to."""
         return (
@@ -160,8 +177,9 @@ class Tile:
 class Step:
     """Messages that are posted together and the tiles that are computed meanwhile.
 
-    A block can be used in the steps after the one in which it landed. A gradient that lands is
-    added to what the rank has of it. A gradient that is sent is handed on: the rank's sum is empty.
+    A block can be used in the steps after the one in which it landed, until it lands again. A
+    result, an output or a gradient, that lands is added to what the rank has of it. A result that
+    is sent is handed on: the rank's sum is empty.
     """
 
     receives: tuple[Receive, ...] = ()
@@ -249,24 +267,24 @@ def _last_uses(
 ) -> dict[Hop, int]:
     """Return for each message that arrives the last step in which its buffer is needed.
 
-    A block stays for its tiles and until its sends have landed. Of a gradient, the first arrival
-    becomes the sum (see `attention.gradient_accumulation`) and stays until the sum has been
-    sent; what arrives after it, or at the owner, is added at once.
+    A block stays for its tiles and until its sends have landed, or until it has landed again. Of a
+    result, the first arrival becomes the sum (see `attention.gradient_accumulation`) and stays
+    until the sum has been sent; what arrives after it, or at the owner, is added at once.
     """
-    read = {item: step for step in sorted(tiles) for tile in tiles[step] for item in tile.blocks}
-    sent: dict[Item, list[Hop]] = defaultdict(list)
-    for hop in hops:
-        if hop.source == rank:
-            sent[hop.item].append(hop)
-    last, held = {}, set()
+    arrivals: dict[Item, list[Hop]] = defaultdict(list)
     for hop in sorted((h for h in hops if h.target == rank), key=lambda h: (h.lands, h.leaves)):
-        last[hop] = hop.lands
-        if not hop.item.kind.is_gradient:
-            sends = [s.lands for s in sent[hop.item]]
-            last[hop] = max(hop.lands, read.get(hop.item, 0), *sends)
-        elif hop.item.owner != rank:
-            leaving = next((s for s in sent[hop.item] if s.leaves > hop.lands), None)
-            if leaving and leaving not in held:
-                held.add(leaving)
-                last[hop] = leaving.lands
+        arrivals[hop.item].append(hop)
+    last = {hop: hop.lands for some in arrivals.values() for hop in some}
+    blocks = {(step, item) for step in tiles for tile in tiles[step] for item in tile.blocks}
+    uses = [(step, step, item) for step, item in blocks]
+    uses += [(hop.leaves, hop.lands, hop.item) for hop in hops if hop.source == rank]
+    handed_on: dict[Item, int] = {}
+    for begins, ends, item in sorted(uses, key=lambda use: use[0]):
+        since = handed_on.get(item, 0)
+        there = [hop for hop in arrivals.get(item, ()) if since <= hop.lands < begins]
+        if there:
+            hop = there[0 if item.kind.is_result else -1]
+            last[hop] = max(last[hop], ends)
+        if item.kind.is_result:
+            handed_on[item] = begins
     return last

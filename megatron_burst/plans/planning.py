@@ -1,7 +1,11 @@
 """Chooses the schedules of one attention call by the bytes that they send; counted, not timed."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_burst.config import (
     Algorithm,
@@ -9,28 +13,44 @@ from megatron_burst.config import (
     BurstConfig,
     GradientReturn,
     LayoutName,
+    Topology,
 )
-from megatron_burst.plans.cost import Traffic, traffic
+from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.mesh import meshes
 from megatron_burst.plans.plan import Kind, Plan
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 
-type Costs = Mapping[Schedule, Traffic]
+_UNEVEN = 1.05  # how much more than in a ring the busiest rank may compute
+
+
+class Offer(NamedTuple):
+    """A schedule of a pass, and what it costs a layer."""
+
+    schedule: Schedule
+    cost: Traffic
+    memory: int  # bytes that a rank has of others' blocks and results, at the most
+
+    def __str__(self) -> str:
+        return f"the {self.schedule.name} {mib(self.cost.bottleneck)}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By which the best is chosen: the bytes on the bottleneck link, then memory."""
+        return self.cost.bottleneck, self.memory
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The schedules of one attention call, and what they and others would cost a layer."""
+    """The schedules of one attention call: of each pass what is taken, then the others."""
 
     tiling: Tiling
-    forward: Schedule
-    forward_cost: Traffic
-    backward: Schedule
-    backward_costs: Costs  # of the best schedule for each kind of block that may be sent
+    forward: Sequence[Offer]
+    backward: Sequence[Offer]
     unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
 
     @property
@@ -40,20 +60,19 @@ class Choice:
 
     def plans(self, rank: int) -> tuple[Plan, Plan]:
         """Return the plans of a rank's forward and backward."""
-        return self.forward.forward(rank), self.backward.backward(rank)
+        return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
 
     def __str__(self) -> str:
-        mask = self.tiling.mask
+        mask, forward = self.tiling.mask, self.forward[0]
         if self.tiling.ranks == 1:
-            return f"{mask}, no rings"
-        instead = f" by the {self.forward.name} instead of {mib(self.unmasked)}"
-        costs = {schedule: mib(cost.bottleneck) for schedule, cost in self.backward_costs.items()}
-        others = (f"the {s.name} would {cost}" for s, cost in costs.items() if s != self.backward)
+            return f"{mask}, nothing is sent"
+        instead = f" instead of {mib(self.unmasked)}" if mask.is_sparse else ""
+        memory = max(forward.memory, self.backward[0].memory)
         return (
-            f"{mask}: a layer sends {mib(self.forward_cost.rank)} a rank forward"
-            f"{instead if mask.is_sparse else ''}; backward the {self.backward.name} puts "
-            f"{costs[self.backward]} on the bottleneck link, {', '.join(others)}; FLOPs max/mean "
-            f"{self.tiling.needs.imbalance:.3f}"
+            f"{mask}: a layer sends {mib(forward.cost.rank)} a rank forward by the "
+            f"{forward.schedule.name}{instead}; on the bottleneck link forward "
+            f"{_compared(self.forward)}, backward {_compared(self.backward)}; at most "
+            f"{mib(memory)} are held for others; FLOPs max/mean {forward.schedule.imbalance:.3f}"
         )
 
 
@@ -61,37 +80,117 @@ def choose(
     config: BurstConfig,
     tiling: Tiling,
     grid: Grid,
-    sizes: Mapping[Kind, int],
+    shape: Shape,
     nodes: Sequence[Hashable],
     along_grid: bool = False,
+    memory_limit: float = math.inf,
 ) -> Choice:
-    """Choose by the bytes on the bottleneck link.
+    """Choose by the bytes on the bottleneck link, and of equal ones by the memory of a rank.
 
-    `sizes` are the bytes of a whole item of each kind. With `along_grid`, as in adopted process
-    groups, messages pass within rows and columns of the grid alone: nothing goes straight.
+    With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
+    grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
+    a ring.
+
+    Raises:
+        ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
-    gather, back = config.algorithm is Algorithm.ALLGATHER, _gradient_return(config, grid, nodes)
-    straight = config.algorithm is Algorithm.BURST and tiling.mask.is_sparse and not along_grid
 
-    def costs(kind: Kind, *, backward: bool) -> Costs:
-        found: list[Schedule] = [Ring(tiling, grid, kind, back, gather)]  # first the usual one
-        if straight:
-            found.append(Direct(tiling, grid, kind))
-        local = tiling.local_tokens
-        return {s: traffic(s.messages(backward=backward), sizes, nodes, local) for s in found}
+    def offers(*, backward: bool) -> Sequence[Offer]:
+        sizes = shape.item_bytes(backward=backward)
+        asked = _Pass(config, tiling, grid, nodes, sizes, along_grid, memory_limit, backward)
+        return asked.offers()
 
-    forward = costs(Kind.KV, backward=False)
-    backward = {kind: costs(kind, backward=True) for kind in (Kind.KV, Kind.QUERY)}
-    best = {kind: _cheaper(found) for kind, found in backward.items()}
-    best_costs = {best[kind]: found[best[kind]] for kind, found in backward.items()}
-    allowed = [best[kind] for kind in _sent_backward(config)]
-    return Choice(
-        tiling,
-        _cheaper(forward),
-        forward[_cheaper(forward)],
-        min(allowed, key=lambda schedule: best_costs[schedule].bottleneck),
-        best_costs,
-        (grid.ranks - 1) * sizes[Kind.KV],
+    unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
+    return Choice(tiling, offers(backward=False), offers(backward=True), unmasked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward or a backward that wants a schedule; see `choose`."""
+
+    config: BurstConfig
+    tiling: Tiling
+    grid: Grid
+    nodes: Sequence[Hashable]
+    sizes: Mapping[Kind, int]
+    along_grid: bool
+    memory_limit: float  # bytes
+    backward: bool
+
+    def offers(self) -> Sequence[Offer]:
+        """Return what is taken, then the others."""
+        mesh = [*self._mesh()]
+        if mesh and self.config.topology is Topology.MESH:
+            return mesh
+        rings = [self._offer(ring) for ring in self._rings()]
+        usual = min(rings, key=attrgetter("order"))
+
+        def is_worth_it(offer: Offer) -> bool:
+            cheap = offer.cost.bottleneck <= offer.schedule.worth * usual.cost.bottleneck
+            even = offer.schedule.pairs.max() <= _UNEVEN * usual.schedule.pairs.max()
+            return cheap and bool(even) and offer.memory <= self.memory_limit
+
+        others = [*map(self._offer, self._direct()), *mesh]
+        taken = [*rings, *filter(is_worth_it, others)]
+        left = itertools.filterfalse(is_worth_it, others)
+        by_cost = attrgetter("order")
+        return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
+
+    def _offer(self, schedule: Schedule) -> Offer:
+        messages = schedule.messages(backward=self.backward)
+        cost = traffic(messages, self.sizes, self.nodes, self.tiling.local_tokens)
+        return Offer(schedule, cost, schedule.memory(self.sizes, backward=self.backward))
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        """What may circulate."""
+        if not self.backward or self.config.algorithm is not Algorithm.BURST:
+            return (Kind.KV,)
+        if self.config.backward is Backward.AUTO:
+            return Kind.KV, Kind.QUERY
+        return (Kind(self.config.backward.value),)
+
+    def _rings(self) -> Iterator[Ring]:
+        gather = self.config.algorithm is Algorithm.ALLGATHER
+        back = _gradient_return(self.config, self.grid, self.nodes)
+        return (Ring(self.tiling, self.grid, kind, back, gather) for kind in self._kinds())
+
+    def _direct(self) -> Iterator[Direct]:
+        """Only of sparse masks; what goes straight keeps to no row or column."""
+        is_burst, is_sparse = self.config.algorithm is Algorithm.BURST, self.tiling.mask.is_sparse
+        if is_burst and is_sparse and not self.along_grid:
+            yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
+
+    def _mesh(self) -> Iterator[Offer]:
+        """Of all meshes the one that would be the best if everybody needed all blocks."""
+        if not self.config.may_take_mesh or self.grid.ranks == 1:
+            return
+        kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
+        every = [mesh for kind in kinds for mesh in meshes(self.tiling, self.grid, kind)]
+        memory = {mesh: mesh.memory(self.sizes, backward=self.backward) for mesh in every}
+        fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
+        if not fitting and self.config.topology is Topology.MESH:
+            raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
+        sent = {mesh: mesh.sends(self.sizes, backward=self.backward) for mesh in fitting}
+        if fitting:
+            yield self._offer(min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh])))
+
+
+def _compared(offers: Sequence[Offer]) -> str:
+    """Say what is taken and what the next one would put on the link."""
+    taken, *others = offers
+    return f"{taken}" + (f" ({others[0]})" if others else "")
+
+
+def _no_mesh(grid: Grid, memory: Sequence[int], limit: float) -> str:
+    count, what = (grid.nodes, "nodes") if grid.nodes > 1 else (grid.ranks, "ranks")
+    if not memory:
+        return (
+            f"--burst-topology mesh needs a number of {what} that is a product of two, but there "
+            f"are {count}: take another --context-parallel-size, or --burst-topology auto"
+        )
+    return (
+        f"--burst-topology mesh would hold at least {mib(min(memory))} of other ranks' blocks, but "
+        f"the limit is {mib(limit)}: raise --burst-memory-mb, or take --burst-topology auto"
     )
 
 
@@ -124,25 +223,6 @@ def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable])
     return GradientReturn.CHAIN if chained else GradientReturn.HOME
 
 
-def _sent_backward(config: BurstConfig) -> tuple[Kind, ...]:
-    if config.algorithm is not Algorithm.BURST:
-        return (Kind.KV,)
-    if config.backward is Backward.AUTO:
-        return Kind.KV, Kind.QUERY
-    return (Kind(config.backward.value),)
-
-
-def _cheaper(costs: Costs) -> Schedule:
-    """Return the usual schedule, or another that puts at most half as much on the bottleneck link.
-
-    Less would not pay: messages of a direct exchange pass between any two ranks, and a rank holds
-    all that it receives at once.
-    """
-    usual, *others = costs
-    limit = costs[usual].bottleneck / 2
-    return next((other for other in others if costs[other].bottleneck <= limit), usual)
-
-
-def mib(count: int) -> str:
+def mib(count: float) -> str:
     """Write a number of bytes down for the log."""
     return f"{count / 2**20:.2f} MiB"

@@ -13,7 +13,7 @@ The owner's own partial stays there; it is computed in parts, the first while th
 its way and the rest while the last gradient is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Kind, Tile
-from megatron_burst.plans.route import Leg, Route, used_by_blocks, used_by_gradients
+from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
-
-type _Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,23 @@ class Ring(Schedule):
         """What it is called in the log."""
         return f"{self.sent} ring"
 
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """How many pairs of tokens each rank computes: all of what does not move."""
+        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
+
+    def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
+        """Return the bytes that a rank has of others' blocks and results, at the most."""
+        blocks, results = (4, 6) if self._two_levels else (2, 4)
+        if self.gather:
+            blocks = self.grid.ranks - 1
+        held = min(blocks, self.grid.ranks - 1) * sizes[self.sent]
+        return held + results * sizes[self.sent.gradient] if backward else held
+
+    def messages(self, *, backward: bool) -> tuple[Route, ...]:
+        """Return all messages of a forward or a backward."""
+        return (self.reads(), self.gradients()) if backward else (self.reads(),)
+
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
         visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
@@ -60,7 +75,12 @@ class Ring(Schedule):
             return {self._delay: [tile for visit in visits for tile in visit]}
         tiles: dict[int, Sequence[Tile]] = dict(enumerate(visits))
         if backward and len(visits) > 1:
-            tiles |= self._own_tiles_by_step(visits[0])
+            tiles |= own_tiles_by_step(
+                visits[0],
+                self.grid.ranks,
+                two_levels=self._two_levels,
+                chained=self.gradient_return is GradientReturn.CHAIN,
+            )
         return tiles
 
     def reads(self) -> Route:
@@ -71,9 +91,9 @@ class Ring(Schedule):
         """Return the way of all gradients: it begins where the first partial is."""
         chained = self.gradient_return is GradientReturn.CHAIN
         legs = self._chain() if chained else self._to_owner()
-        return self._route(self.sent.gradient, [*legs], used_by_gradients)
+        return self._route(self.sent.gradient, [*legs], used_by_results)
 
-    def _route(self, kind: Kind, legs: Sequence[Leg], used: _Used) -> Route:
+    def _route(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         ranks, users = stations(self.grid), self.tiling.needs.users(self.sent)
         useful = users[np.arange(self.grid.ranks), ranks]
         return Route(kind, legs, ranks, used(legs, useful), self._parts)
@@ -88,6 +108,10 @@ class Ring(Schedule):
         return self.tiling.needs.parts[self.sent]
 
     @property
+    def _two_levels(self) -> bool:
+        return min(self.grid.nodes, self.grid.ranks_per_node) > 1
+
+    @property
     def _delay(self) -> int:
         """How many steps later than in a ring a block is worked on."""
         return self.grid.ranks - 1 if self.gather else 0
@@ -99,20 +123,6 @@ class Ring(Schedule):
         if rank == owner or (part := self._parts[owner]) is None:
             return tiles
         return tuple(tile.reading(self.sent, part) for tile in tiles)
-
-    def _own_tiles_by_step(self, own: Sequence[Tile]) -> dict[int, Sequence[Tile]]:
-        """Spread the own tiles over the first step and the ends, under the last gradients.
-
-        A double ring ends with a message between nodes and one within the node: the half goes to
-        the first of the two, a quarter to the other and to the start, whose message is within.
-        """
-        half, first, second = half_and_quarters(own)
-        end = self.grid.ranks
-        if min(self.grid.nodes, self.grid.ranks_per_node) == 1:
-            return {0: half, end: first + second}
-        if self.gradient_return is GradientReturn.CHAIN:
-            return {0: first, end: half, end + 1: second}
-        return {0: first, end: second, end + 1: half}
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: along its owner's column from node to node, and around each node."""

@@ -1,11 +1,12 @@
 """The way that the blocks of all ranks take, the same for each: legs between stations.
 
-Station 0 of a block is its owner, station p·L + s the rank p nodes and s places on. So one short
-list describes the messages of all ranks, and those of one rank are found without the others'.
+Of a ring, station 0 of a block is its owner, station p·L + s the rank p nodes and s places on. So
+one short list describes the messages of all ranks, and those of one rank are found without the
+others'.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +17,12 @@ from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedule import Loads
 
+type Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
+"""Says by owner which legs are used, from the stations where the block is."""
+
 
 class Leg(NamedTuple):
-    """One hop of every block, or of every gradient, from one station to another."""
+    """One hop of every block, or of every result, from one station to another."""
 
     source: int
     target: int
@@ -29,12 +33,12 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of all ranks that move the blocks, or the gradients, of one kind."""
+    """The messages of all ranks that move the blocks, or the results, of one kind."""
 
     kind: Kind
     legs: Sequence[Leg]
     ranks: NDArray[np.int64]
-    """[station, owner]: who is there."""
+    """[station, owner]: who is there; a rank may be at several stations of an owner."""
     used: NDArray[np.bool]
     """[leg, owner]: whether anything goes that way."""
     parts: Sequence[Interval | None]
@@ -48,8 +52,9 @@ class Route:
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
-        station = np.argmax(self.ranks == rank, axis=0).tolist()  # by owner
-        return [self._hop(i, o) for o, t in enumerate(station) for i in at[t] if self.used[i, o]]
+        stations = np.argwhere((self.ranks == rank).T).tolist()
+        ours = sorted({(owner, number) for owner, station in stations for number in at[station]})
+        return [self._hop(number, owner) for owner, number in ours if self.used[number, owner]]
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
         """Yield senders, receivers and bytes, a leg of all owners at a time."""
@@ -73,8 +78,8 @@ def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.
     return used
 
 
-def used_by_gradients(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
-    """Say which legs carry something that a station has added to the gradient; both by owner."""
+def used_by_results(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Say which legs carry something that a station has added to the result; both by owner."""
     holding, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
     for number, leg in enumerate(legs):
         used[number] = holding[leg.source]

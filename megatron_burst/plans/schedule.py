@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,26 +37,38 @@ class Schedule(ABC):
     tiling: Tiling
     """Who computes what."""
 
+    worth: ClassVar[float] = 1.0
+    """Up to which share of a ring's bytes on the bottleneck link it is worth its other costs."""
+
     @property
     @abstractmethod
     def name(self) -> str:
         """What it is called in the log."""
 
+    @property
     @abstractmethod
-    def reads(self) -> Messages:
-        """Return the messages with blocks, in the forward or in the backward."""
+    def pairs(self) -> NDArray[np.int64]:
+        """How many pairs of tokens each rank computes."""
 
     @abstractmethod
-    def gradients(self) -> Messages:
-        """Return the messages with gradients of a backward."""
+    def messages(self, *, backward: bool) -> tuple[Messages, ...]:
+        """Return all messages of a forward or a backward: blocks, then results."""
 
     @abstractmethod
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
 
-    def messages(self, *, backward: bool) -> tuple[Messages, ...]:
-        """Return all messages of a forward or a backward."""
-        return (self.reads(), self.gradients()) if backward else (self.reads(),)
+    @abstractmethod
+    def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
+        """Return the bytes that a rank has of others' blocks and results, at the most.
+
+        The same on every rank. `sizes` are the bytes of a whole item of each kind.
+        """
+
+    @property
+    def imbalance(self) -> float:
+        """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
+        return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""

@@ -92,6 +92,23 @@ class Tiling:
         )
 
 
+def own_tiles_by_step(
+    own: Sequence[Tile], end: int, *, two_levels: bool, chained: bool = False
+) -> dict[int, Sequence[Tile]]:
+    """Spread a rank's own tiles over the first step and those from `end` on, under last results.
+
+    With two levels of links there is a last message between nodes and one within the node, in a
+    chain the other way round: the half goes to the one between, a quarter to the other and to the
+    start, whose message is within.
+    """
+    half, first, second = half_and_quarters(own)
+    if not two_levels:
+        return {0: half, end: first + second}
+    if chained:
+        return {0: first, end: half, end + 1: second}
+    return {0: first, end: second, end + 1: half}
+
+
 def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:
     """Cut tiles into a half and two quarters of their pairs.
 

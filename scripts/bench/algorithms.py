@@ -26,6 +26,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "burst query double": {"backward": "query", "topology": "double"},
     "burst kv flat": {"backward": "kv", "topology": "flat"},
     "burst kv double": {"backward": "kv", "topology": "double"},
+    "burst mesh": {"topology": "mesh"},
     "burst hybrid": {"head_parallel_size": HEAD_PARALLEL},
     "burst auto": {},
     "allgather": {"algorithm": "allgather"},
@@ -75,6 +76,9 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
         kv_head_copies(sizes.heads, sizes.kv_heads, share)
     except ValueError:
         return False
+    if name == "burst mesh":
+        count = place.nodes if place.nodes > 1 else place.ranks
+        return any(count % other == 0 for other in range(2, count))
     if "double" in name:
         return 1 not in (place.nodes, place.ranks_per_node)
     if "hybrid" in name:

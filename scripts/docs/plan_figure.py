@@ -59,7 +59,7 @@ def columns(step: int, send: Send) -> tuple[int, int]:
     A block is there for the step after the one it lands in; a gradient was made before it leaves,
     and is added at the end of the step it lands in.
     """
-    return (step - 1, send.lands) if send.item.kind.is_gradient else (step, send.lands + 1)
+    return (step - 1, send.lands) if send.item.kind.is_result else (step, send.lands + 1)
 
 
 def corner(grid: Grid, rank: int, step: int, top: float) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def draw_plans(axes: Axes, title: str, plans: Sequence[Plan], ring: Ring, top: f
                 label(axes, x, y - 0.05, words, owner)
             for send in step.sends:
                 draw_message(axes, send, rank, number, grid, top)
-        if any(send.item.kind.is_gradient for send in plan.sends):
+        if any(send.item.kind.is_result for send in plan.sends):
             label(axes, x, y + MATRIX + 0.15, "dK and dV whole", rank)
 
 
@@ -110,7 +110,7 @@ def label(axes: Axes, x: float, y: float, words: str, owner: int) -> None:
 def draw_message(axes: Axes, send: Send, rank: int, step: int, grid: Grid, top: float) -> None:
     """Draw an arrow from where a message leaves to where it is used."""
     first, last = columns(step, send)
-    gradient = send.item.kind.is_gradient
+    gradient = send.item.kind.is_result
     shift = 0.14 if gradient else -0.14
     (x0, y0), (x1, y1) = corner(grid, rank, first, top), corner(grid, send.peer, last, top)
     points = [(x0 + MATRIX + 0.03, y0 + 0.5 + shift), (x1 - 0.03, y1 + 0.4 + shift)]

@@ -42,6 +42,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "--burst-backward query": {"backward": "query"},
     "--burst-backward kv": {"backward": "kv"},
     "--burst-topology double": {"topology": "double"},
+    "--burst-topology mesh": {"topology": "mesh"},
     "--burst-head-parallel-size 2": {"head_parallel_size": 2},
     "--burst-layout segmented-zigzag": {"layout": "segmented-zigzag"},
     "--burst-grad-dtype model": {"grad_dtype": "model"},
@@ -123,12 +124,12 @@ def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
 
 def choices(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> Iterator[Choice]:
     """Yield the schedules of a cell, a grid of ranks after the other."""
-    sizes = Shape(TOKENS // RANKS, 8, 8, 8, 8, 2, 4).item_bytes()
+    shape = Shape(TOKENS // RANKS, 8, 8, 8, 8, 2, 4)
     for topology, grid in () if algorithm is Algorithm.ULYSSES else GRIDS.items():
         config = BurstConfig(algorithm=algorithm, layout=layout, topology=topology)
         tiling = Tiling(make_layout(config, TOKENS, RANKS), mask)
         nodes = [grid.coordinates(rank)[0] for rank in range(RANKS)]
-        yield choose(config, tiling, grid, sizes, nodes)
+        yield choose(config, tiling, grid, shape, nodes)
 
 
 def _setting_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:

@@ -178,6 +178,7 @@ WAYS = [
     {"backward": sent, "gradient_return": back, "topology": topology}
     for sent, back, topology in BACKWARDS
 ]
+MESHES = [{**way, "topology": "mesh"} for way in WAYS[2::4]]  # that return home
 
 
 def cases_of(ranks: int, per_node: int) -> list[Case]:
@@ -198,8 +199,15 @@ def cases_of(ranks: int, per_node: int) -> list[Case]:
 def test_float32_equals_dense_attention_and_bytes_equal_the_plans(
     workers: WorkerPool, name: str
 ) -> None:
-    ranks, per_node = PLACES[name]
-    cases = cases_of(ranks, per_node)
+    check(workers, *PLACES[name], cases_of(*PLACES[name]))
+
+
+def test_meshes_send_latents_too(workers: WorkerPool) -> None:
+    cases = [Case(config=way | {"ranks_per_node": 8}, chunk=5, heads=2) for way in MESHES]
+    check(workers, 4, 8, cases)
+
+
+def check(workers: WorkerPool, ranks: int, per_node: int, cases: Sequence[Case]) -> None:
     for case, (found, replies) in zip(cases, run(workers, ranks, cases), strict=True):
         worst = errors(found, case.expected(ranks))
         assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
@@ -212,10 +220,10 @@ def planned_bytes(case: Case, ranks: int, per_node: int, rank: int) -> tuple[int
     tiling = Tiling(make_layout(config, 2 * ranks * case.chunk, ranks), case.masking.mask)
     nodes = [r // per_node for r in range(ranks)]
     grid, _ = choose_grid(config.shape_of_rings, nodes)
-    sizes = shape_of(case).item_bytes()
-    choice = choose(config, tiling, grid, sizes, nodes)
-    local = 2 * case.chunk
-    return tuple(bytes_sent(plan, sizes, local) for plan in choice.plans(rank))
+    shape, local = shape_of(case), 2 * case.chunk
+    plans = choose(config, tiling, grid, shape, nodes).plans(rank)
+    sizes = shape.item_bytes(backward=False), shape.item_bytes()
+    return tuple(bytes_sent(p, s, local) for p, s in zip(plans, sizes, strict=True))
 
 
 def shape_of(case: Case) -> Shape:
@@ -269,8 +277,8 @@ def test_hops_have_the_bytes_of_the_formula_and_deepseeks_shape_sends_an_eighth(
         nodes = [r // per_node for r in range(ranks)]
         grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
         with_heads, with_latents = (
-            choose(BurstConfig(backward="kv"), tiling, grid, sizes, nodes)
-            for sizes in (large, small)
+            choose(BurstConfig(backward="kv", topology="flat"), tiling, grid, shape, nodes)
+            for shape in (heads, latents)
         )
         for rank in range(ranks):
             pairs = zip(with_heads.plans(rank), with_latents.plans(rank), strict=True)

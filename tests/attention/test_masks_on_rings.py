@@ -136,20 +136,23 @@ def test_the_bytes_that_leave_are_the_plans(
     case = Case(config={"backward": backward}, chunk=6, masking=masking, heads=(4, 2), dim=6)
     (answer,) = run_cases(workers, 4, [case])
     config = BurstConfig(backward=backward)
-    sizes = Shape(12, 4, 2, 6, 6, 4, 4).item_bytes()
+    shape = Shape(12, 4, 2, 6, 6, 4, 4)
     tiling = Tiling(make_layout(config, 48, 4), masking.mask)
-    choice = choose(config, tiling, flat_grid(4), sizes, [0] * 4)
-    assert isinstance(choice.forward, Direct) == (masking.documents is None)
+    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4)
+    assert isinstance(choice.forward[0].schedule, Direct) == (masking.documents is None)
     for rank, reply in enumerate(answer.replies):
         plans, found = choice.plans(rank), (reply.forward.total(), reply.backward.total())
-        assert found == tuple(bytes_sent(plan, sizes, 12) for plan in plans)
+        assert found == tuple(
+            bytes_sent(plan, shape.item_bytes(backward=b), 12)
+            for plan, b in zip(plans, (False, True), strict=True)
+        )
 
 
 def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:
     (line,) = workers.run(4, first_line)[0]
     assert "causal, window 3: a layer sends" in line
     assert "a rank forward by the kv direct exchange instead of" in line
-    assert "direct exchange puts" in line and "FLOPs max/mean 1.024" in line
+    assert "backward the kv direct exchange" in line and "FLOPs max/mean 1.024" in line
 
 
 def first_line(team: Any) -> list[str]:

@@ -149,19 +149,20 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
 ) -> None:
     place = {"topology": "flat"} if grid.nodes == 1 else {"topology": "double", "ranks_per_node": 2}
     config = BurstConfig(**place)
-    tokens, sizes = 4 * LOCAL, Shape(LOCAL, HEADS, KV_HEADS, DIM, DIM, 4, 4).item_bytes()
+    tokens, shape = 4 * LOCAL, Shape(LOCAL, HEADS, KV_HEADS, DIM, DIM, 4, 4)
     layout, mask = make_layout(config, tokens, 4), masking_of(masking, tokens).mask
     stop = boundary(layout, fraction)
     nodes = [0] * 4 if grid.nodes == 1 else [0, 0, 1, 1]
     early, whole = (
-        choose(config, Tiling(layout, m), grid, sizes, nodes)
+        choose(config, Tiling(layout, m), grid, shape, nodes)
         for m in (replace(mask, query_stop=stop) if stop < tokens else mask, mask)
     )
     replies = workers.run(4, counted, place, masking, fraction)
     for rank, reply in enumerate(replies):
         again, backward = early.plans(rank)[0], whole.plans(rank)[1]
         assert reply["pairs"] == sum(tile.pairs for tile in again.tiles)
-        assert reply["sent"] == sum(bytes_sent(p, sizes, LOCAL) for p in (again, backward))
+        sent = bytes_sent(again, shape.item_bytes(backward=False), LOCAL)
+        assert reply["sent"] == sent + bytes_sent(backward, shape.item_bytes(), LOCAL)
         rows = LOCAL - first_saved_row(layout, rank, stop)
         assert reply["kept"] == rows * HEADS * (DIM + 1) * 4
     if fraction == 0.0:
@@ -169,13 +170,14 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
 
 
 def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_bytes() -> None:
-    layout, sizes = zigzag(8 * 64, 4), Shape(128, 4, 4, 8, 8, 2, 4).item_bytes()
+    layout, shape = zigzag(8 * 64, 4), Shape(128, 4, 4, 8, 8, 2, 4)
 
     def plans(mask: Mask) -> list[Any]:
-        choice = choose(BurstConfig(), Tiling(layout, mask), flat_grid(4), sizes, [0] * 4)
+        choice = choose(BurstConfig(), Tiling(layout, mask), flat_grid(4), shape, [0] * 4)
         return [choice.plans(rank)[0] for rank in range(4)]
 
     early, whole = plans(Mask(True, query_stop=256)), plans(Mask.causal())
+    sizes = shape.item_bytes(backward=False)
     pairs = [sum(tile.pairs for plan in p for tile in plan.tiles) for p in (early, whole)]
     assert pairs[0] / pairs[1] == pytest.approx(0.25, abs=0.01)
     for few, all_ in zip(early, whole, strict=True):

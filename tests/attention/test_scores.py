@@ -251,12 +251,14 @@ def test_what_is_sent_is_not_padded(
     dim, value_dim = sizes
     case = Case(config={"backward": backward}, chunk=6, dim=dim, value_dim=value_dim)
     (found,) = run_cases(workers, 4, [case])
-    item_bytes = Shape(12, 4, 2, dim, value_dim, 4, 4).item_bytes()
+    shape = Shape(12, 4, 2, dim, value_dim, 4, 4)
     config = BurstConfig(backward=backward)
     tiling = Tiling(zigzag(48, 4), Mask.causal())
-    choice = choose(config, tiling, flat_grid(4), item_bytes, [0] * 4)
+    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4)
     for rank, reply in enumerate(found.replies):
-        expected = [bytes_sent(plan, item_bytes, 12) for plan in choice.plans(rank)]
+        forward, backward = choice.plans(rank)
+        expected = [bytes_sent(forward, shape.item_bytes(backward=False), 12)]
+        expected += [bytes_sent(backward, shape.item_bytes(), 12)]
         assert [reply.forward.total(), reply.backward.total()] == expected
 
 

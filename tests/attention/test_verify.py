@@ -192,6 +192,7 @@ CLEAN = [
     case("bfloat16", backward="kv", grad_dtype="model", gradient_return="chain"),
     case("bfloat16", mask="documents", layout="segmented-zigzag", segments=3),
     case("bfloat16", topology="double", ranks_per_node=2, backward="kv"),
+    case("bfloat16", topology="mesh"),
     case("bfloat16", mask="window", head_parallel_size=2),
     case("bfloat16", algorithm="allgather"),
     case("bfloat16", algorithm="ulysses"),
@@ -256,7 +257,8 @@ FOUND = {  # what must be wrong, and what may be
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FOUND)
 def test_faults_are_found(workers: WorkerPool, fault: str, dtype: str) -> None:
-    each = case(dtype, "window" if fault == "wrong window" else "causal", backward="kv")
+    mask = "window" if fault == "wrong window" else "causal"
+    each = case(dtype, mask, backward="kv", topology="flat")
     found = workers.run(4, run, [each], fault)[0][0]
     wrong = {name for name, finding in found.items() if finding.where}
     least, most = FOUND[fault]
@@ -265,7 +267,7 @@ def test_faults_are_found(workers: WorkerPool, fault: str, dtype: str) -> None:
 
 
 def test_a_lost_gradient_of_the_query_ring_is_found(workers: WorkerPool) -> None:
-    found = workers.run(4, run, [case(backward="query")], "lost gradient")[0][0]
+    found = workers.run(4, run, [case(backward="query", topology="flat")], "lost gradient")[0][0]
     assert {name for name, finding in found.items() if finding.where} == {"dq"}
 
 

@@ -27,8 +27,8 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
     lets through, where these are given; a send meets a receive of the same item in the same order,
     nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer is
     overwritten while its content is needed or on its way, a tile reads only blocks that its rank
-    has, nothing is left over, and (backward) every gradient is at its owner at the end with each
-    tile's partial in it exactly once.
+    has, nothing is left over, and every output (backward: gradient) is at its owner at the end with
+    each tile's partial in it exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
@@ -42,8 +42,12 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
             raise PlanError(f"nobody can go on: {'; '.join(waiting)}")
     machine.check_nothing_left()
     _check_tiles(plans, pairs)
-    if backward:
-        _check_gradients(machine.ranks)
+    _check_results(machine.ranks, backward)
+
+
+def results_of(tile: Tile, backward: bool) -> tuple[Item, ...]:
+    """Return what a tile adds to."""
+    return tile.gradients if backward else (tile.output,)
 
 
 @dataclass
@@ -73,6 +77,7 @@ class _Rank:
     step: int = 0
     posted: bool = False
     blocks: dict[Item, _Buffer | None] = field(default_factory=dict)  # None: the rank's own tensors
+    unused: set[Item] = field(default_factory=set)  # blocks that arrived and were not looked at
     sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
     adopted: dict[Item, _Buffer] = field(default_factory=dict)  # sums that live in a buffer
     flying: list[_Message] = field(default_factory=list)
@@ -94,9 +99,9 @@ class _Rank:
             for item in tile.blocks:
                 if item not in self.blocks:
                     raise self.error(f"computes with {item}, which it does not have")
-            if self.backward:
-                for item in tile.gradients:
-                    self.sums[item][tile] += 1
+                self.unused.discard(item)
+            for item in results_of(tile, self.backward):
+                self.sums[item][tile] += 1
 
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
@@ -113,9 +118,10 @@ class _Rank:
     def _send(self, send: Send) -> _Message:
         item = send.item
         held = item if item in self.blocks else item._replace(part=None)
-        if item not in self.sums if item.kind.is_gradient else held not in self.blocks:
+        if item not in self.sums if item.kind.is_result else held not in self.blocks:
             raise self.error(f"sends {item}, which it does not have")
-        if not item.kind.is_gradient:
+        if not item.kind.is_result:
+            self.unused.discard(item)
             return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
         payload, buffer = self.sums.pop(item), self.adopted.pop(item, None)
         return self._fly(_Message(send, self.step, payload, buffer))
@@ -151,9 +157,10 @@ class _Rank:
         if arrived != item:
             raise self.error(f"expects {item} from rank {receive.peer}, gets {arrived}")
         buffer = (item.kind, receive.buffer)
-        if not item.kind.is_gradient:
-            if item in self.blocks:
+        if not item.kind.is_result:
+            if item in self.unused:
                 raise self.error(f"gets {item} twice")
+            self.unused.add(item)
             self.blocks[item] = buffer
             return
         at_home = item.owner == self.plan.rank
@@ -241,12 +248,12 @@ def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
         raise PlanError(f"the tiles have {found} pairs of tokens, the mask {pairs}")
 
 
-def _check_gradients(ranks: Sequence[_Rank]) -> None:
-    """Each tile adds to its query's and its key's gradient; both must be at their owners, once."""
+def _check_results(ranks: Sequence[_Rank], backward: bool) -> None:
+    """Each tile adds to an output or two gradients; all must be at their owners, once."""
     expected: dict[Item, _Sum] = defaultdict(Counter)
     for rank in ranks:
         for tile in rank.plan.tiles:
-            for item in tile.gradients:
+            for item in results_of(tile, backward):
                 expected[item._replace(part=None)][tile] += 1
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:

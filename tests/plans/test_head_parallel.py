@@ -320,12 +320,16 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
     assert grid == Grid(((0, 1), (2, 3)))
     shape = Shape(24, 2, max(kv_heads // 2, 1), 6, 6, 4, 4)
     tiling = Tiling(groups.ring_layout(make_layout(BurstConfig(**config), 96, 8)), masking.mask)
-    choice = choose(BurstConfig(**config), tiling, grid, shape.item_bytes(), "aabb")
+    choice = choose(BurstConfig(**config), tiling, grid, shape, "aabb")
     rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
     for rank, reply in enumerate(answer.replies):
         forward_plan, backward_plan = choice.plans(groups.coordinates(rank)[0])
         sizes = shape.item_bytes()
-        forward = bytes_sent(forward_plan, sizes, 24) + shape.exchange_bytes(2) + rows
+        forward = (
+            bytes_sent(forward_plan, shape.item_bytes(backward=False), 24)
+            + shape.exchange_bytes(2)
+            + rows
+        )
         backward_bytes = bytes_sent(backward_plan, sizes, 24) + shape.exchange_bytes(2)
         assert (reply.forward.total(), reply.backward.total()) == (forward, backward_bytes)
     # n·(Hq + Hkv)·(dk + dv)·e·(U - 1)/U of a rank's own tokens, the copies counted.

@@ -9,6 +9,7 @@ import pytest
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Interval, joined
+from megatron_burst.plans.mesh import meshes
 from megatron_burst.plans.plan import Hop, Kind
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Messages, Schedule
@@ -37,7 +38,8 @@ def tilings(ranks: int) -> list[Tiling]:
 def schedules(tiling: Tiling, grid: Grid) -> list[Schedule]:
     ways = itertools.product(BLOCKS, (GradientReturn.CHAIN, GradientReturn.HOME), (False, True))
     direct = [Direct(tiling, grid, kind) for kind in BLOCKS] if tiling.mask.is_sparse else []
-    return [*(Ring(tiling, grid, *way) for way in ways), *direct]
+    rings = [Ring(tiling, grid, *way) for way in ways]
+    return [*rings, *direct, *(mesh for kind in BLOCKS for mesh in meshes(tiling, grid, kind))]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -72,7 +74,8 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
 def test_a_rank_finds_its_own_messages_and_what_all_send(grid: Grid) -> None:
     for tiling in tilings(grid.ranks):
         for schedule in schedules(tiling, grid):
-            for messages in schedule.messages(backward=True):
+            every = (m for b in (False, True) for m in schedule.messages(backward=b))
+            for messages in every:
                 hops = messages.hops()
                 for rank in range(grid.ranks):
                     ours = [hop for hop in hops if rank in (hop.source, hop.target)]

@@ -353,7 +353,7 @@ def test_a_directory_without_events_is_named(tmp_path: Path) -> None:
 def train(command: Sequence[str], log: Path) -> int:
     """Its ranks are forked from a process that has imported Megatron, as in tests/training."""
     ranks = int(command[command.index("--nproc-per-node") + 1])
-    start = command.index(MODULE) + 1
+    start = command.index("megatron_burst.pretrain") + 1
     return int(run_job(MODULE, log.parent, ranks, command[start:])[0] != "0")
 
 

@@ -77,7 +77,7 @@ def test_a_block_comes_where_it_is_used_and_a_gradient_from_where_it_was_made(
         for number, step in enumerate(plan.steps):
             for send in step.sends:
                 first, last = plan_figure.columns(number, send)
-                if not send.item.kind.is_gradient:
+                if not send.item.kind.is_result:
                     assert computes(send.peer, last, send.item.owner)
                 elif send.channel is Channel.GRADIENT_WITHIN:  # else a sum that has come together
                     assert computes(plan.rank, first, send.item.owner)

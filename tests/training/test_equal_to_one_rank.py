@@ -21,7 +21,12 @@ PP2 = "--pipeline-model-parallel-size 2"
 
 CASES = {
     "CP 2": (2, CP2),
-    "CP 4": (4, "--context-parallel-size 4"),
+    "CP 4, flat ring": (4, "--context-parallel-size 4 --burst-topology flat"),
+    "CP 4, mesh": (4, "--context-parallel-size 4 --burst-topology mesh"),
+    "CP 8, mesh of 4 nodes x 2": (
+        8,
+        "--context-parallel-size 8 --burst-topology mesh --burst-ranks-per-node 2",
+    ),
     "CP 4 as 2 x 2, kv backward, Megatron's groups": (
         4,
         "--context-parallel-size 4 --burst-backward kv --hierarchical-context-parallel-sizes 2 2",
@@ -48,7 +53,9 @@ CASES = {
     "CP 2, full recompute": (2, f"{CP2} {RECOMPUTE}"),
 }
 SLOW = {  # the others have most of their features, several at once
-    "CP 4",
+    "CP 4, flat ring",
+    "CP 4, mesh",
+    "CP 8, mesh of 4 nodes x 2",
     "CP 4 as 2 x 2, kv backward, Megatron's groups",
     "CP 4 as 2 x 2, query backward",
     "interleaved PP 2 x CP 2",

@@ -103,8 +103,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 
 @lru_cache(maxsize=64)
 def _choice(ring: Ring) -> Choice:
-    tiling, sizes = _tiling(ring.layout, ring.mask), ring.shape.item_bytes()
-    return choose(ring.config, tiling, ring.grid, sizes, ring.nodes)
+    tiling = _tiling(ring.layout, ring.mask)
+    return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes)
 
 
 @lru_cache(maxsize=32)
@@ -117,7 +117,8 @@ def _tiling(layout: Layout, mask: Mask) -> Tiling:
 def plans(ring: Ring, *, backward: bool) -> tuple[Plan, ...]:
     """Return the plans that training chooses, of all ranks of a ring."""
     choice = _choice(ring)
-    return plans_of(choice.backward if backward else choice.forward, backward=backward)
+    offers = choice.backward if backward else choice.forward
+    return plans_of(offers[0].schedule, backward=backward)
 
 
 def plans_of(schedule: Schedule, *, backward: bool) -> tuple[Plan, ...]:
@@ -150,7 +151,7 @@ def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> P
 
     busiest = max(every, key=lambda plan: kernels(plan.tiles))
     choice = _choice(ring)
-    cost = choice.backward_costs[choice.backward] if backward else choice.forward_cost
+    cost = (choice.backward if backward else choice.forward)[0].cost
     return Pass(
         duration(every, computing, links.message),
         kernels(busiest.tiles),
@@ -184,7 +185,8 @@ class _Links:
     """The links of one ring, with those of the rings beside it on the same NICs."""
 
     def __init__(self, ring: Ring, cluster: Cluster, beside: int, backward: bool) -> None:
-        self._ring, self._cluster, self._sizes = ring, cluster, ring.shape.item_bytes()
+        self._ring, self._cluster = ring, cluster
+        self._sizes = ring.shape.item_bytes(backward=backward)
         on_a_node = ring.nodes.count(0)
         self._nics = [
             (node, rank % on_a_node * beside // cluster.gpus_per_nic)
