@@ -209,6 +209,10 @@ class BurstConfig:
             return self.topology
         return Topology.DOUBLE if self.algorithm is Algorithm.BURST else Topology.FLAT
 
+    def memory_limit(self, card: float) -> float:
+        """Return how many bytes others' blocks may take on a card of so many."""
+        return card / 16 if self.memory_mb is None else self.memory_mb * 2**20
+
     @property
     def may_take_mesh(self) -> bool:
         """Whether a mesh is asked for or may be chosen."""

@@ -22,10 +22,13 @@ import sysconfig
 import time
 import tomllib
 from collections.abc import Callable, Iterable
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[1]
+TORCH = Path(torch.__file__).parent
 EXTENSION = "transformer_engine_torch"
 FLAGS = "-std=c++20 -O0 -g0 -fPIC -fvisibility=hidden -DTORCH_API_INCLUDE_EXTENSION_H".split()
 LIBRARIES = "-lc10 -ltorch -ltorch_cpu -ltorch_cuda -lc10_cuda -ltorch_python".split()
@@ -68,27 +71,9 @@ def missing() -> list[str]:
         lacking.append("no g++ on PATH: install a C++20 compiler (Debian, Ubuntu: g++)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         lacking.append(f"no headers of {sys.executable} (Debian, Ubuntu: python3-dev)")
-    lacking += [
-        f"{sys.executable} cannot import {name}: run scripts/setup.sh and use its environment"
-        for name in ("torch", "pip", "setuptools")
-        if not util.find_spec(name)
-    ]
-    if util.find_spec("torch") and not (cuda_version() or "").startswith("13."):
-        lacking.append(f"torch is built for CUDA {cuda_version()}, this script knows 13 alone")
+    if not str(torch.version.cuda).startswith("13."):
+        lacking.append(f"torch is built for CUDA {torch.version.cuda}, this script knows 13 alone")
     return lacking
-
-
-def torch_folder() -> Path:
-    """Where torch lies; it is imported late, for it may be missing."""
-    import torch
-
-    return Path(torch.__file__).parent
-
-
-def cuda_version() -> str | None:
-    import torch
-
-    return torch.version.cuda
 
 
 def pinned_version() -> str:
@@ -120,7 +105,7 @@ def download_source(directory: Path, version: str) -> None:
 
 def install_headers(directory: Path) -> None:
     """The CUDA headers that torch's own packages leave out."""
-    names = [f"{name}=={cuda_version()}.*" for name in ("nvidia-cuda-crt", "nvidia-cuda-cccl")]
+    names = [f"{name}=={torch.version.cuda}.*" for name in ("nvidia-cuda-crt", "nvidia-cuda-cccl")]
     pip("install", "--no-deps", "--target", str(directory), *names)
 
 
@@ -138,11 +123,11 @@ def install_packages(site: Path, version: str) -> None:
 
 
 def include_flags(source: Path, headers: Path) -> list[str]:
-    common, torch = source / "common_headers", torch_folder()
+    common = source / "common_headers"
     here = [common, common / "common", common / "common/include", source / "csrc"]
     here += [headers / "nvidia/cu13/include", headers / "nvidia/cu13/include/cccl"]
-    here += [torch.parent / "nvidia" / name / "include" for name in ("cu13", "cudnn", "nccl")]
-    include = torch / "include"
+    here += [TORCH.parent / "nvidia" / name / "include" for name in ("cu13", "cudnn", "nccl")]
+    include = TORCH / "include"
     others = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
     return [f"-I{path}" for path in here] + [f"-isystem{path}" for path in others]
 
@@ -170,7 +155,7 @@ def compile_all(source: Path, build: Path, includes: list[str]) -> list[Path]:
 
 
 def link(objects: Iterable[Path], site: Path) -> None:
-    libraries = torch_folder() / "lib"
+    libraries = TORCH / "lib"
     target = site / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
     where = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     run(["g++", "-shared", "-o", str(target), *map(str, objects), *where, *LIBRARIES])

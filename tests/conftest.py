@@ -3,21 +3,27 @@
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-import tests.uncompiled  # noqa: F401
-from tests.tier import VARIABLE
-from tests.workers import WorkerPool
+from tests.tier import VARIABLE, is_thorough
 
-TRAININGS = "tests/training", "tests/tools/test_config.py"  # all that tests.training.launcher runs
+if TYPE_CHECKING:
+    from tests.workers import WorkerPool
+
+# All that tests.training.launcher runs.
+TRAININGS = "tests/training", "tests/tools/test_config.py", "tests/plugin/test_cpu_platform.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" not in config.option.markexpr:
         os.environ[VARIABLE] = "all"
+    if not getattr(config.option, "numprocesses", None):  # it runs tests itself
+        import tests.uncompiled  # noqa: F401
+    gc.disable()  # while so much is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,26 +34,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look at it, whenever a test asks for one."""
     gc.freeze()
+    gc.enable()
+
+
+@cache
+def together(file: str) -> str:
+    """What names the tests that one process gets: those of the file, or more that share something.
+
+    All trainings share what they train, and the fast tests over several ranks what forks them.
+    """
+    if file.startswith(TRAININGS):
+        return TRAININGS[0]
+    text = (Path(__file__).parents[1] / file).read_text()
+    forks = "tests.workers" in text or "import accuracy" in text
+    return "tests.workers" if forks and not is_thorough() else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """For --dist loadfile: all trainings count as one file, so that they share what they train."""
+    """For --dist loadfile: what belongs together counts as one file."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class TrainingsTogether(LoadFileScheduling):
+    class Together(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            together = nodeid.startswith(TRAININGS)
-            return TRAININGS[0] if together else super()._split_scope(nodeid)
+            return together(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False  # by the number of tests, which says little
-    return TrainingsTogether(config, log)
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[WorkerPool]:
+def workers() -> Iterator["WorkerPool"]:
+    from tests.workers import WorkerPool
+
     pool = WorkerPool()
     yield pool
     pool.close()
@@ -55,4 +76,6 @@ def workers() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)

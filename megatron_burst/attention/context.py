@@ -321,13 +321,11 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> S
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
     """Return how many bytes attention may take for other ranks' blocks: the same on all ranks."""
-    if config.memory_mb is not None:
-        return config.memory_mb * 2**20
-    mine = math.inf
+    card = math.inf
     if torch.cuda.is_available():
-        mine = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 16
+        card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     purpose = "learn how much memory the other ranks have"
-    return min(gather_objects(group, purpose, mine, config.timeout_seconds))
+    return config.memory_limit(min(gather_objects(group, purpose, card, config.timeout_seconds)))
 
 
 def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:

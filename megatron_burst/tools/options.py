@@ -1,10 +1,7 @@
-"""The command line of a verb: help that begins with use, old names of flags, and --json."""
+"""The command line of a verb: help that begins with use, and --json."""
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
-
-from megatron_burst.tools import terminal
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,30 +15,12 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.examples = examples
-        self.new_names: dict[str, str] = {}
-        self.add("--json", action="store_true", help="print one JSON object instead")
+        self.add_argument("--json", action="store_true", help="print one JSON object instead")
 
     def format_help(self) -> str:
         """Return the examples, then what argparse makes of the flags."""
         lines = "".join(f"  {example}\n" for example in self.examples)
         return f"examples:\n{lines}\n{super().format_help()}"
-
-    def add(self, name: str, *, was: Sequence[str] = (), **settings: Any) -> None:
-        """Add a flag; the names that it had still work for one version, with a warning."""
-        self.add_argument(name, **settings)
-        self.new_names |= dict.fromkeys(was, name)
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the words of the verb, old names of flags among them."""
-        return self.parse_args([self._with_new_name(word) for word in words])
-
-    def _with_new_name(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        if name not in self.new_names:
-            return word
-        new = self.new_names[name]
-        terminal.complain(self.prog, [f"{name} is now called {new}"])
-        return f"{new}{equals}{value}"
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str] | None]:

@@ -168,8 +168,8 @@ def main(argv: list[str] | None = None) -> int:
         ValueError: there is no trace, or no attention in it.
     """
     parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
-    parser.add("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    args = parser.parse(sys.argv[1:] if argv is None else argv)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     content = summary(args.directory)
     if args.json:
         print(json.dumps(content, indent=2))

@@ -184,6 +184,7 @@ def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = options.Parser("verify", __doc__, *_EXAMPLES)
+    add = parser.add_argument
     for name, values, tried in (
         ("--algorithm", list(Algorithm), ["burst"]),
         ("--backward", list(Backward), ["kv", "query"]),
@@ -191,7 +192,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--dtype", list(DTYPES), ["float32", "bfloat16"]),
     ):
         text = f"which are tried (default: {' '.join(tried)})"
-        parser.add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
+        add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
     layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
     for name, choices, text in (
         ("--topology", list(Topology), "the shape of the rings"),
@@ -202,13 +203,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     ):
         first, *others = map(str, choices)
         text = f"{text} (default: {first})"
-        parser.add(name, choices=[first, *others], default=first, help=text)
+        add(name, choices=[first, *others], default=first, help=text)
     number: dict[str, Any] = {"type": options.positive, "metavar": "N"}
     text = "ranks over which the heads are spread (default: 1)"
-    parser.add("--head-parallel-size", default=1, help=text, **number)
+    add("--head-parallel-size", default=1, help=text, **number)
     text = "as if so many shared a node (default: where they are)"
-    parser.add("--gpus-per-node", was=["--ranks-per-node"], help=text, **number)
-    parser.add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
+    add("--gpus-per-node", help=text, **number)
+    add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
     for name, default, text in (
         ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
         ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
@@ -216,9 +217,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--value-head-dim", None, "of V (default: that of --head-dim)"),
         ("--batch", 1, "sequences (default: 1)"),
     ):
-        parser.add(name, default=default, help=text, **number)
-    parser.add("--sink", action="store_true", help="with a sink in every head")
-    args = parser.parse(words)
+        add(name, default=default, help=text, **number)
+    add("--sink", action="store_true", help="with a sink in every head")
+    args = parser.parse_args(words)
     args.kv_heads = args.kv_heads or args.heads
     args.value_head_dim = args.value_head_dim or args.head_dim
     return args

@@ -100,7 +100,6 @@ class Attention:
         self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
     ) -> None:
         self.context, self.mask = context, mask
-        self.clock = Clock(device, time.perf_counter)
         *qkv, self.dout = sizes.draw(device, dtype, context.rank)
         self.qkv = [x.requires_grad_() for x in qkv]
 
@@ -110,13 +109,6 @@ class Attention:
     def backward(self) -> None:
         torch.autograd.grad(self.out, self.qkv, self.dout)
 
-    def once(self) -> tuple[float, float]:
-        """Return the seconds of one forward and of one backward, each after a barrier."""
-        dist.barrier()
-        forward = self.clock.seconds(self.forward)
-        dist.barrier()
-        return forward, self.clock.seconds(self.backward)
-
     def count_bytes(self) -> tuple[int, int]:
         """Return the payload that this rank sends forward and backward."""
         before = self.context.bytes_sent
@@ -124,25 +116,6 @@ class Attention:
         between = self.context.bytes_sent
         self.backward()
         return between - before, self.context.bytes_sent - between
-
-
-class KernelsAlone(Attention):
-    """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
-
-    def __init__(
-        self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
-    ) -> None:
-        sizes = share_of_heads(sizes, context.heads.size)
-        super().__init__(context, sizes, mask, device, dtype)
-        qkv = [x.detach() for x in self.qkv]
-        call = context.prepare(*qkv, mask, sizes.head_dim**-0.5)
-        self.kernels = Kernels(call, *qkv, self.dout)
-
-    def forward(self) -> None:
-        self.kernels.forward()
-
-    def backward(self) -> None:
-        self.kernels.backward()
 
 
 class Kernels:
@@ -170,3 +143,21 @@ def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:
     copies = kv_head_copies(sizes.heads, sizes.kv_heads, ranks)
     heads, kv_heads = sizes.heads // ranks, sizes.kv_heads * copies // ranks
     return Sizes(sizes.tokens * ranks, heads, kv_heads, sizes.head_dim)
+
+
+def kernels_alone(
+    context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
+) -> Kernels:
+    """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
+    shared = share_of_heads(sizes, context.heads.size)
+    *qkv, dout = shared.draw(device, dtype, context.rank)
+    return Kernels(context.prepare(*qkv, mask, sizes.head_dim**-0.5), *qkv, dout)
+
+
+def once(run: Attention | Kernels, device: str) -> tuple[float, float]:
+    """Return the seconds of one forward and of one backward, each after a barrier."""
+    clock = Clock(device, time.perf_counter)
+    dist.barrier()
+    forward = clock.seconds(run.forward)
+    dist.barrier()
+    return forward, clock.seconds(run.backward)

@@ -30,13 +30,11 @@ def _measured(
     name: str, minutes: int, flags: str = "", script: str = "", picture: str = ""
 ) -> Step:
     """A benchmark whose page is called `name`, and the picture of its CSV."""
-    page, commands = (
-        f"{RESULTS}/cpu_{name}.md",
-        [f"scripts/bench/{script or name}.py {flags}".strip()],
-    )
-    if picture:
-        commands.append(f"scripts/docs/plot.py {RESULTS}/cpu_{name}.csv --output {picture}")
-    return Step(minutes, (page, *filter(None, [picture])), tuple(commands))
+    page, command = f"{RESULTS}/cpu_{name}", f"scripts/bench/{script or name}.py {flags}".strip()
+    if not picture:
+        return Step(minutes, (f"{page}.md",), (command,))
+    draw = f"scripts/docs/plot.py {page}.csv --output {picture}"
+    return Step(minutes, (f"{page}.md", picture), (command, draw))
 
 
 LINKS = "--mbit 200 400 800 2000 inf --ranks 4 --heads 8:8 8:2 --masks causal --launches 5"

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,10 +32,12 @@ from algorithms import (
     BASELINE,
     SETTINGS,
     Attention,
-    KernelsAlone,
+    Kernels,
     Place,
     Sizes,
+    kernels_alone,
     make_context,
+    once,
     runs_here,
 )
 from harness import Row
@@ -69,10 +72,14 @@ class Case(NamedTuple):
     sizes: Sizes
 
 
+type Way = tuple[str, str]  # an algorithm, and what of it runs
+WHOLE, KERNELS = "whole", "kernels"
+
+
 class Found(NamedTuple):
     """What was measured of a case, by what ran."""
 
-    times: dict[str, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
+    times: dict[Way, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
     sent: dict[str, Any]  # bytes of forward, of backward and through a NIC; of who sends most
 
 
@@ -114,23 +121,20 @@ def measure_case(
     number: int,
 ) -> Found:
     mask, dtype = mask_of(case.mask, place.ranks * case.sizes.tokens), getattr(torch, args.dtype)
-    runs: dict[str, Attention] = {}
+    runs: dict[Way, Attention | Kernels] = {}
+    sent = {}
     for name, context in contexts.items():
         if runs_here(name, place, case.sizes):
             about = (context, case.sizes, mask, args.device, dtype)
-            runs[name], runs[kernels_of(name)] = Attention(*about), KernelsAlone(*about)
-    sent = {name: count_bytes(runs[name]) for name in contexts if name in runs}
-    ways = {name: run.once for name, run in runs.items()}
+            whole = Attention(*about)
+            runs[name, WHOLE], runs[name, KERNELS] = whole, kernels_alone(*about)
+            sent[name] = count_bytes(whole)
+    ways = {way: partial(once, run, args.device) for way, run in runs.items()}
     times = harness.in_turns(ways, args.repetitions, seed=number)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (times, sent))
     slowest = {name: np.max([t[name] for t, _ in ranks], axis=0) for name in times}
     return Found(slowest, {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent})
-
-
-def kernels_of(name: str) -> str:
-    """What an algorithm's kernel calls alone are called among the times."""
-    return f"kernels of {name}"
 
 
 def count_bytes(run: Attention) -> tuple[int, int, int]:
@@ -188,7 +192,7 @@ def rows(
         for name, (phase, parts) in product(sent, PHASES.items()):
             seconds, baseline, alone = (
                 np.concatenate([found[case].times[n] for found, _ in launches]) @ parts
-                for n in (name, BASELINE, kernels_of(name))
+                for n in ((name, WHOLE), (BASELINE, WHOLE), (name, KERNELS))
             )
             flops = MATMULS[phase] * 2 * case.sizes.heads * case.sizes.head_dim * pairs
             spent = harness.spread(seconds)

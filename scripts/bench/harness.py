@@ -62,15 +62,14 @@ def in_turns[Name, Result](
     repetitions: int,
     *,
     seed: int = 0,
-    warm_up: int = 1,
 ) -> dict[Name, list[Result]]:
     """Call every way `repetitions` times, in a new order each time; return what the calls returned.
 
     The order is the same in all processes that call it so, and what disturbs a while disturbs all.
-    `warm_up` rounds go before and do not count.
+    One round goes before and does not count.
     """
     results: dict[Name, list[Result]] = {name: [] for name in ways}
-    for repetition in range(-warm_up, repetitions):
+    for repetition in range(-1, repetitions):
         for name in random.Random(f"{seed} {repetition}").sample(list(ways), len(ways)):
             result = ways[name]()
             if repetition >= 0:

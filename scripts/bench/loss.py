@@ -4,13 +4,11 @@
     python scripts/bench/loss.py
     PYTHONPATH=. python scripts/bench/loss.py --device cuda
 
-On a GPU Liger's and Apple's packages (liger-kernel, cut-cross-entropy) take part where they are
-installed. Memory is what lives beside inputs, weight and gradients, counted on tensors without data
-at sizes of real models.
+Memory is what lives beside inputs, weight and gradients, counted on tensors without data at sizes
+of real models.
 """
 
 import argparse
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -28,13 +26,6 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 
 ALL_LOGITS = "all logits"
-OTHERS = {  # fused losses, by name: the module, and how it is called with hidden, weight, targets
-    "Liger": (
-        "liger_kernel.transformers",
-        lambda m, h, w, t: m.LigerFusedLinearCrossEntropyLoss()(w, h, t),
-    ),
-    "Apple's CCE": ("cut_cross_entropy", lambda m, h, w, t: m.linear_cross_entropy(h, w, t)),
-}
 type Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, targets -> mean loss
 
 
@@ -63,17 +54,6 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
     return {ALL_LOGITS: all_logits, f"chunked, {args.memory_mb} MiB": chunked}
 
 
-def packages() -> dict[str, Way]:
-    """Return the other fused losses that are installed."""
-    found: dict[str, Way] = {}
-    for name, (module, call) in OTHERS.items():
-        try:
-            found[name] = partial(call, importlib.import_module(module))
-        except ImportError as error:
-            harness.progress(f"without {name}: {error}")
-    return found
-
-
 def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Draw hidden states and a weight whose logits have a standard deviation of 2, and targets."""
     torch.manual_seed(0)
@@ -87,7 +67,6 @@ def time_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all ways at all shapes."""
     found: list[Row] = []
     clock = harness.Clock(args.device)
-    compared = ways(args) | (packages() if args.device == "cuda" else {})
     for shape in args.shapes:
         inputs = make_inputs(shape, args.device, getattr(torch, args.dtype))
 
@@ -95,7 +74,7 @@ def time_rows(args: argparse.Namespace) -> list[Row]:
             inputs[0].grad = inputs[1].grad = None
             return clock.seconds(lambda: way(*inputs).backward())
 
-        calls = {name: partial(once, way) for name, way in compared.items()}
+        calls = {name: partial(once, way) for name, way in ways(args).items()}
         times = {n: harness.spread(t) for n, t in harness.in_turns(calls, args.repetitions).items()}
         for name, one in times.items():
             row = {"benchmark": "loss", "measured": "time", **shape._asdict(), "way": name, **one}

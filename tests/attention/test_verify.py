@@ -284,8 +284,8 @@ SMALL = "--tokens-per-rank 32 --heads 2 --head-dim 8 --mask causal --dtype float
 
 def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None:
     algorithms = ["--algorithm", *some([a for a in Algorithm if a != "ulysses"], 2)]
-    assert workers.run(8, command, [*SMALL, *algorithms, "--ranks-per-node", "4"]) == [0] * 8
-    assert workers.run(8, command, SMALL, "lost gradient") == [1] * 8
+    assert workers.run(8, command, [*SMALL, *algorithms, "--gpus-per-node", "4"]) == [0] * 8
+    assert workers.run(8, command, [*SMALL, "--backward", "kv"], "lost gradient") == [1] * 8
     assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
 
 

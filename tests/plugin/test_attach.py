@@ -1,4 +1,4 @@
-"""What of Megatron is replaced, and that nothing is without a flag of ours. (fast tier)"""
+"""What imports change, and a flag of ours; without one nothing is replaced. (fast tier)"""
 
 import json
 import os
@@ -14,6 +14,7 @@ arguments = pytest.importorskip("megatron.training.arguments")
 from megatron_burst import launch  # noqa: E402
 from megatron_burst.config import all_flags  # noqa: E402
 from megatron_burst.plugin.arguments import asks_for_us  # noqa: E402
+from tests.test_imports import MODULES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STOCK = ("--num-layers", "2", "--cp-comm-type", "p2p", "--mock-data")
@@ -28,12 +29,19 @@ WAYS: dict[str, tuple[str, ...]] = {
     "own entry": STOCK,
 }
 
-# Every callable of Megatron and torch, before and after, as on a machine with a GPU.
+# Every callable of Megatron and torch, before and after: first the imports of ours, then, as on a
+# machine with a GPU, what a launcher does.
 STARTED = """
-import json, logging, sys, torch
+import importlib, json, logging, sys
+import torch, torch.distributed
+loaded = set(sys.modules)
+import megatron_burst
+new = sorted({name.split(".")[0] for name in set(sys.modules) - loaded})
+for name in [name for name in sys.modules if name.startswith("megatron_burst")]:
+    del sys.modules[name]  # to be loaded again, beside what it could change
 import tests.uncompiled
+import torch._dynamo  # torch's own later parts wrap torch.manual_seed
 import megatron.training.argument_utils, megatron.training.training
-from megatron_burst import launch
 
 def names():
     holders = {name: vars(module) for name, module in list(sys.modules.items())
@@ -44,10 +52,23 @@ def names():
     return [(holder, members, key, value) for holder, members in holders.items()
             for key, value in members.items() if callable(value)]
 
+def changed():
+    return sorted(f"{holder}.{key}" for holder, members, key, value in before
+                  if members.get(key) is not value)
+
+ways, modules = map(json.loads, sys.argv[1:])
+before = names()
+for name in modules:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # an optional package
+        assert not error.name.startswith("megatron_burst"), error
+found = {"importing": {"new": new, "changed": changed()}}
+
 torch.cuda.is_available = lambda: True
 before = names()
-found = {}
-for way, line in json.loads(sys.argv[1]).items():
+from megatron_burst import launch
+for way, line in ways.items():
     sys.argv = ["pretrain_gpt.py", *line]
     launch.start(own_entry=way.startswith("own entry"))
     end = ""
@@ -55,9 +76,7 @@ for way, line in json.loads(sys.argv[1]).items():
         megatron.training.arguments.parse_args()
     except (SystemExit, OSError, ImportError) as error:
         end = str(error)
-    changed = sorted(f"{holder}.{key}" for holder, members, key, value in before
-                     if members.get(key) is not value)
-    found[way] = {"changed": changed, "end": end}
+    found[way] = {"changed": changed(), "end": end}
     found[way]["is_silent"] = not logging.getLogger("megatron_burst").handlers
 print(json.dumps(found))
 """
@@ -67,7 +86,7 @@ print(json.dumps(found))
 def started() -> dict[str, dict]:
     """One process that starts in these ways, one after the other, and what has changed by then."""
     run = subprocess.run(
-        [sys.executable, "-c", STARTED, json.dumps(WAYS)],
+        [sys.executable, "-c", STARTED, json.dumps(WAYS), json.dumps([*MODULES])],
         capture_output=True,
         text=True,
         timeout=200,
@@ -75,6 +94,15 @@ def started() -> dict[str, dict]:
     )
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_else_and_no_module_replaces_a_name(
+    started: dict,
+) -> None:
+    new = {*started["importing"]["new"]}
+    assert "megatron_burst" in new
+    assert new - {"megatron_burst", "numpy"} <= set(sys.stdlib_module_names)
+    assert started["importing"]["changed"] == []
 
 
 def documented(when: str) -> list[str]:

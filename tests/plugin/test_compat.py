@@ -1,8 +1,9 @@
 import argparse
 import copy
 import functools
-import subprocess
+import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,31 +237,33 @@ def test_supported_versions(tmp_path, monkeypatch, minor: int) -> None:
     assert compat.megatron_folder() == tmp_path / "megatron"
 
 
-def test_an_editable_install_is_found(tmp_path) -> None:
+def forget_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing of it was imported yet."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_an_editable_install_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As setuptools makes it: `megatron` has no folder, a finder knows those of its parts."""
     place = fake_megatron(tmp_path, 20)
-    code = f"""
-import importlib.machinery as machinery, importlib.util, sys
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "megatron":
-            spec = machinery.ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = ["__editable__.megatron_core"]
-            return spec
-        if name in ("megatron.core", "megatron.training"):
-            file = {place!r} + name.removeprefix("megatron").replace(".", "/") + "/__init__.py"
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name == "megatron":
+                spec = ModuleSpec(name, None, is_package=True)
+                spec.submodule_search_locations = ["__editable__.megatron_core"]
+                return spec
+            if name not in ("megatron.core", "megatron.training"):
+                return None
+            file = Path(place, name.removeprefix("megatron."), "__init__.py")
             return importlib.util.spec_from_file_location(name, file)
-sys.meta_path.insert(0, Finder)
-from megatron_burst.plugin import compat
-print(compat.check_megatron_version(), compat.megatron_folder())
-assert "megatron.core" not in sys.modules
-"""
-    root = Path(compat.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout == f"0.20.3 {place}\n", done.stderr
+
+    forget_megatron(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert compat.check_megatron_version() == "0.20.3"
+    assert compat.megatron_folder() == Path(place)
+    assert "megatron.core" not in sys.modules
 
 
 @pytest.mark.parametrize("minor", [18, 21])

@@ -131,71 +131,26 @@ def test_a_node_of_several_without_a_gpu_is_named_and_ends() -> None:
     assert f"megatron_burst: {HERE} has no CUDA device" in run.stderr
 
 
-ACTIVATED = """
-import logging, torch
+ALONE = """
+import logging
 logging.basicConfig(level=logging.INFO)
 from megatron_burst.plugin.cpu import platform as platform
 assert not platform.cpu_platform_active()
 platform.activate()
 platform.activate()
-assert platform.cpu_platform_active()
-
-made = (torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 0)),
-        torch.empty(2, device="cuda:0", pin_memory=True), torch.ones(1, device="cuda"),
-        torch.empty_like(torch.ones(2), device="cuda"))
-assert all(tensor.device.type == "cpu" for tensor in made)
-assert torch.zeros(1, device="meta").device.type == "meta"
-assert made[0].cuda(non_blocking=True).pin_memory() is made[0]
-assert made[0].type() == "torch.cuda.FloatTensor"
-assert made[0].bfloat16().type() == "torch.cuda.BFloat16Tensor"
-assert made[0].type(torch.int64).dtype == torch.int64
-assert torch.nn.Linear(2, 2).cuda(torch.cuda.current_device()).weight.device.type == "cpu"
-assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
-with torch.cuda.stream(torch.cuda.Stream()):
-    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
-    torch.cuda.Event(enable_timing=True).record()
-
-from datetime import timedelta
-import torch.distributed as dist
-limit = timedelta(seconds=77)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-devices = set()
-for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
-    options = group._get_backend(torch.device("cpu")).options
-    assert (options._threads, options._timeout) == (1, limit), options._threads
-    devices |= set(options._devices)
-    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2), group=group)
-assert len(devices) == 1, "the groups share it"
-
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
-tracker = CudaRNGStatesTracker()
-tracker.add("one", 7)
-outside = torch.get_rng_state()
-with tracker.fork("one"):
-    first = torch.rand(3)
-with tracker.fork("one"):
-    second = torch.rand(3)
-assert torch.equal(outside, torch.get_rng_state()) and not torch.equal(first, second)
-torch.manual_seed(7)
-assert torch.equal(first, torch.rand(3))
-from megatron.core.jit import jit_fuser
-assert jit_fuser(abs) is abs
-
-from megatron.core.ssm import mamba_mixer
-from megatron.core.ssm.gated_delta_net import common
-from megatron_burst.plugin.cpu import gdn, mamba
-assert mamba_mixer.HAVE_MAMBA_SSM and common.HAVE_FLA and mamba_mixer.causal_conv1d_fn is None
-assert issubclass(mamba_mixer.ExtendedRMSNorm, mamba.RMSNorm)
-for module, ours, names in (
-    (mamba_mixer, mamba, "mamba_chunk_scan_combined mamba_split_conv1d_scan_combined"),
-    (common, gdn, "causal_conv1d l2norm chunk_gated_delta_rule"),
-):
-    assert all(getattr(module, name) is getattr(ours, name) for name in names.split())
+from tests.plugin import activated
+activated.main()
 """
 
 
-def test_activated_platform_behaves_like_cuda_on_the_cpu() -> None:
-    run = python("-c", ACTIVATED, RANK="3")
+def test_activated_platform_behaves_like_cuda_on_the_cpu(tmp_path: Path) -> None:
+    status, text = run_job("tests.plugin.activated", tmp_path, 1, ())
+    assert status == "0" and "CPU RNG state changed" not in text, text
+
+
+@pytest.mark.slow
+def test_the_platform_is_activated_once_and_says_where() -> None:
+    run = python("-c", ALONE, RANK="3")
     assert run.returncode == 0, run.stderr
     assert (
         run.stderr.count(f"WARNING:megatron_burst.plugin.cpu.platform:{HERE} runs on the CPU") == 1

@@ -79,8 +79,10 @@ def test_what_is_killed_was_started_here() -> None:
 # ---- on one machine
 
 
-def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine) -> None:
-    machine.run("launch_local.sh", "--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
+def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: Machine) -> None:
+    """Those of the run first. Left are the command, the log, the status and the machine."""
+    flags = ("--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
+    machine.run("launch_local.sh", *flags)
     given = machine.arguments()
     assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
     start = given.index("megatron_burst.pretrain") + 1
@@ -91,16 +93,11 @@ def test_flags_arrive_as_they_were_given_those_of_the_run_first(machine: Machine
         *AWKWARD,
         *("--run", "x"),
     ]
-
-
-def test_a_run_leaves_command_log_status_and_what_it_ran_on(machine: Machine) -> None:
-    machine.run("launch_local.sh", "--output", "out", "--title", "a b")
-    out = machine.folder / "out"
-    given = shlex.split((out / "command.txt").read_text())
-    assert given == ["megatron-burst", "launch", "local", "--output", "out", "--title", "a b"]
-    assert "iteration        3/" in (out / "log.txt").read_text()
-    assert (out / "status").read_text() == "0\n"
-    assert '"host"' in (out / "node-0.json").read_text()
+    command = shlex.split(machine.text("out/command.txt"))
+    assert command == ["megatron-burst", "launch", "local", *flags]
+    assert "iteration        3/" in machine.text("out/log.txt")
+    assert machine.text("out/status") == "0\n"
+    assert '"host"' in machine.text("out/node-0.json")
 
 
 def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
@@ -400,32 +397,40 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
     assert "requeue" not in machine.text("slurm.log")
 
 
+def training(machine: Machine, *lines: str) -> None:
+    """What the ranks of the job do, for tests of what becomes of it."""
+    python = machine.folder / "bin/python-of-training"
+    python.write_text("\n".join(["#!/bin/sh", *lines]))
+
+
+ITERATION = " iteration        3/       9 |"
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({}, "puts job 42 into the queue again"),
         ({"SLURM_RESTART_COUNT": "3"}, "put into the queue again 3 time(s) already"),
         ({"BURST_REQUEUES": "0"}, "put into the queue again 0 time(s) already"),
         ({"QUEUE_STATE": "CANCELLED"}, "it was cancelled or its time is over"),
         ({"ENVIRONMENT": ""}, "ended with status 7"),
     ],
 )
-def test_a_job_that_made_a_step_goes_into_the_queue_again(
+def test_a_job_that_made_a_step_does_not_always_go_into_the_queue_again(
     machine: Machine, variables: dict[str, str], message: str
 ) -> None:
-    again = not variables
-    given = {**JOB, "FAIL_ON": "n2", **variables}
-    done = machine.run("launch.slurm", "--output", "out", expect=0 if again else 7, **given)
+    training(machine, f"echo '{ITERATION}'", "exit 7")
+    done = machine.run("launch.slurm", "--output", "out", expect=7, **{**JOB, **variables})
     assert message in done.stderr
-    assert ("scontrol requeue 42" in machine.text("slurm.log")) == again
-    assert (machine.folder / "out/status").exists() != again
+    assert "scontrol requeue" not in machine.text("slurm.log")
+    assert machine.text("out/status") == "7\n"
 
 
-def test_a_long_log_has_its_steps_too(machine: Machine) -> None:
-    python = machine.folder / "bin/python-of-training"
-    python.write_text("#!/bin/sh\necho ' iteration        3/       9 |'\nseq 300000\nexit 7\n")
+def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> None:
+    training(machine, f"echo '{ITERATION}'", "seq 300000", "exit 7")  # a long log has its steps too
     done = machine.run("launch.slurm", "--output", "out", **JOB)
     assert "puts job 42 into the queue again" in done.stderr
+    assert "scontrol requeue 42" in machine.text("slurm.log")
+    assert not (machine.folder / "out/status").exists()
 
 
 def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> None:
@@ -435,9 +440,8 @@ def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> N
 
 def test_steps_of_an_earlier_start_do_not_count(machine: Machine) -> None:
     (machine.folder / "out").mkdir()
-    (machine.folder / "out/log.txt").write_text(" iteration        5/       9 |\n")
-    python = machine.folder / "bin/python-of-training"
-    python.write_text("#!/bin/sh\nexit 3\n")
+    (machine.folder / "out/log.txt").write_text(f"{ITERATION}\n")
+    training(machine, "exit 3")
     given = {**JOB, "SLURM_RESTART_COUNT": "1"}
     done = machine.run("launch.slurm", "--output", "out", expect=3, **given)
     assert "it failed before its first step" in done.stderr

@@ -90,8 +90,7 @@ def test_wrong_input_ends_in_one_line(
 
 def a_parser() -> options.Parser:
     parser = options.Parser("plan", "What it does.", "megatron-burst plan --nodes 2")
-    parser.add("--nodes", type=options.positive)
-    parser.add("--gpus-per-node", was=["--gpus"], type=options.positive)
+    parser.add_argument("--nodes", type=options.positive)
     return parser
 
 
@@ -100,19 +99,11 @@ def test_help_of_a_verb_begins_with_its_examples() -> None:
     assert said.startswith(
         "examples:\n  megatron-burst plan --nodes 2\n\nusage: megatron-burst plan"
     )
-    assert "--gpus " not in said, "an old name is hidden"
-
-
-@pytest.mark.parametrize("words", [["--gpus", "4"], ["--gpus=4"]])
-def test_an_old_name_works_and_warns(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    assert a_parser().parse(words).gpus_per_node == 4
-    warning = "megatron-burst plan: --gpus is now called --gpus-per-node\n"
-    assert capsys.readouterr().err == warning
 
 
 def test_a_count_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        a_parser().parse(["--nodes", "0"])
+        a_parser().parse_args(["--nodes", "0"])
     assert "0 is not positive" in capsys.readouterr().err
 
 

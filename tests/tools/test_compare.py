@@ -25,8 +25,8 @@ from megatron_burst.tools.compare.results import (
     measure,
 )
 from megatron_burst.tools.compare.variants import Job, choose, variants
+from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.runlog import read_scalars
-from tests.training.faults import MODULE
 from tests.training.launcher import run_job
 
 FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
@@ -154,7 +154,7 @@ class Trainings:
         self.refused: dict[str, str] = {}
         self.steps = 12
 
-    def __call__(self, command: Sequence[str], log: Path) -> int:
+    def __call__(self, command: Sequence[str], log: Path, signals: None) -> int:
         name = log.parent.name
         if name == self.stop_at:
             raise KeyboardInterrupt
@@ -170,6 +170,7 @@ class Trainings:
 def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
     monkeypatch.setattr(running, "_train", found)
+    monkeypatch.setattr(compare, "Signals", lambda: None)  # those of the tests stay
     return found
 
 
@@ -212,11 +213,15 @@ def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     threading.Thread(target=end_us).start()
-    with pytest.raises(KeyboardInterrupt):
-        running._train(command, log)
-    assert signal.getsignal(signal.SIGTERM) is before
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running._train(command, log, Signals())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
 
@@ -350,11 +355,12 @@ def test_a_directory_without_events_is_named(tmp_path: Path) -> None:
 # Real trainings
 
 
-def train(command: Sequence[str], log: Path) -> int:
+def train(command: Sequence[str], log: Path, signals: Signals) -> int:
     """Its ranks are forked from a process that has imported Megatron, as in tests/training."""
     ranks = int(command[command.index("--nproc-per-node") + 1])
     start = command.index("megatron_burst.pretrain") + 1
-    return int(run_job(MODULE, log.parent, ranks, command[start:])[0] != "0")
+    module, words = command[start - 1], command[start:]
+    return int(run_job(module, log.parent, ranks, words, logs_arguments=True)[0] != "0")
 
 
 @pytest.mark.slow
@@ -365,6 +371,7 @@ def test_the_toy_trains_every_variant_that_can_run(
     """By torchrun one of them is trained in tests/scripts/test_wheel.py."""
     monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
     monkeypatch.setattr(running, "_train", train)
+    monkeypatch.setattr(compare, "Signals", lambda: None)
     assert tool.main(["compare", "--toy", "--output", str(tmp_path)]) == 0, capsys.readouterr()
     content = json.loads((tmp_path / "compare.json").read_text())
     ran = [row for row in content["results"] if row["status"] == "ran"]
@@ -386,6 +393,6 @@ def test_a_tolerance_that_is_given_counts_and_0_asks_for_equal_losses(
     options: str, flags: str, expected: float, tmp_path: Path
 ) -> None:
     words = f"--ranks 2 --output {tmp_path} {options} -- --num-attention-heads 4 {flags}"
-    args = compare._parser().parse(words.split())
+    args = compare._parser().parse_args(words.split())
     compare._fill(args)
     assert args.tolerance == expected

@@ -147,7 +147,7 @@ def test_an_all_to_all_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
-    load = workload(cluster(), 4, algorithm="burst", backward=backward)
+    load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
     for plan in timing.plans(load.ring, backward=True):
         shape, backward = load.ring.shape, True
         own = sum(
@@ -350,7 +350,7 @@ def test_what_cannot_be_ranked_is_said(
 
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
-    return command._asked(CONFIGS, command._parser().parse(own), parsed(rest or []))[0]
+    return command._asked(CONFIGS, command._parser().parse_args(own), parsed(rest or []))[0]
 
 
 def test_another_model_leaves_nothing_of_the_runs_own() -> None:

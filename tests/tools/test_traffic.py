@@ -147,7 +147,10 @@ def test_each_way_is_what_a_context_sends(
         settings = BurstConfig(kernel="reference", grad_dtype=grad_dtype, **config)
         channel = Communicator((), {}, 1.0)
         ring = load.ring
-        context = BurstContext(settings, None, ring.grid, list(ring.nodes), channel)
+        context = BurstContext(
+            *(settings, None, ring.grid, list(ring.nodes), channel),
+            memory_limit=settings.memory_limit(ring.card),
+        )
         q, k, v = (
             torch.zeros(1, TOKENS, count, DIM, dtype=torch.bfloat16)
             for count in (heads[0], heads[1], heads[1])

@@ -81,7 +81,13 @@ def outcome(
 
 
 def run_job(
-    module: str, directory: Path, ranks: int, words: Sequence[str], timeout: float = LONGEST
+    module: str,
+    directory: Path,
+    ranks: int,
+    words: Sequence[str],
+    timeout: float = LONGEST,
+    *,
+    logs_arguments: bool = False,
 ) -> tuple[str, str]:
     """The same with this command line alone."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,6 +98,7 @@ def run_job(
         "flags": words,
         "log": str(log),
         "port": free_port(),
+        "logs_arguments": logs_arguments,
     }
     return _run(job, timeout), log.read_text(errors="replace")
 

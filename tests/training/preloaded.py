@@ -1,8 +1,9 @@
 """A process that has imported torch and Megatron once and forks the ranks of one job after another.
 
 Reads one job a line from its standard input, as JSON: the number of ranks, the module that runs,
-its command line, the file for the output and the port to meet at. Answers each with a
-line: the first exit status of a rank that is not 0, or 0. Ends when the input does.
+its command line, the file for the output, the port to meet at, and whether Megatron's arguments go
+to TensorBoard. Answers each with a line: the first exit status of a rank that is not 0, or 0. Ends
+when the input does.
 """
 
 import argparse
@@ -26,19 +27,20 @@ def serve() -> None:
     # What every rank would import.
     from megatron.core.models import mimo  # noqa: F401
     from megatron.core.tokenizers import text  # noqa: F401
+    from megatron.training import arguments, training
     from megatron.training.argument_utils import ArgumentGroupFactory as Group
 
     from megatron_burst import pretrain_gpt  # noqa: F401
     from megatron_burst.plugin import attach, pretraining  # noqa: F401
 
-    # Every rank parses the sources of Megatron's settings for their help, twice.
+    # Every rank makes Megatron's parser twice, and parses the sources of its settings for the help.
     Group._get_field_docstrings = once_a_class(Group._get_field_docstrings)
-    _parse_once()
+    arguments.add_megatron_arguments = _made_before(arguments.add_megatron_arguments)
 
     gc.freeze()  # the children shall not copy what the collector would touch
     for line in sys.stdin:
         job = json.loads(line)
-        ranks = [_fork(rank, job) for rank in range(job["ranks"])]
+        ranks = [_fork(rank, job, training) for rank in range(job["ranks"])]
         print(_wait(ranks), flush=True)
 
 
@@ -55,13 +57,17 @@ def once_a_class(docstrings: Any) -> Any:
     return of
 
 
-def _parse_once() -> None:
-    from megatron.training.arguments import add_megatron_arguments
+def _made_before(add_arguments: Any) -> Any:
+    """What adds Megatron's arguments to a new parser; the first two calls of a rank get theirs."""
+    parsers = [add_arguments(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
 
-    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    def of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return parsers.pop() if parsers else add_arguments(parser)
+
+    return of
 
 
-def _fork(rank: int, job: dict) -> int:
+def _fork(rank: int, job: dict, training: Any) -> int:
     pid = os.fork()
     if pid:
         os.setpgid(pid, pid)
@@ -75,6 +81,8 @@ def _fork(rank: int, job: dict) -> int:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
         os.environ |= {"LOCAL_WORLD_SIZE": world}
+        if not job["logs_arguments"]:  # Megatron opens a file for each of 400
+            training.write_args_to_tensorboard = lambda: None
         sys.argv = [job["module"], *job["flags"]]
         launch.prepare()  # the log of this rank
         status = importlib.import_module(job["module"]).main() or 0

@@ -15,7 +15,8 @@ from tests.training.launcher import BURST, command, environment
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path, data: tuple[str, ...]) -> None:
     log = tmp_path / "log.txt"
-    flags = (*data, *BURST, "--context-parallel-size", "2", "--train-iters", "100000")
+    model = ("--hybrid-layer-pattern", "*-*-")
+    flags = (*data, *BURST, *model, "--context-parallel-size", "2", "--train-iters", "100000")
     with log.open("w") as file:
         job = subprocess.Popen(
             command(2, *flags), stdout=file, stderr=subprocess.STDOUT, env=environment()

@@ -1,7 +1,7 @@
 """Steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
 
-Each feature starts from a checkpoint of one rank. Where Megatron's own attention has the feature on
-a CPU, the checkpoint is its own, so that ours loads it, and it takes the same steps.
+Sinks start from a checkpoint of Megatron's own attention, which has them on a CPU: ours loads it
+and takes the same steps. MLA, which it has not, starts from the seed.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,13 @@ def trained(
 
     def start(model: str) -> tuple[str, ...]:
         if model not in starts:
-            directory = tmp_path_factory.mktemp("start")
-            flags = (*(BURST if "latent" in model else STOCK), *model.split())
-            save = ("--train-iters", "1", "--save", str(directory / "checkpoint"))
-            train(directory, 1, *data, *flags, *save)
-            load = ("--load", str(directory / "checkpoint"), "--finetune", "--no-load-optim")
-            starts[model] = (*data, *load, *model.split(), PER_TOKEN)
+            flags = (*data, *model.split(), PER_TOKEN)
+            if model != MLA:
+                folder = tmp_path_factory.mktemp("start")
+                saved = str(folder / "checkpoint")
+                train(folder, 1, *flags, "--train-iters", "1", "--save", saved)
+                flags += ("--load", saved, "--finetune", "--no-load-optim")
+            starts[model] = flags
         return starts[model]
 
     def train_once(algorithm: tuple[str, ...], model: str, ranks: int, flags: str) -> Log:

@@ -27,7 +27,7 @@ from tests.training.launcher import BURST, run_module
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # mostly imports, on a busy machine
 
 SEED = int(os.environ.get("BURST_FAULT_SEED", "7"))
-TWO = (*BURST, "--context-parallel-size", "2")
+TWO = (*BURST, "--context-parallel-size", "2", "--hybrid-layer-pattern", "*-*-")
 STEPS, INTERVAL = 25, 3
 KILLS = 5  # of each of four trainings
 CASES = {

@@ -54,10 +54,11 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     """Train; equal calls share one run."""
     finished: dict[tuple[str, ...], Log] = {}
 
-    def train_once(*command: str) -> Log:
+    def train_once(*command: str, activated: bool = False) -> Log:
         if command not in finished:
             directory = tmp_path_factory.mktemp("run")
-            text = torchrun(checkout, *command, "--tensorboard-dir", str(directory))
+            logs = ("--tensorboard-dir", str(directory))
+            text = torchrun(checkout, *command, *logs, activated=activated)
             scalars = read_scalars(directory)
             losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
             finished[command] = Log(losses=losses, grad_norms=norms, text=text)
@@ -66,8 +67,8 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return train_once
 
 
-def torchrun(checkout: Path, *command: str) -> str:
-    done = ended(*command, **variables(checkout))
+def torchrun(checkout: Path, *command: str, activated: bool) -> str:
+    done = ended(*command, **variables(checkout, activated=activated))
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -84,14 +85,17 @@ def ended(*command: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def variables(checkout: Path) -> dict[str, str]:
+def variables(checkout: Path, *, activated: bool = False) -> dict[str, str]:
     """Without a launcher of ours the checkout has to come before the wheel by itself.
 
-    The environment is not activated: `python3` and `python3-config` are others, if any.
+    The environment is not activated: `python3` and `python3-config` are others, if any. Megatron's
+    own Makefile asks for them, so without our code it has to be.
     """
     paths = (str(checkout), str(ROOT), os.environ.get("PYTHONPATH", ""))
     own = str(Path(sys.executable).parent)
     commands = [place for place in os.environ["PATH"].split(os.pathsep) if place != own]
+    if activated:
+        commands = [own, str(Path(sys.base_prefix, "bin")), *commands]
     return {
         **environment(),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -144,7 +148,7 @@ def test_without_any_of_our_code_around(
     model, name = SCRIPTS[script]
     stock = (str(Path(__file__).with_name("stock_on_cpu.py")), str(checkout / script))
     spec = ("--spec", "megatron_burst.plugin.spec", name)
-    found = train(*stock, *MODEL, *model, *COMMON, *spec, *NO_CODE)
+    found = train(*stock, *MODEL, *model, *COMMON, *spec, *NO_CODE, activated=True)
     check_equal(f"--spec {script}", found, train(*OUR_ENTRY, *MODEL, *model, *COMMON, *BURST))
 
 

@@ -28,6 +28,7 @@ from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flops import Flags, peak_tflops
+from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 
 _OURS = """
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         ValueError: a flag cannot be what it is; the message says why.
     """
     words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse(words)
+    args = _parser().parse_args(words)
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     _fill(args)
     series, chosen = _asked(args)
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> options.Parser:
     parser = options.Parser("compare", __doc__, *_EXAMPLES)
-    add, number = parser.add, options.positive
+    add, number = parser.add_argument, options.positive
     text = "a small model on Python's standard library; needs no GPU and no more flags"
     add("--toy", action="store_true", help=text)
     text = "with --toy, train on this text, directory or JSONL file; may be given again"
@@ -98,7 +99,7 @@ def _parser() -> options.Parser:
     text = "default: as many as GPUs; with --toy up to 4"
     add("--ranks", type=number, metavar="N", help=text)
     text = "take the ranks as nodes of L, as --burst-ranks-per-node does (default: one node)"
-    add("--gpus-per-node", was=["--ranks-per-node"], type=number, metavar="L", help=text)
+    add("--gpus-per-node", type=number, metavar="L", help=text)
     text = "only these, as 'CP=1*,burst*,ring flat'"
     add("--variants", default="", metavar="NAMES", help=text)
     text = "starts the ranks in place of torchrun on this machine, as 'srun torchrun --nnodes 2 "
@@ -190,17 +191,15 @@ def _why_no_megatron() -> str:
 
 
 def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> list[Result]:
-    results, runs = [], [variant for variant in chosen if not variant.why_not]
-    for variant in chosen:
-        if variant.why_not:
-            results.append(series.run(variant))
-            continue
-        again = " (finished before)" if series.is_finished(variant) else ""
-        label = f"[{runs.index(variant) + 1}/{len(runs)}] {variant.name}{again}"
-        with console.status(f"{variant.name}, to be watched in {series.folder(variant)}/log.txt"):
-            results.append(series.run(variant))
-        console.print(f"{label}: {_line(results[-1])}")
-    return results
+    left_out = (variant for variant in chosen if variant.why_not)
+    results = {v.name: Result(name=v.name, status=LEFT_OUT, reason=v.why_not) for v in left_out}
+    runs, signals = [v for v in chosen if not v.why_not], Signals()
+    for number, variant in enumerate(runs, start=1):
+        name, again = variant.name, " (finished before)" if series.is_finished(variant) else ""
+        with console.status(f"{name}, to be watched in {series.folder(variant)}/log.txt"):
+            results[name] = series.run(variant, signals)
+        console.print(f"[{number}/{len(runs)}] {name}{again}: {_line(results[name])}")
+    return [results[variant.name] for variant in chosen]
 
 
 def _line(result: Result) -> str:

@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 import torch
 
+from megatron_burst.plugin.cpu.platform import cpu_platform_wanted
 from megatron_burst.tools import hardware, runlog, trace
 from megatron_burst.tools.flops import logged_step_flops
 
@@ -119,8 +120,7 @@ def differences(results: Sequence[Result], reference: str, first: int) -> dict[s
 
 def gpus() -> int:
     """Return how many GPUs a training uses here: none with MEGATRON_BURST_CPU=1."""
-    on_cpu = os.environ.get("MEGATRON_BURST_CPU") == "1"
-    return 0 if on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    return 0 if cpu_platform_wanted() else torch.cuda.device_count()
 
 
 def machine() -> dict[str, str]:

@@ -5,15 +5,15 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_burst.tools.compare.results import FAILED, LEFT_OUT, Result, machine, measure
+from megatron_burst.tools.compare.results import FAILED, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
+from megatron_burst.tools.launch import site
+from megatron_burst.tools.launch.processes import Signals, supervise
 
 _LONGEST = 1000  # characters of a reason
 _TRACE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
@@ -23,12 +23,7 @@ _REASONS = (
     r"^(?:\[.*?\]: *)?megatron_burst: (.+)$",
     r"^(?:\[.*?\]: *)?([\w.]*(?:Error|Exception): .+)$",
 )
-# CUDA_...: Megatron asks for it before it runs context parallelism on GPUs older than Blackwell.
-_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore::UserWarning",
-}
+_ENVIRONMENT = site.DEFAULTS | {"PYTHONWARNINGS": "ignore::UserWarning"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +63,14 @@ class Series:
         file = self._mark(variant)
         return file.is_file() and json.loads(file.read_text()) == self._what(variant)
 
-    def run(self, variant: Variant) -> Result:
-        """Train a variant, unless that was done."""
-        if variant.why_not:
-            return Result(name=variant.name, status=LEFT_OUT, reason=variant.why_not)
+    def run(self, variant: Variant, signals: Signals) -> Result:
+        """Train a variant, unless that was done; KeyboardInterrupt where we are told to end."""
         folder, command = self.folder(variant), self.command(variant)
         failed = Result(name=variant.name, status=FAILED, command=command, ranks=variant.ranks)
         if not self.is_finished(variant):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was not finished
             folder.mkdir(parents=True)
-            if status := _train(command, folder / "log.txt"):
+            if status := _train(command, folder / "log.txt", signals):
                 return replace(failed, reason=_reason(status, folder / "log.txt"))
             self._mark(variant).write_text(json.dumps(self._what(variant), indent=2) + "\n")
         try:
@@ -92,28 +85,14 @@ class Series:
         return {"machine": machine(), "command": self.command(variant)}
 
 
-def _train(command: Sequence[str], log: Path) -> int:
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_ENVIRONMENT | os.environ,
-            process_group=0,
-        )
-        try:
-            return process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-
-
-def _interrupt(*_: object) -> None:
-    """A batch system's SIGTERM is an interruption like Ctrl-C: the training must not outlive us."""
-    raise KeyboardInterrupt
+def _train(command: Sequence[str], log: Path, signals: Signals) -> int:
+    environment = _ENVIRONMENT | os.environ
+    with log.open("wb") as file:
+        output = file.fileno()
+        status = supervise([("", command)], signals, output=output, environment=environment)
+    if signals.ended:  # a batch system's SIGTERM is an interruption like Ctrl-C
+        raise KeyboardInterrupt
+    return status
 
 
 def _reason(status: int, log: Path) -> str:

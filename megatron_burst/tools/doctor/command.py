@@ -30,7 +30,7 @@ if the command line will run, else 1."""
 def main(argv: list[str] | None = None) -> int:
     """Run the verb; return its exit status."""
     own, words = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
-    given = _parser().parse(own)
+    given = _parser().parse_args(own)
     report = _report(given, words)
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here
         print(report.as_json(given.strict) if given.json else report.as_text(given.strict))
@@ -46,11 +46,11 @@ def _parser() -> options.Parser:
         "megatron-burst doctor --gpus-per-node 8 --nodes 4 -- torchrun ... -m "
         "megatron_burst.pretrain FLAGS",
     )
-    add = parser.add
+    add = parser.add_argument
     number: dict[str, Any] = {"type": options.positive}
     add("--nodes", metavar="M", help="nodes of the cluster", **number)
     text = "GPUs, and ranks, of a node"
-    add("--gpus-per-node", was=("--gpus",), metavar="L", help=text, **number)
+    add("--gpus-per-node", metavar="L", help=text, **number)
     text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
     add("--compute-capability", default="9.0", metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"

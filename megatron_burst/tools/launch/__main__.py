@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import LaunchError, say
+from megatron_burst.tools.options import split_at_dashes
 
 PLACES = {
     "local": local,
@@ -65,9 +66,9 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
     if not trains:
         return parser.parse_args(argv)
     _add_common_options(parser)
-    end = argv.index("--") if "--" in argv else len(argv)
-    args, flags = parser.parse_known_args(argv[:end])
-    args.flags, args.command = [*flags, *argv[end + 1 :]], [place, *argv]
+    own, more = split_at_dashes(argv)
+    args, flags = parser.parse_known_args(own)
+    args.flags, args.command = [*flags, *(more or [])], [place, *argv]
     if args.script:
         args.script = args.script.absolute()
         args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models

@@ -92,9 +92,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
-    # Megatron asks for one connection before it runs context parallelism on GPUs before Blackwell.
-    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    found = {name: os.environ.get(name) or value for name, value in defaults.items()}
+    found = {name: os.environ.get(name) or value for name, value in site.DEFAULTS.items()}
     found["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
     found["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     return found | (network.network_settings(args.master) if args.nodes > 1 else {})

@@ -14,6 +14,8 @@ from megatron_burst.tools.launch.processes import LaunchError
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
+# Megatron asks for one connection before it runs context parallelism on GPUs before Blackwell.
+DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
 
 

@@ -41,7 +41,7 @@ _COLUMNS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the verb; return its exit status."""
     own, rest = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
-    given = _parser().parse(own)
+    given = _parser().parse_args(own)
     configs = Configs.read()
     if given.list is not None:
         print(*configs.names(given.list), sep="\n")
@@ -165,7 +165,7 @@ def _parser() -> options.Parser:
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
         "megatron-burst plan --run toy --flags",
     )
-    add = parser.add
+    add = parser.add_argument
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     text = "print the flags of --run alone, a word a line, for scripts"
     add("--flags", action="store_true", help=text)
@@ -179,7 +179,6 @@ def _parser() -> options.Parser:
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
     add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
     for flag, (_, _, what) in _RATES.items():
-        was = ("--card-gb-s",) if flag == "nic-gb-s" else ()
-        add(f"--{flag}", was=was, type=float, metavar="X", help=f"measured: {what}")
+        add(f"--{flag}", type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
     return parser

@@ -104,7 +104,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 @lru_cache(maxsize=64)
 def _choice(ring: Ring) -> Choice:
     tiling = _tiling(ring.layout, ring.mask)
-    return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes)
+    limit = ring.config.memory_limit(ring.card)
+    return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes, memory_limit=limit)
 
 
 @lru_cache(maxsize=32)

@@ -63,6 +63,7 @@ class Ring:
     mask: Mask
     nodes: tuple[int, ...]  # of each rank
     shape: Shape  # of a rank's tensors
+    card: float  # bytes of a GPU's memory
 
     @property
     def grid(self) -> Grid:
@@ -169,6 +170,7 @@ class Workload:
             mask=Mask.causal(window=self.window),
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
             shape=shape,
+            card=self.cluster.memory,
         )
 
 

@@ -20,6 +20,7 @@ from megatron_burst.tools.doctor.command import main
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
 from megatron_burst.tools.doctor.machine import parts
 from megatron_burst.tools.doctor.target import Target
+from tests.plugin.test_compat import fake_megatron, forget_megatron
 from tests.training.launcher import MODEL
 from tests.training.preloaded import once_a_class
 
@@ -219,24 +220,14 @@ def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for part in ("core", "training"):
-        (tmp_path / "megatron" / part).mkdir(parents=True)
-        (tmp_path / "megatron" / part / "__init__.py").touch()
-    numbers = "MAJOR = 0\nMINOR = 12\nPATCH = 1\n"
-    (tmp_path / "megatron" / "core" / "package_info.py").write_text(numbers)
+    fake_megatron(tmp_path, 12)
     (tmp_path / "pretrain_gpt.py").write_text("import megatron_burst\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "megatron_burst", "doctor", "--", f"{tmp_path}/pretrain_gpt.py"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert ended.returncode == 1
-    assert f"megatron-core 0.12.1 ({tmp_path}" in ended.stdout
+    forget_megatron(monkeypatch)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["--", f"{tmp_path}/pretrain_gpt.py"]) == 1
+    assert f"megatron-core 0.12.3 ({tmp_path}" in capsys.readouterr().out
 
 
 def test_a_kernel_that_is_asked_for_is_the_one_judged(
