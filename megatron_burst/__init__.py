@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_burst.attention.autograd import ring_attention
     from megatron_burst.attention.context import BurstContext
+    from megatron_burst.attention.latent import latent_ring_attention
     from megatron_burst.config import BurstConfig
     from megatron_burst.loss.function import linear_cross_entropy
     from megatron_burst.plans.mask import Mask
 
-__all__ = ["BurstConfig", "BurstContext", "Mask", "linear_cross_entropy", "ring_attention"]
+__all__ = [
+    "BurstConfig",
+    "BurstContext",
+    "Mask",
+    "latent_ring_attention",
+    "linear_cross_entropy",
+    "ring_attention",
+]
 
 __version__ = "0.1.0"
 
@@ -22,6 +30,7 @@ _HOMES = {
     "BurstConfig": "config",
     "BurstContext": "attention.context",
     "Mask": "plans.mask",
+    "latent_ring_attention": "attention.latent",
     "linear_cross_entropy": "loss.function",
     "ring_attention": "attention.autograd",
 }

@@ -14,6 +14,7 @@ Backward = StrEnum("Backward", "AUTO QUERY KV")
 Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "FLOAT32 MODEL")
 GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
+Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
@@ -117,6 +118,11 @@ class BurstConfig:
     that one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves
     the node, for every part would cross; chain for the baselines."""
 
+    mla: Mla = Mla.AUTO
+    """What a ring sends of K and V under --multi-latent-attention. heads: those of all heads.
+    latent: the compressed latent and the rotary key, of which the receiver makes K and V. auto:
+    latent where its fewer bytes save more time than the up-projections take; logged."""
+
     recompute_fraction: float | None = field(
         default=None, metadata={"flag": "--recompute-attention-fraction"}
     )
@@ -181,6 +187,11 @@ class BurstConfig:
                 "--recompute-attention-offload has no effect without "
                 "--recompute-attention-fraction",
             ),
+            (
+                self.mla is Mla.LATENT and self.head_parallel_size > 1,
+                f"--burst-mla {Mla.LATENT}: latents have no heads that "
+                f"--burst-head-parallel-size {self.head_parallel_size} could share out: drop one",
+            ),
         )
         if fraction is not None:
             check_fraction(fraction)
@@ -217,6 +228,7 @@ class BurstConfig:
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
+            "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
             fixed |= {

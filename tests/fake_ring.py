@@ -17,6 +17,7 @@ from megatron_burst.attention import context as contexts
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator
@@ -81,11 +82,12 @@ def peaks(
                 for heads in (4, kv_heads, kv_heads)
             )
             call = context.prepare(q, k, v, mask, 1.0)
+            keys = Keys(call.forward_plan.rank, k, v)
             with LiveBytes((q, k, v)) as live:
-                out, lse = forward(q, k, v, call)
+                out, lse = forward(q, keys, call)
             dout = torch.empty_like(out)
             with LiveBytes((q, k, v, out, lse, dout)) as live_backward:
-                backward(dout, q, k, v, out, lse, call)
+                backward(dout, q, keys, out, lse, call)
             return Peaks(live.peak / q.nbytes, live_backward.peak / q.nbytes, call)
     finally:
         dist.destroy_process_group()

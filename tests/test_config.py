@@ -14,6 +14,7 @@ from megatron_burst.config import (
     GradDtype,
     GradientReturn,
     LayoutName,
+    Mla,
     Topology,
     flags,
 )
@@ -24,6 +25,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "topology": Topology,
     "layout": LayoutName,
     "grad_dtype": GradDtype,
+    "mla": Mla,
 }
 OFFERED = {flag.field: flag.values for flag in flags() if flag.values}
 
@@ -51,6 +53,7 @@ def test_flags_agree_with_the_fields() -> None:
         "memory_mb": "--burst-memory-mb",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
+        "mla": "--burst-mla",
         "recompute_fraction": "--recompute-attention-fraction",
         "recompute_offload": "--recompute-attention-offload",
         "check_nan": "--burst-check-nan",
@@ -71,6 +74,7 @@ def test_flags_offer_what_is_built() -> None:
         "topology": ("auto", "flat", "double", "mesh"),
         "layout": ("zigzag", "segmented-zigzag"),
         "grad_dtype": ("float32", "model"),
+        "mla": ("auto", "latent", "heads"),
     }
 
 
@@ -132,18 +136,20 @@ CHOICES = {
     "grad_dtype": ("float32", "model"),
     "gradient_return": ("chain", "home"),
     "head_parallel_size": (2, 4),
+    "mla": ("latent", "heads"),
 }
 # What a preset decides itself; all else may be chosen.
 SIZES = {("head_parallel_size", size) for size in (2, 4)}
 FIXED = {
     "burst": set[tuple[str, str | int]](),
-    "ring": {("backward", "query")},
-    "allgather": {("backward", "query"), *SIZES},
+    "ring": {("backward", "query"), ("mla", "latent")},
+    "allgather": {("backward", "query"), ("mla", "latent"), *SIZES},
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         ("grad_dtype", "model"),
         *itertools.product(("gradient_return",), ("chain", "home")),
+        ("mla", "latent"),
         *SIZES,
     },
 }

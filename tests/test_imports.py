@@ -198,6 +198,7 @@ def test_the_public_names() -> None:
         "BurstConfig",
         "BurstContext",
         "Mask",
+        "latent_ring_attention",
         "linear_cross_entropy",
         "ring_attention",
     ]

@@ -1,6 +1,7 @@
 """The public function: checks its input and joins the forward and backward loops for autograd."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall, BurstContext
 from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
@@ -28,6 +30,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    latents: Latents | None = None,
     memory: AttentionMemory | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -44,6 +47,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    latents: Latents | None = None,
     memory: AttentionMemory | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -59,6 +63,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
+    latents: Latents | None = None,
     memory: AttentionMemory | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,6 +97,9 @@ def ring_attention(
             is the part of the rank's own tokens; like that of any parameter it is summed or
             averaged over the group, which Megatron's all-reduce over CP x DP does. Zeros without a
             gradient are the off-by-one softmax.
+        latents: what k and v were made of by autograd, in multi-latent attention. They travel
+            where `BurstConfig.mla` says so: then the gradients that k and v get are those of this
+            rank's tiles alone, and those of the other ranks' come by the latents.
         memory: for a call that runs twice, as in a checkpointed layer. Into an empty one the call
             puts the results of the late rows; with a full one it takes them out and computes only
             the early rows, its messages cut to what those need.
@@ -112,8 +120,14 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        call = context.prepare(q, k, v, mask, scale, soft_cap, memory)
-        result: tuple[Tensor, Tensor] = _RingAttention.apply(q, k, v, sink, call, memory)
+        shape = None if latents is None else latents.shape(k, v)
+        call = context.prepare(q, k, v, mask, scale, soft_cap, memory, shape)
+        made_of = latents if call.sends_latents else None
+        tensors = (None, None) if made_of is None else made_of.differentiable
+        add = None if made_of is None else made_of.add_weight_gradient
+        result: tuple[Tensor, Tensor] = _RingAttention.apply(
+            q, k, v, *tensors, sink, call, memory, add
+        )
         return result
 
     if context.heads.size == 1:
@@ -140,33 +154,57 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        latent: Tensor | None,
+        weight: Tensor | None,
         sink: Tensor | None,
         call: AttentionCall,
         memory: AttentionMemory | None,
+        add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
+        latent = latent if latent is None else latent.contiguous()
         with span("forward"):
-            out, lse = forward(q, k, v, call, sink)
+            out, lse = forward(q, _keys(k, v, latent, weight, call), call, sink)
         if memory is not None:
             if saved := memory.recall():
                 saved.put(out, lse)
             else:
                 memory.save(call.first_saved_row, out, lse)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(q, k, v, latent, weight, sink, out, lse)
+        ctx.call, ctx.add_weight_gradient = call, add_weight_gradient
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, latent, weight, sink, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
-        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
         call: AttentionCall = ctx.call
+        add = ctx.add_weight_gradient
+        keys = _keys(k, v, latent, weight, call, add is not None or ctx.needs_input_grad[4])
         with span("backward"):
-            gradients = backward(dout, q, k, v, out, lse, call)
-        return *gradients, dsink, None, None
+            gradients = backward(dout, q, keys, out, lse, call)
+        dweight = keys.weight_gradient
+        if dweight is not None and add is not None:
+            add(dweight)
+            dweight = None
+        return *gradients, dweight, dsink, None, None, None
+
+
+def _keys(
+    k: Tensor,
+    v: Tensor,
+    latent: Tensor | None,
+    weight: Tensor | None,
+    call: AttentionCall,
+    differentiates_weight: bool = False,
+) -> Keys:
+    rank = call.forward_plan.rank
+    if latent is None or weight is None:
+        return Keys(rank, k, v)
+    return ExpandedLatents(rank, k, v, latent, weight, differentiates_weight)
 
 
 def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:

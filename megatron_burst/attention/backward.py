@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind, Tile
 from megatron_burst.transport.comm import Block, rows_of
@@ -14,21 +14,19 @@ from megatron_burst.transport.profiling import span
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of this rank's tokens in the dtypes of q, k and v."""
+    dout: Tensor, q: Tensor, keys: Keys, out: Tensor, lse: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of this rank's q, k, v and latent in the dtype of q."""
     plan = call.backward_plan
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
         query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
-    blocks = {Item(Kind.QUERY, plan.rank): query, Item(Kind.KV, plan.rank): (k, v)}
+    own = {Kind.QUERY: query, Kind.KV: keys.sent}
+    blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
-    sums = GradientAccumulator(
-        plan.rank, {Kind.D_QUERY: (q,), Kind.D_KV: (k, v)}, call.gradient_dtype
-    )
-    own = {Kind.QUERY: query, Kind.KV: (k, v)}
+    sums = keys.sums(q, call.gradient_dtype)
 
     def template(item: Item) -> Block:
         return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.part)
@@ -39,28 +37,34 @@ def backward(
         for tile in step.tiles:
             d_query, d_kv = tile.gradients
             with span("backward", number, "tile", tile.query_owner, tile.key_owner):
-                dq, dk, dv = _differentiate(tile, blocks, outputs, call)
+                dq, dk, dv = _differentiate(tile, blocks, keys, outputs, call)
             with span("backward", number, "merge"):
                 sums.add(d_query, tile.query_slice, (dq,))
                 sums.add(d_kv, tile.key_slice, (dk, dv))
             del dq, dk, dv  # else they would live beside the next tile's
+        sums.end_step()
         for item, block in transfers.land(number):
             if item.kind.is_result:
                 with span("backward", number, "merge"):
                     sums.take(item, block)
             else:
                 blocks[item] = block
-    (dq,), (dk, dv) = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    (dq,), (dk, dv, dlatent) = sums.total(Item(Kind.D_QUERY, plan.rank)), keys.gradients(sums)
+    dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+    return dq, dk, dv, None if dlatent is None else dlatent.to(q.dtype)
 
 
 def _differentiate(
-    tile: Tile, blocks: Mapping[Item, Block], outputs: "_Outputs", call: AttentionCall
+    tile: Tile,
+    blocks: Mapping[Item, Block],
+    keys: Keys,
+    outputs: "_Outputs",
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query_item, key_item = tile.blocks
     q, dout, lse, *_ = blocks[query_item]
     out = outputs.of(query_item, blocks[query_item])
-    k, v = blocks[key_item]
+    k, v = keys.read(key_item, blocks[key_item])
     finished = rows_of((dout, out, lse), tile.query_slice)
     return call.kernel.backward(call.of_tile(tile, q, k, v), *finished)
 

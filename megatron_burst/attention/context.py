@@ -21,8 +21,9 @@ from megatron_burst.kernels import (
     select_kernel,
 )
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
+from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Plan, Tile
@@ -49,6 +50,7 @@ class AttentionCall:
     gradient_dtype: torch.dtype | None = None  # on the wire; None: that of sums
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
+    sends_latents: bool = False  # in the place of K and V
 
     def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
         """Cut the tile's rows out of the blocks that it reads."""
@@ -188,6 +190,7 @@ class BurstContext:
         scale: float,
         soft_cap: float | None = None,
         memory: AttentionMemory | None = None,
+        latents: LatentShape | None = None,
     ) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`.
 
@@ -195,9 +198,9 @@ class BurstContext:
         """
         self._number += 1
         which = memory and (memory.fraction, memory.saved is not None)
-        key = *_key(q, k, v, mask, soft_cap), scale, which
+        key = *_key(q, k, v, mask, soft_cap, latents), scale, which
         if (call := self._ready.pop(key, None)) is None:
-            call = self._prepare(q, k, v, mask, scale, soft_cap, memory)
+            call = self._prepare(q, k, v, mask, scale, soft_cap, memory, latents)
         _keep(self._ready, key, call)
         return call
 
@@ -220,49 +223,59 @@ class BurstContext:
         scale: float,
         soft_cap: float | None,
         memory: AttentionMemory | None,
+        latents: LatentShape | None,
     ) -> AttentionCall:
-        call = replace(self._call(q, k, v, mask, soft_cap), scale=scale)
+        call = replace(self._call(q, k, v, mask, soft_cap, latents), scale=scale)
         if memory is None:
             return call
         layout = self.layout(q.shape[1] * self.grid.ranks)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
         if memory.saved is not None and stop != layout.tokens:
-            early = self._call(q, k, v, replace(mask, query_stop=stop), soft_cap)
+            early = self._call(q, k, v, replace(mask, query_stop=stop), soft_cap, latents)
             call = replace(call, forward_plan=early.forward_plan)
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
 
     def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        soft_cap: float | None,
+        latents: LatentShape | None,
     ) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        key = _key(q, k, v, mask, soft_cap)
+        key = _key(q, k, v, mask, soft_cap, latents)
         call = self._calls.pop(key, None)
         if call is None:
             if self._agreement is not None:
                 said = f"call {self._number} of q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
                 said += f"v {tuple(v.shape)}, {mask}"
+                said += f", latents of {latents.size}" if latents else ""
                 said += "" if soft_cap is None else f", soft cap {soft_cap}"
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
                 check_agreement(self._agreement, what, said, limit, f"attention {said}")
-            call = self._plan(q, k, v, mask, soft_cap)
+            call = self._plan(q, k, v, mask, soft_cap, latents)
         _keep(self._calls, key, call)
         return call
 
     def _plan(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        soft_cap: float | None,
+        latents: LatentShape | None,
     ) -> AttentionCall:
         tiling = Tiling(self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks)), mask)
         wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        shape = _shape(q, k, v, wire_dtype)
-        choice = choose(
-            *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
-            memory_limit=self._memory_limit,
-        )
+        choice, shape, instead = self._choose(tiling, _shape(q, k, v, wire_dtype), latents)
         about = {"soft_cap": soft_cap, "has_documents": mask.documents is not None}
         request = Request.of(q, k, v, is_banded=choice.is_banded, **about)
         kernel = select_kernel(self.config.kernel, request)
@@ -270,15 +283,34 @@ class BurstContext:
         said = shape, replace(mask, documents=mask.documents and (0,))
         if self.rank == 0 and said not in self._logged:
             self._logged.add(said)
-            self._log(kernel, request, choice, shape)
+            self._log(kernel, request, f"{choice}{instead}", shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
         scale = 1.0  # `prepare` puts in each call's own
-        return AttentionCall(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap)
+        return AttentionCall(
+            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap),
+            sends_latents=shape.latents is not None,
+        )
 
-    def _log(self, kernel: Kernel, request: Request, choice: Choice, shape: Shape) -> None:
+    def _choose(
+        self, tiling: Tiling, shape: Shape, latents: LatentShape | None
+    ) -> tuple[Choice, Shape, str]:
+        """Choose what travels and how; return for the log what does not."""
+
+        def choose_for(shape: Shape) -> Choice:
+            return choose(
+                *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
+                memory_limit=self._memory_limit,
+            )
+
+        burst = self.config.algorithm is Algorithm.BURST
+        if latents is None or not burst or self.heads.size > 1 or self.grid.ranks == 1:
+            return choose_for(shape), shape, ""
+        return choose_keys(choose_for, shape, replace(shape, latents=latents), self.config.mla)
+
+    def _log(self, kernel: Kernel, request: Request, choice: str, shape: Shape) -> None:
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
         spread = exchanged = ""
         if self.heads.size > 1:
@@ -300,9 +332,17 @@ class BurstContext:
         )
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, mask: Mask, soft_cap: float | None) -> tuple[object, ...]:
+def _key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    soft_cap: float | None,
+    latents: LatentShape | None,
+) -> tuple[object, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
-    return q.shape, q.dtype, q.device, k.shape, v.shape, mask, soft_cap, deterministic
+    tensors = q.shape, q.dtype, q.device, k.shape, v.shape, latents
+    return *tensors, mask, soft_cap, deterministic
 
 
 def _keep(

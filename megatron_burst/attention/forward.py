@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialOutputs
 from megatron_burst.plans.plan import Item, Kind, Plan, Tile
 from megatron_burst.transport.comm import Block, rows_of
@@ -12,15 +13,15 @@ from megatron_burst.transport.profiling import span
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sink: Tensor | None = None
+    q: Tensor, keys: Keys, call: AttentionCall, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out [B,S,H,dv], lse [B,H,S]); blocks arrive while tiles are computed."""
     plan = call.forward_plan
     blocks: dict[Item, Block] = {
         Item(Kind.QUERY, plan.rank): (q,),
-        Item(Kind.KV, plan.rank): (k, v),
+        Item(Kind.KV, plan.rank): keys.sent,
     }
-    own, results = dict(blocks), PartialOutputs(plan.rank, q, v.shape[-1])
+    own, results = dict(blocks), PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
     blocks |= parts_to_send(plan, blocks)
 
     def template(item: Item) -> Block:
@@ -33,7 +34,7 @@ def forward(
         transfers.post(number, step, blocks | results.hand_on(step.sends))
         for tile in step.tiles:
             with span("forward", number, "tile", tile.query_owner, tile.key_owner):
-                partial = _attend(tile, blocks, call)
+                partial = _attend(tile, blocks, keys, call)
             with span("forward", number, "merge"):
                 results.add(tile.output, tile.query_slice, *partial)
             del partial  # else it would live beside the next tile's
@@ -46,9 +47,11 @@ def forward(
     return results.finish(sink)
 
 
-def _attend(tile: Tile, blocks: Mapping[Item, Block], call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _attend(
+    tile: Tile, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
     query_item, key_item = tile.blocks
-    (q,), (k, v) = blocks[query_item], blocks[key_item]
+    (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
     return call.kernel.forward(call.of_tile(tile, q, k, v))
 
 

@@ -65,6 +65,14 @@ class GradientAccumulator:
         if mine is not None:
             _accumulate(wide, mine.rows, mine.block)
 
+    def end_step(self) -> None:
+        """The tiles of a step, or of a block, have added all that they had."""
+
+    def pop(self, item: Item) -> tuple[Interval, Block]:
+        """Return what was added up of an item, and to which rows; it starts anew."""
+        found = self._sums.pop(item)
+        return found.rows, found.block
+
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
         """Return, as they are sent, the sums of every gradient among `sends`; they start anew."""
         return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_result}

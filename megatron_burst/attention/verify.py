@@ -1,7 +1,7 @@
 """Calls attention beside its unsharded reference, and says where what comes of it is wrong."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from megatron_burst.attention.dense import (
     Visibility,
     megatrons_positions,
 )
+from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.verify_latents import LatentGradients
 from megatron_burst.config import GradDtype, LayoutName
 from megatron_burst.transport.comm import gather_objects
 
@@ -66,13 +68,14 @@ def attend_beside_reference(
     take: Callable[[bool, list[Finding]], None],
     *,
     sink: Tensor | None = None,
+    latents: Latents | None = None,
     **more: Any,
 ) -> Tensor:
     """Call `attend`, a `ring_attention`, and compare its results and later its gradients.
 
-    A collective call of the context's ranks, forward and backward. `attend` is given views of q, k
-    and v, the context, the sink and `more`; `take` what was found, after the forward and, with
-    True, after the backward.
+    A collective call of the context's ranks, forward and backward. `attend` is given views of q, k,
+    v, the sink and the latents, the context and `more`; `take` what was found, after the forward
+    and, with True, after the backward.
     """
     spread = spread_of(context, q.shape[1] * context.ranks)
     margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
@@ -82,10 +85,14 @@ def attend_beside_reference(
     reference = Reference(spread, visibility, scale, *given, margin)
     # Views: gradients that come from elsewhere are not attention's.
     q, k, v, *sinks = (x.view_as(x) for x in (q, k, v, sink) if x is not None)
-    named = zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False)
-    inputs = {name: x for name, x in named if x.requires_grad and torch.is_grad_enabled()}
+    views = dict(zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False))
+    if latents is not None:
+        views["dlatent"] = latents.latent.view_as(latents.latent)
+        latents = replace(latents, latent=views["dlatent"])
+    inputs = {n: x for n, x in views.items() if x.requires_grad and torch.is_grad_enabled()}
+    made_of = {} if latents is None else {"latents": latents}
     sink = sinks[0] if sinks else None
-    out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **more)
+    out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **made_of, **more)
     found = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
     take(False, compare(reference.expect(), found, spread.own))
     douts: list[Tensor] = []
@@ -94,7 +101,11 @@ def attend_beside_reference(
         found = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
         if (dsink := found.get("dsink")) is not None:
             found["dsink"] = spread.total(dsink.double())[None, None, :, None]
-        take(True, compare(reference.expect(douts.pop()), found, spread.own))
+        expected = reference.expect(douts.pop())
+        if latents is not None and "dlatent" in found:  # they have travelled
+            whole = LatentGradients(latents, k, v)
+            expected, found = whole.expected(expected), whole.found(found)
+        take(True, compare(expected, found, spread.own))
 
     if inputs:
         out.register_hook(douts.append)

@@ -13,6 +13,14 @@ from megatron_burst.plans.tiles import Tiling
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """What a token's K and V of all heads are made of, in multi-latent attention."""
+
+    size: int  # numbers a token: the latent and the rotary key
+    weight: int  # numbers of the up-projection of a rank's heads
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What of one rank's tensors decides how many bytes an item has."""
 
@@ -24,22 +32,25 @@ class Shape:
     element_bytes: int
     gradient_bytes: int  # of an element of a gradient on the wire
     row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
+    latents: LatentShape | None = None  # if they travel in the place of K and V
 
     def item_bytes(self, *, backward: bool = True) -> dict[Kind, int]:
         """Return the payload bytes of one item of each kind that is sent.
 
         A hop of the kv backward is n·Hkv·(dk + dv)·(e + g), one of the query backward
         n·Hq·(e·(dk + dv) + g·dk + 8). In the forward queries go alone, n·Hq·e·dk, and their outputs
-        with a log-sum-exp, n·Hq·(e·dv + 4).
+        with a log-sum-exp, n·Hq·(e·dv + 4). Where latents travel, their size stands for
+        Hkv·(dk + dv).
         """
-        queries, keys = self.tokens * self.query_heads, self.tokens * self.kv_heads
+        queries = self.tokens * self.query_heads
         dims = self.head_dim + self.value_head_dim
+        keys = self.tokens * (self.latents.size if self.latents else self.kv_heads * dims)
         query = self.element_bytes * self.head_dim
         if backward:  # with dO, its log-sum-exp and delta
             query = self.element_bytes * dims + 2 * self.row_bytes
         return {
-            Kind.KV: keys * dims * self.element_bytes,
-            Kind.D_KV: keys * dims * self.gradient_bytes,
+            Kind.KV: keys * self.element_bytes,
+            Kind.D_KV: keys * self.gradient_bytes,
             Kind.QUERY: queries * query,
             Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
             Kind.OUTPUT: queries * (self.value_head_dim * self.element_bytes + self.row_bytes),

@@ -1,6 +1,7 @@
 """Our flags in Megatron's parser, and what they ask of Megatron's own."""
 
 import argparse
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -16,6 +17,7 @@ from megatron_burst.config import (
     FileConfig,
     LmHeadConfig,
     LmHeadLoss,
+    Mla,
     Topology,
     all_flags,
     flags,
@@ -29,7 +31,13 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.limits import lm_head_refusals, pattern_refusals, refusals
+from megatron_burst.plugin.limits import (
+    LATENT_LIMITS,
+    beyond,
+    lm_head_refusals,
+    pattern_refusals,
+    refusals,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +127,8 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     """
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
-        return BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
+        config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
+        return _settle_mla(args, config)
     idle = [
         f"{flag.name} {values[flag.field]}"
         for flag in flags()
@@ -128,6 +137,18 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     text = f"has no effect under --context-parallel-algo {MEGATRON}"
     refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
     return None
+
+
+def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
+    """Return the settings with K and V sent where it is known that latents cannot be."""
+    reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
+    if config.mla is Mla.LATENT:
+        missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
+        _refuse_all([*reasons, *missing], f"--burst-mla {config.mla} cannot run this")
+    elif reasons and has_latents and config.mla is Mla.AUTO:
+        logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
+        return dataclasses.replace(config, mla=Mla.HEADS)
+    return config
 
 
 def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.attention.latents import WITH_LATENTS
 from megatron_burst.plugin.limits import pattern_refusals
 from megatron_burst.plugin.local_layers import (
     block_spec,
@@ -51,6 +52,8 @@ def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
     replaced = []
 
     def rewrite(name: str, value: Any) -> Any:
+        if isinstance(value, type):
+            value = WITH_LATENTS.get(value, value)
         if name != "core_attention" or value in (None, IdentityOp):
             return value
         replaced.append(value)

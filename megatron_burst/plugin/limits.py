@@ -71,6 +71,15 @@ LIMITS = with_remedies(
     ),
 )
 
+# Of sending the latents of multi-latent attention; K and V can always be sent.
+LATENT_LIMITS = with_remedies(
+    fp8="the up-projection of visitors runs in the model's dtype: drop --fp8-format",
+    fp4="the up-projection of visitors runs in the model's dtype: drop --fp4-format",
+    delay_wgrad_compute="its late gradients are written over what visitors add",
+    use_megatron_fsdp="it was not shown to be right with weights that FSDP shards",
+    use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
+)
+
 # Of the chunked LM head and loss.
 LM_HEAD_LIMITS = with_remedies(
     logits_save_dir="it saves logits, which never exist",

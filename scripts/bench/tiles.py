@@ -23,6 +23,7 @@ from megatron_burst import Mask
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import Keys
 from megatron_burst.config import GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
@@ -75,6 +76,7 @@ def make_jobs(
     """Return everything to be timed, by phase and what it is."""
     tiling = Tiling(zigzag(ranks * sizes.tokens, ranks), Mask.causal())
     *qkv, dout = sizes.draw(device, dtype)
+    q, keys = qkv[0], Keys(ranks // 2, *qkv[1:])
     jobs: dict[tuple[str, str], Job] = {}
     rings = {
         kind: Ring(tiling, flat_grid(ranks), kind, GradientReturn.HOME)
@@ -84,12 +86,12 @@ def make_jobs(
         plans = rings[Kind.KV].forward(ranks // 2), ring.backward(ranks // 2)
         call = AttentionCall(*plans, kernel, sizes.head_dim**-0.5, Silence())
         alone = Kernels(call, *qkv, dout)
-        result = forward(*qkv, call)
+        result = forward(q, keys, call)
         pairs = sum(tile.pairs for tile in plans[0].tiles)
         if kind is Kind.KV:
-            jobs["forward", "ring"] = pairs, partial(forward, *qkv, call)
+            jobs["forward", "ring"] = pairs, partial(forward, q, keys, call)
             jobs["forward", "its kernels"] = pairs, alone.forward
-        jobs["backward", f"{kind} ring"] = pairs, partial(backward, dout, *qkv, *result, call)
+        jobs["backward", f"{kind} ring"] = pairs, partial(backward, dout, q, keys, *result, call)
         jobs["backward", f"its kernels, {kind}"] = pairs, alone.backward
     return jobs | one_call(sizes, ranks, kernel, device, dtype)
 

@@ -15,7 +15,13 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, pattern_refusals, refusals
+from megatron_burst.plugin.limits import (
+    LATENT_LIMITS,
+    LIMITS,
+    LM_HEAD_LIMITS,
+    pattern_refusals,
+    refusals,
+)
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -40,6 +46,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "--burst-head-parallel-size 2": {"head_parallel_size": 2},
     "--burst-layout segmented-zigzag": {"layout": "segmented-zigzag"},
     "--burst-grad-dtype model": {"grad_dtype": "model"},
+    "--burst-mla latent": {"mla": "latent"},
     "--recompute-attention-fraction 0.5": {"recompute_fraction": 0.5},
 }
 USUAL = Request(torch.device("cpu"), torch.bfloat16, 8, 8, 64, 64)
@@ -97,7 +104,8 @@ def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
     yield _SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)
     yield _KERNELS, ["request", *KERNELS], _kernel_rows()
     yield _LAYERS, ["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()
-    for what, limits in (("attention", LIMITS), ("the chunked loss", LM_HEAD_LIMITS)):
+    refusing = {"attention": LIMITS, "--burst-mla latent": LATENT_LIMITS}
+    for what, limits in (refusing | {"the chunked loss": LM_HEAD_LIMITS}).items():
         title = f"## What {what} refuses of Megatron\n"
         yield title, ["argument", "why"], _limit_rows(limits)
 

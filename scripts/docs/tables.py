@@ -13,7 +13,14 @@ from typing import Any
 import support_table
 
 import megatron_burst
-from megatron_burst import BurstConfig, BurstContext, Mask, linear_cross_entropy, ring_attention
+from megatron_burst import (
+    BurstConfig,
+    BurstContext,
+    Mask,
+    latent_ring_attention,
+    linear_cross_entropy,
+    ring_attention,
+)
 from megatron_burst.config import Flag, all_flags
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
@@ -22,6 +29,7 @@ from megatron_burst.plugin.layer_spec import burst_layer_spec
 WRITTEN = "<!-- written by python scripts/docs/tables.py -->"
 PUBLIC: dict[Any, tuple[str, ...]] = {  # of a class, these of its methods
     ring_attention: (),
+    latent_ring_attention: (),
     BurstContext: ("create", "shard", "unshard", "layout", "positions", "bytes_sent"),
     Mask: ("causal", "full"),
     BurstConfig: (),  # its fields are the flags

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
@@ -23,8 +24,8 @@ def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracl
     plan = Plan(0, (Step(tiles=tuple(tiles)),))
     call = AttentionCall(plan, plan, kernel, DIM**-0.5, Communicator((), {}, 1))
     q, k, v, dout = tensors
-    out, lse = forward(q, k, v, call)
-    return oracle.Result(out, lse, *backward(dout, q, k, v, out, lse, call))
+    out, lse = forward(q, keys := Keys(0, k, v), call)
+    return oracle.Result(out, lse, *backward(dout, q, keys, out, lse, call)[:3])
 
 
 def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -106,6 +106,18 @@ def test_an_algorithm_sets_what_megatron_passes_to_every_layer(
     assert args.create_attention_mask_in_dataloader is False
 
 
+def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentParser) -> None:
+    asked = f"{BURST} --burst-mla latent"
+    assert "the model has none: add --multi-latent-attention" in refusal(parser, asked)
+    sharded = f"--multi-latent-attention --use-megatron-fsdp {BURST}"
+    assert "weights that FSDP shards" in refusal(parser, f"{sharded} --burst-mla latent")
+    for line, expected in ((sharded, "heads"), (f"--multi-latent-attention {BURST}", "auto")):
+        config = burst_config_from_args(parse(parser, line))
+        assert config is not None and config.mla == expected
+    spread = f"{asked} --multi-latent-attention --burst-head-parallel-size 2"
+    assert "latents have no heads" in refusal(parser, spread)
+
+
 def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> None:
     line = "--context-parallel-algo ring --burst-backward kv --burst-topology flat"
     line += " --burst-kernel cpu --distributed-timeout-minutes 3 --burst-ranks-per-node 4"

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
 from megatron_burst.plugin.hooks.layer_names import name_mtp_layers  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
@@ -57,8 +58,14 @@ def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) 
         for path, value in leaves(ours).items()
         if path.startswith(".submodules") and value != before.get(path)
     }
-    place = ".submodules.{}.submodules.self_attention.submodules.core_attention"
-    assert list(changed) == [place.format("attention_layer"), place.format("mla_layer")]
+    place = ".submodules.{}.submodules.self_attention.{}"
+    latents = changed.pop(place.format("mla_layer", "module"))
+    assert latents is LatentSelfAttention
+    core_attention = "submodules.core_attention"
+    assert list(changed) == [
+        place.format("attention_layer", core_attention),
+        place.format("mla_layer", core_attention),
+    ]
     for value in changed.values():
         assert value.module is CoreAttentionByCommType and value.params["fallback"] is core
     assert ours.module is StackWithContexts and ours.params["stack"] is spec.module

@@ -21,6 +21,7 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
     burst_layer_spec,
@@ -67,6 +69,9 @@ def check_replaced(spec: Any, expected_places: int, core: Any = DotProductAttent
     assert leaves(spec) == before, "the original has changed"
     assert list(after) == list(before)
     changed = [path for path in before if after[path] != before[path]]
+    if latent := [path for path in changed if before[path] is MLASelfAttention]:
+        assert after[latent[0]] is LatentSelfAttention
+    changed = [path for path in changed if path not in latent]
     assert len(changed) == expected_places
     for path in changed:
         assert path.endswith(".core_attention") and before[path] is core

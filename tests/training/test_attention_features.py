@@ -33,6 +33,7 @@ MLA = (
     "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type rope --qk-layernorm"
 )
+LATENT = "--burst-mla latent"
 STOCK: tuple[str, ...] = ()
 
 
@@ -75,6 +76,21 @@ CASES = {
     ),
     "MLA": (MLA, 2, CP2),
     "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
+    "latents": (MLA, 2, f"{CP2} {LATENT}"),
+    "latents, CP 4 on two nodes": (MLA, 4, f"{CP4} {LATENT} --burst-ranks-per-node 2"),
+    "latents, TP 2 x CP 2 with SP": (MLA, 4, f"{CP2} {TP2} --sequence-parallel {LATENT}"),
+    "latents, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2} {LATENT}"),
+    "latents, up-projection recomputed": (
+        MLA,
+        2,
+        f"{CP2} {LATENT} --recompute-granularity selective --recompute-modules mla_up_proj",
+    ),
+    "latents, all recomputed": (
+        MLA.replace("rope-type rope", "rope-type yarn"),
+        2,
+        f"{CP2} {LATENT} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
     "learnable sinks": (SINKS, 2, CP2),
     "learnable sinks, hybrid": (SINKS, 4, f"{CP4} {HYBRID}"),
     "learnable sinks, TP 2 x CP 2": (SINKS, 4, f"{TP2} {CP2}"),
@@ -82,7 +98,7 @@ CASES = {
 }
 
 
-SLOW = {case for case in CASES if case not in ("MLA", "learnable sinks, hybrid")}
+SLOW = {case for case in CASES if case not in ("latents", "learnable sinks, hybrid")}
 
 
 @pytest.mark.parametrize("case", slow_if(SLOW, CASES))

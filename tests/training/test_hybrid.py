@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
     ),
     "CP 4, query backward": (DENSE, "", "", 4, "--context-parallel-size 4 --burst-backward query"),
     "CP 2, MLA": ("+-+-", MLA, "", 2, CP2),
+    "CP 2, latents": ("+-+-", MLA, "", 2, f"{CP2} --burst-mla latent"),
     "CP 2, segmented zigzag, documents": (
         *(DENSE, "--dataloader-inter-document-masking", ""),
         *(2, f"{CP2} --burst-layout segmented-zigzag"),

@@ -40,6 +40,7 @@ CASES = [  # ranks, flags, stages, what of positions is looked at
     slow(2, f"{CP2} {DOCUMENTS} {SEGMENTED}", 1, BOTH),
     slow(2, f"{CP2} {DOCUMENTS} {MLA} rope", 1, BOTH),
     slow(2, f"{CP2} {MLA} yarn", 1, BOTH),
+    slow(4, f"{CP2} {TP2} {MLA} rope --sequence-parallel --burst-mla latent", 1, BOTH),
     slow(2, f"{CP2} --position-embedding-type learned_absolute", 1, "position ids"),
     slow(2, f"{CP2} --reset-position-ids", 1, "rotary angles"),
     slow(4, f"{CP4} --burst-head-parallel-size 2 {SINKS}", 1, BOTH),

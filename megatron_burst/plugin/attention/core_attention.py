@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.attention.keys import Latents
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
@@ -150,6 +151,7 @@ class BurstCoreAttention(ModuleWithSink):
         self._softmax_scale = softmax_scale
         self._window = _window(config, layer_number)
         self._layer_number = layer_number
+        self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.call_layer(str(layer_number))
 
     def call_layer(self, name: str) -> None:
@@ -192,6 +194,7 @@ class BurstCoreAttention(ModuleWithSink):
         if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
+        latents = None if self.latents is None else self.latents(query.shape[1])
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
         sent = self.context.bytes_sent
@@ -203,6 +206,7 @@ class BurstCoreAttention(ModuleWithSink):
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
+            latents=latents,
             memory=memory,
         )
         if not self.training:
@@ -220,6 +224,11 @@ class BurstCoreAttention(ModuleWithSink):
         return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, bounds, samples)
 
     def _refuse(self, mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
+        if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:
+            raise ValueError(
+                f"--burst-mla {Mla.LATENT}: layer {self._layer_number} is no MLASelfAttention of "
+                "Megatron's that was built of our spec; drop it"
+            )
         if not self._shared.tokens_follow_layout and self.context.ranks > 1:
             raise ValueError(
                 f"the tokens are in Megatron's zigzag, not in --burst-layout "

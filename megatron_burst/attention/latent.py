@@ -1,0 +1,58 @@
+"""The public function of multi-latent attention."""
+
+from torch import Tensor
+
+from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.keys import Latents, expand
+from megatron_burst.plans.mask import Mask
+
+
+def latent_ring_attention(
+    q: Tensor,
+    latent: Tensor,
+    rotary_key: Tensor,
+    weight: Tensor,
+    context: BurstContext,
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Multi-latent attention of the whole sequence, each rank holding the tokens of its shard.
+
+    Equals, on every rank of the context's group, with dv of the dims of a head from `weight`,
+
+        q, latent, rotary_key = [context.unshard(x, dim=1) for x in (q, latent, rotary_key)]
+        content, v = (latent @ weight.T).unflatten(-1, (heads, -1)).split([dk - dr, dv], dim=-1)
+        k = cat([content, rotary_key[:, :, None].expand(-1, -1, heads, -1)], dim=-1)
+        out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
+
+    `BurstConfig.mla` says what travels: k and v of all heads, or latent and rotary key, rank + dr
+    numbers a token, of which every rank makes k and v of its heads itself. A rank then holds in
+    turn, besides its own, those of one other.
+
+    Args:
+        q: [batch, local tokens, heads, dk], the last dr of a head with rotary embeddings.
+        latent: [batch, local tokens, rank], after its norm.
+        rotary_key: [batch, local tokens, dr], one for all heads.
+        weight: [heads · (dk - dr + dv), rank], of each head first the rows of k. Its gradient on a
+            rank is a part; like that of any parameter it is summed over the group.
+        context: as for `ring_attention`, as are `mask` and `softmax_scale`.
+
+    Returns:
+        out, [batch, local tokens, heads, dv] in q's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or no kernel can serve them.
+        CommunicationError: a peer died or took longer than the time limit.
+    """
+    heads, dr = q.shape[2], rotary_key.shape[2]
+    value_dim = weight.shape[0] // heads - q.shape[3] + dr
+    if value_dim <= 0 or weight.shape[0] % heads or weight.shape[1] != latent.shape[2]:
+        raise ValueError(
+            f"a weight {tuple(weight.shape)} does not make k and v for q {tuple(q.shape)} of a "
+            f"latent {tuple(latent.shape)} and a rotary key {tuple(rotary_key.shape)}"
+        )
+    k, v = expand(latent[:, :, None], rotary_key[:, :, None], weight, heads, value_dim)
+    made_of = Latents(latent, weight)
+    return ring_attention(q, k, v, context, mask=mask, softmax_scale=softmax_scale, latents=made_of)

@@ -1,0 +1,59 @@
+"""Whether it pays to send the latents of multi-latent attention: fewer bytes for more FLOPs."""
+
+from collections.abc import Callable
+
+from megatron_burst.config import Mla
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.planning import Choice, mib
+
+# Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
+_FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
+_BACKWARD = 2.5  # FLOPs of attention's backward, in those of its forward
+
+
+def choose_keys(
+    choose: Callable[[Shape], Choice], heads: Shape, latents: Shape, asked: Mla
+) -> tuple[Choice, Shape, str]:
+    """Choose between K and V of all heads and the latents that they are made of.
+
+    Returns:
+        The schedules, the shape that travels, and for the log what the other would have sent.
+    """
+    with_heads = choose(heads)
+    if asked is Mla.HEADS:
+        return with_heads, heads, ""
+    with_latents = choose(latents)
+    large, small = (mib(choice.forward[0].cost.rank) for choice in (with_heads, with_latents))
+    if asked is Mla.LATENT or latents_pay(with_heads, with_latents, latents):
+        said = f"; latents travel: K and V would send {large} forward"
+        return with_latents, latents, said
+    said = f"; K and V travel: latents would send {small} forward, but take longer to expand"
+    return with_heads, heads, said
+
+
+def latents_pay(heads: Choice, latents: Choice, shape: Shape) -> bool:
+    """Say whether a layer is faster where latents travel; `shape` has them."""
+    return bool(_time(latents, shape, _up_projection(latents, shape)) < _time(heads, shape, 0.0))
+
+
+def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
+    """Return a layer's time as that of so many FLOPs; messages hide under them.
+
+    A backward makes K and V again, and of their gradients those of the latents and of the weight.
+    """
+    tiling = choice.tiling
+    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
+    attention = 2.0 * pairs * shape.query_heads * (shape.head_dim + shape.value_head_dim)
+    forward, backward = choice.forward[0].cost, choice.backward[0].cost
+    a_byte = _FLOPS_A_BYTE_BETWEEN if forward.nic else _FLOPS_A_BYTE_WITHIN
+    return max(attention + up_projection, a_byte * forward.bottleneck) + max(
+        _BACKWARD * attention + 3 * up_projection, a_byte * backward.bottleneck
+    )
+
+
+def _up_projection(choice: Choice, shape: Shape) -> float:
+    """Return the FLOPs of the K and V of all that a rank meets, in a ring as much as it sends."""
+    assert shape.latents
+    sent = choice.forward[0].cost.rank / (shape.latents.size * shape.element_bytes)
+    rows = min(sent, (choice.tiling.ranks - 1) * shape.tokens)
+    return 2.0 * rows * shape.latents.weight
