@@ -4,14 +4,19 @@ import json
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.training.launcher import BURST, Log, run_job, train
+# Not before the options are read: of them `launcher` learns how many steps there are.
+if TYPE_CHECKING:
+    from tests.training.launcher import Log
 
 
 def make_corpus(directory: Path, *inputs: str) -> tuple[str, ...]:
     """Write a corpus and return the flags that train on it."""
+    from tests.training.launcher import run_job
+
     words = ("--output", str(directory), *inputs)
     status, said = run_job("megatron_burst.tools.corpus", directory, 1, words)
     assert status == "0", said
@@ -51,17 +56,21 @@ def start(tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]) -> tu
     It comes from a run with Megatron's own core attention: that it loads everywhere shows that
     checkpoints are interchangeable.
     """
+    from tests.training.launcher import train
+
     directory = tmp_path_factory.mktemp("start")
     train(directory, 1, *data, "--train-iters", "1", "--save", str(directory / "checkpoint"))
     return (*data, "--load", str(directory / "checkpoint"), "--finetune", "--no-load-optim")
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, start: tuple[str, ...]) -> Callable[..., Log]:
+def runs(tmp_path_factory: pytest.TempPathFactory, start: tuple[str, ...]) -> Callable[..., "Log"]:
     """Train from the common start; equal calls share one run."""
+    from tests.training.launcher import BURST, train
+
     finished: dict[tuple[object, ...], Log] = {}
 
-    def train_once(ranks: int, *flags: str) -> Log:
+    def train_once(ranks: int, *flags: str) -> "Log":
         if (ranks, flags) not in finished:
             finished[ranks, flags] = train(
                 tmp_path_factory.mktemp("run"), ranks, *start, *BURST, *flags

@@ -1,7 +1,7 @@
 """Steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
 
-Sinks start from a checkpoint of Megatron's own attention, which has them on a CPU: ours loads it
-and takes the same steps. MLA, which it has not, starts from the seed.
+Each feature starts from a checkpoint of one rank. Where Megatron's own attention has the feature on
+a CPU, the checkpoint is its own, so that ours loads it, and it takes the same steps.
 """
 
 from collections.abc import Callable
@@ -47,13 +47,12 @@ def trained(
 
     def start(model: str) -> tuple[str, ...]:
         if model not in starts:
-            flags = (*data, *model.split(), PER_TOKEN)
-            if model != MLA:
-                folder = tmp_path_factory.mktemp("start")
-                saved = str(folder / "checkpoint")
-                train(folder, 1, *flags, "--train-iters", "1", "--save", saved)
-                flags += ("--load", saved, "--finetune", "--no-load-optim")
-            starts[model] = flags
+            # Megatron's own attention has no latents on a CPU.
+            algorithm = BURST if "latent" in model else STOCK
+            flags, folder = (*data, *model.split(), PER_TOKEN), tmp_path_factory.mktemp("start")
+            saved = str(folder / "checkpoint")
+            train(folder, 1, *flags, *algorithm, "--train-iters", "1", "--save", saved)
+            starts[model] = (*flags, "--load", saved, "--finetune", "--no-load-optim")
         return starts[model]
 
     def train_once(algorithm: tuple[str, ...], model: str, ranks: int, flags: str) -> Log:
@@ -76,6 +75,7 @@ CASES = {
     ),
     "MLA": (MLA, 2, CP2),
     "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
+    "MLA, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2}"),
     "latents": (MLA, 2, f"{CP2} {LATENT}"),
     "latents, CP 4 on two nodes": (MLA, 4, f"{CP4} {LATENT} --burst-ranks-per-node 2"),
     "latents, TP 2 x CP 2 with SP": (MLA, 4, f"{CP2} {TP2} --sequence-parallel {LATENT}"),
@@ -106,7 +106,9 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     trained: Callable[..., Log], case: str
 ) -> None:
     model, ranks, flags = CASES[case]
-    found, expected = trained(BURST, model, ranks, flags), trained(BURST, model, 1, "")
+    # Megatron's MLA itself is 3e-4 apart after 20 steps on one and on two tensor-parallel ranks.
+    one = (2, TP2) if model == MLA and TP2 in flags else (1, "")
+    found, expected = trained(BURST, model, ranks, flags), trained(BURST, model, *one)
     report(case, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
 
 
