@@ -164,6 +164,8 @@ class _Pass:
         """Of all meshes the one that would be the best if everybody needed all blocks."""
         if not self.config.may_take_mesh or self.grid.ranks == 1:
             return
+        if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
+            return  # within a node links are fast, and what a mesh costs besides bytes counts
         kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
         every = [mesh for kind in kinds for mesh in meshes(self.tiling, self.grid, kind)]
         memory = {mesh: mesh.memory(self.sizes, backward=self.backward) for mesh in every}

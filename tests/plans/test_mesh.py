@@ -179,8 +179,15 @@ def test_a_prime_number_of_nodes_makes_no_mesh() -> None:
 def test_a_rank_with_more_work_than_in_a_ring_is_not_worth_the_bytes() -> None:
     """Of contiguous shards under a causal mask, a mesh gives some ranks a full square of tiles."""
     tiling = Tiling(LAYOUTS["contiguous"](64, 4), Mask.causal())
-    choice = choose(BurstConfig(), tiling, flat_grid(4), MHA, [0] * 4)
+    choice = choose(BurstConfig(), tiling, flat_grid(4), MHA, range(4))
     mesh = next(o for o in choice.forward if isinstance(o.schedule, Mesh))
     ring = next(o for o in choice.forward if isinstance(o.schedule, Ring))
     more = mesh.schedule.pairs.max() > 1.05 * ring.schedule.pairs.max()
     assert isinstance(choice.forward[0].schedule, Ring if more else Mesh)
+
+
+def test_within_a_node_it_has_to_be_asked_for() -> None:
+    tiling = Tiling(zigzag(64, 4), Mask.causal())
+    for topology, taken in (("auto", Ring), ("mesh", Mesh)):
+        choice = choose(BurstConfig(topology=topology), tiling, flat_grid(4), MHA, [0] * 4)
+        assert isinstance(choice.forward[0].schedule, taken)
