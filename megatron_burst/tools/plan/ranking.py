@@ -124,8 +124,8 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
             for backward in ("query", "kv"):
                 yield {"context-parallel-algo": "burst", "burst-backward": backward, **ring}
             yield {"context-parallel-algo": "ring", **ring}
-        # A mesh where it pays within the memory limit, else one of the rings.
-        yield {"context-parallel-algo": "burst", "burst-topology": "auto", **heads}
+        if load.context > load.ranks_per_node:  # a mesh where it pays, else one of the rings
+            yield {"context-parallel-algo": "burst", "burst-topology": "auto", **heads}
     yield {"context-parallel-algo": "allgather"}
     if _heads_divide(load, load.context):
         # No gradient is sent around a ring there, and another dtype than the default is refused.
