@@ -67,9 +67,10 @@ class BurstConfig:
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
     ring, one in each node and one between nodes; each inter-node transfer overlaps one intra-node
     pass. mesh: queries of some nodes, or ranks, meet K and V of others, so that of either only a
-    few travel; it needs a number of nodes that is a product of two. auto: for burst double where
-    the ranks are spread evenly over several nodes, else flat, and mesh between nodes where it
-    saves a tenth of the bytes on the bottleneck link within --burst-memory-mb; logged."""
+    few travel; it needs rows and columns of two or more, so no prime number of nodes. auto: for
+    burst double where the ranks are spread evenly over several nodes, else flat, and mesh between
+    nodes where it saves a tenth of the bytes on the bottleneck link within --burst-memory-mb;
+    logged."""
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,51 @@ class AttentionCall:
         return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
+class _Asked(NamedTuple):
+    """What decides the plans and the kernel of a call: of its tensors, all but the numbers."""
+
+    q: torch.Size  # [batch, local tokens, query heads, dk]
+    k: torch.Size  # [batch, local tokens, kv heads, dk]
+    v: torch.Size  # [batch, local tokens, kv heads, dv]
+    dtype: torch.dtype
+    device: torch.device
+    mask: Mask
+    soft_cap: float | None
+    latents: LatentShape | None
+    is_deterministic: bool  # some kernels are not
+
+    def __str__(self) -> str:
+        said = f"q {tuple(self.q)} {self.dtype}, k {tuple(self.k)}, v {tuple(self.v)}, {self.mask}"
+        said += f", latents of {self.latents.size}" if self.latents else ""
+        return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
+
+    def shape(self, wire_dtype: torch.dtype | None) -> Shape:
+        wide = accumulation_dtype(self.dtype)
+        return Shape(
+            tokens=self.q[0] * self.q[1],
+            query_heads=self.q[2],
+            kv_heads=self.k[2],
+            head_dim=self.k[3],
+            value_head_dim=self.v[3],
+            element_bytes=self.dtype.itemsize,
+            gradient_bytes=(wire_dtype or wide).itemsize,
+            row_bytes=wide.itemsize,
+        )
+
+    def request(self, *, is_banded: bool) -> Request:
+        return Request(
+            device=self.device,
+            dtype=self.dtype,
+            query_heads=self.q[2],
+            kv_heads=self.k[2],
+            head_dim=self.k[3],
+            value_head_dim=self.v[3],
+            is_banded=is_banded,
+            soft_cap=self.soft_cap,
+            has_documents=self.mask.documents is not None,
+        )
+
+
 class BurstContext:
     """One context-parallel group as this rank sees it; made by `create`, once a group."""
 
@@ -87,10 +133,10 @@ class BurstContext:
         self._agreement = agreement  # None: nobody to agree with
         self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
-        self._calls: dict[tuple[object, ...], AttentionCall] = {}
+        self._calls: dict[_Asked, AttentionCall] = {}
         self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
         self._exchanges: dict[int, HeadExchange] = {}
-        self._logged: set[tuple[Shape, Mask]] = set()
+        self._logged: set[Hashable] = set()
 
     @classmethod
     def create(
@@ -181,6 +227,13 @@ class BurstContext:
             dist.all_gather(shards, x, group=self.group)
         return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
 
+    def is_news(self, about: Hashable) -> bool:
+        """Return whether this rank is to log it: the first of the group, and only once."""
+        if self.rank or about in self._logged:
+            return False
+        self._logged.add(about)
+        return True
+
     def prepare(
         self,
         q: Tensor,
@@ -197,10 +250,12 @@ class BurstContext:
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
         self._number += 1
-        which = memory and (memory.fraction, memory.saved is not None)
-        key = *_key(q, k, v, mask, soft_cap, latents), scale, which
+        tensors = q.shape, k.shape, v.shape, q.dtype, q.device
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        asked = _Asked(*tensors, mask, soft_cap, latents, deterministic)
+        key = asked, scale, memory and (memory.fraction, memory.saved is not None)
         if (call := self._ready.pop(key, None)) is None:
-            call = self._prepare(q, k, v, mask, scale, soft_cap, memory, latents)
+            call = self._prepare(asked, scale, memory)
         _keep(self._ready, key, call)
         return call
 
@@ -215,74 +270,44 @@ class BurstContext:
         return self._exchanges[local_tokens]
 
     def _prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        soft_cap: float | None,
-        memory: AttentionMemory | None,
-        latents: LatentShape | None,
+        self, asked: _Asked, scale: float, memory: AttentionMemory | None
     ) -> AttentionCall:
-        call = replace(self._call(q, k, v, mask, soft_cap, latents), scale=scale)
+        call = replace(self._call(asked), scale=scale)
         if memory is None:
             return call
-        layout = self.layout(q.shape[1] * self.grid.ranks)
+        layout = self.layout(asked.q[1] * self.grid.ranks)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
         if memory.saved is not None and stop != layout.tokens:
-            early = self._call(q, k, v, replace(mask, query_stop=stop), soft_cap, latents)
+            early = self._call(asked._replace(mask=replace(asked.mask, query_stop=stop)))
             call = replace(call, forward_plan=early.forward_plan)
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
 
-    def _call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        soft_cap: float | None,
-        latents: LatentShape | None,
-    ) -> AttentionCall:
+    def _call(self, asked: _Asked) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        key = _key(q, k, v, mask, soft_cap, latents)
-        call = self._calls.pop(key, None)
+        call = self._calls.pop(asked, None)
         if call is None:
             if self._agreement is not None:
-                said = f"call {self._number} of q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
-                said += f"v {tuple(v.shape)}, {mask}"
-                said += f", latents of {latents.size}" if latents else ""
-                said += "" if soft_cap is None else f", soft cap {soft_cap}"
+                said = f"call {self._number} of {asked}"
                 limit, what = self.config.timeout_seconds, "the shapes or the mask"
                 check_agreement(self._agreement, what, said, limit, f"attention {said}")
-            call = self._plan(q, k, v, mask, soft_cap, latents)
-        _keep(self._calls, key, call)
+            call = self._plan(asked)
+        _keep(self._calls, asked, call)
         return call
 
-    def _plan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        soft_cap: float | None,
-        latents: LatentShape | None,
-    ) -> AttentionCall:
-        tiling = Tiling(self.heads.ring_layout(self.layout(q.shape[1] * self.grid.ranks)), mask)
-        wire_dtype = q.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        choice, shape, instead = self._choose(tiling, _shape(q, k, v, wire_dtype), latents)
-        about = {"soft_cap": soft_cap, "has_documents": mask.documents is not None}
-        request = Request.of(q, k, v, is_banded=choice.is_banded, **about)
+    def _plan(self, asked: _Asked) -> AttentionCall:
+        layout, mask = self.layout(asked.q[1] * self.grid.ranks), asked.mask
+        tiling = Tiling(self.heads.ring_layout(layout), mask)
+        wire_dtype = asked.dtype if self.config.grad_dtype is GradDtype.MODEL else None
+        choice, shape, instead = self._choose(tiling, asked.shape(wire_dtype), asked.latents)
+        request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
-        said = shape, replace(mask, documents=mask.documents and (0,))
-        if self.rank == 0 and said not in self._logged:
-            self._logged.add(said)
+        if self.is_news((shape, replace(mask, documents=mask.documents and (0,)))):
             self._log(kernel, request, f"{choice}{instead}", shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator
@@ -290,7 +315,7 @@ class BurstContext:
             messenger = messenger.subgroup(self.heads.ring(index))
         scale = 1.0  # `prepare` puts in each call's own
         return AttentionCall(
-            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, soft_cap),
+            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,
         )
 
@@ -332,40 +357,11 @@ class BurstContext:
         )
 
 
-def _key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    soft_cap: float | None,
-    latents: LatentShape | None,
-) -> tuple[object, ...]:
-    deterministic = torch.are_deterministic_algorithms_enabled()  # some kernels are not
-    tensors = q.shape, q.dtype, q.device, k.shape, v.shape, latents
-    return *tensors, mask, soft_cap, deterministic
-
-
-def _keep(
-    calls: dict[tuple[object, ...], AttentionCall], key: tuple[object, ...], call: AttentionCall
-) -> None:
+def _keep[Key: Hashable](calls: dict[Key, AttentionCall], key: Key, call: AttentionCall) -> None:
     """Put a call last, and forget the first: with documents every batch has its own mask."""
     calls[key] = call
     if len(calls) > _CALLS_KEPT:
         del calls[next(iter(calls))]
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, wire_dtype: torch.dtype | None) -> Shape:
-    wide = accumulation_dtype(q.dtype)
-    return Shape(
-        tokens=q.shape[0] * q.shape[1],
-        query_heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=k.shape[3],
-        value_head_dim=v.shape[3],
-        element_bytes=q.element_size(),
-        gradient_bytes=(wire_dtype or wide).itemsize,
-        row_bytes=wide.itemsize,
-    )
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

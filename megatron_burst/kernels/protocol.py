@@ -1,7 +1,7 @@
 """What a kernel is: attention of one tile, forward and backward."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ class Request:
     is_banded: bool = False  # whether a tile is neither full nor a causal square
     soft_cap: float | None = None
     has_documents: bool = False  # whether they cut tiles, into other shapes in every batch
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> "Request":
-        """Describe these tensors, [batch, tokens, heads, head size], and more by name."""
-        heads, sizes = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
-        return cls(q.device, q.dtype, *heads, *sizes, **more)
 
 
 @dataclass(frozen=True, slots=True)

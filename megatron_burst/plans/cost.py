@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
@@ -98,14 +98,6 @@ def traffic(
         sent += np.bincount(sources.ravel(), size.ravel(), ranks)
         through_nic += np.bincount(sources.ravel(), (size * leaves).ravel(), ranks)
     return Traffic(int(sent.max()), int(through_nic.max()))
-
-
-def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
-    """Return the bytes of an item, or of the part of it that is sent; see `traffic`."""
-    if item.part is None:
-        return sizes[item.kind]
-    assert local_tokens, f"{item} is a part, but of how many rows was not said"
-    return sizes[item.kind] * item.part.length // local_tokens
 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
 from megatron_burst.plans.schedule import Loads, Schedule
-from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
 
 
@@ -62,8 +62,7 @@ class Direct(Schedule):
         """Return what a rank computes, by step."""
         tiles: dict[int, Sequence[Tile]] = {0: self.tiling(rank, rank)}
         if backward:
-            tiles[0], first, second = half_and_quarters(tiles[0])
-            tiles[self.grid.ranks] = first + second
+            tiles |= own_tiles_by_step(tiles[0], self.grid.ranks, two_levels=False)
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
             if parts := self.parts(owner, rank):
                 used = self.tiling.of_block(self.sent, owner, rank)

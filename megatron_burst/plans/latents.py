@@ -52,7 +52,10 @@ def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
 
 
 def _up_projection(choice: Choice, shape: Shape) -> float:
-    """Return the FLOPs of the K and V of all that a rank meets, in a ring as much as it sends."""
+    """Return the FLOPs of the K and V of all that a rank meets, in a ring as much as it sends.
+
+    A lower bound in a mesh, where a block goes around once a visitor and is expanded every time.
+    """
     assert shape.latents
     sent = choice.forward[0].cost.rank / (shape.latents.size * shape.element_bytes)
     rows = min(sent, (choice.tiling.ranks - 1) * shape.tokens)

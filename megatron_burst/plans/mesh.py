@@ -16,8 +16,8 @@ ones are of the rank's own block of the visiting kind, which needs no way home. 
 sent around are added up at the rank that keeps the block; the sum goes home after its last pass.
 
 Without nodes, or with one rank on each, every rank is a node here. After Mesh-Attention (arXiv
-2512.20968), whose tiles are those of a flat mesh. It holds more blocks than a ring and merges
-outputs twice, which a tenth of the bytes has to pay for.
+2512.20968), whose tiles are those of a flat mesh. It holds more blocks than a ring, and
+partial outputs are merged where they arise and again at home: a tenth of the bytes pays for it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

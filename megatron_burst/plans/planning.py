@@ -187,7 +187,7 @@ def _no_mesh(grid: Grid, memory: Sequence[int], limit: float) -> str:
     count, what = (grid.nodes, "nodes") if grid.nodes > 1 else (grid.ranks, "ranks")
     if not memory:
         return (
-            f"--burst-topology mesh needs a number of {what} that is a product of two, but there "
+            f"--burst-topology mesh needs {what} in rows and columns of two or more, but there "
             f"are {count}: take another --context-parallel-size, or --burst-topology auto"
         )
     return (

@@ -115,8 +115,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for everything that is timed in turns."""
     dtype = getattr(torch, args.dtype)
     sizes = Sizes(args.tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
-    q, k, v, _ = sizes._replace(tokens=1).draw(args.device, dtype)
-    kernel = select_kernel(args.kernel, Request.of(q, k, v))
+    head_dims = sizes.head_dim, sizes.head_dim
+    request = Request(torch.device(args.device), dtype, sizes.heads, sizes.kv_heads, *head_dims)
+    kernel = select_kernel(args.kernel, request)
     jobs = make_jobs(sizes, args.ranks, kernel, args.device, dtype)
     clock = Clock(args.device)
     ways = {name: partial(clock.seconds, run) for name, (_, run) in jobs.items()}

@@ -4,11 +4,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.plans.cost import payload
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step, Tile
 
 type _Sum = Counter[Tile]
 type _Buffer = tuple[Kind, int]
+
+
+def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
+    """Return the bytes of an item, or of the part of it that is sent; see `traffic`."""
+    if item.part is None:
+        return sizes[item.kind]
+    assert local_tokens, f"{item} is a part, but of how many rows was not said"
+    return sizes[item.kind] * item.part.length // local_tokens
 
 
 def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:

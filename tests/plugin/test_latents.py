@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import Mla
+from megatron_burst.plans.topology import flat_grid
+from megatron_burst.transport.comm import Communicator
 
 pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
@@ -26,18 +29,19 @@ def up_projection(kind: type = ColumnParallelLinear, **more: Any) -> Any:
     return linear
 
 
-def layer(asked: str, linear: Any, *, checkpointed: bool = False, **config: Any) -> Any:
+def layer(asked: str, linear: Any, *, checkpointed: bool = False, **more: Any) -> Any:
     """As much of an MLASelfAttention as is looked at."""
     core = object.__new__(BurstCoreAttention)
     torch.nn.Module.__init__(core)
-    core.context = SimpleNamespace(ranks=2, rank=0, config=BurstConfig(mla=Mla(asked)))  # type: ignore[assignment]
+    config, alone = BurstConfig(mla=Mla(asked)), Communicator((), {}, 1.0)
+    core.context = BurstContext(config, None, flat_grid(2), (0, 0), alone)
     core.latents = None
     return SimpleNamespace(
         core_attention=core,
         linear_kv_up_proj=linear,
         layer_number=3,
         checkpoint_core_attention=checkpointed,
-        config=SimpleNamespace(sequence_parallel=False, **config),
+        config=SimpleNamespace(sequence_parallel=False, **more),
         pg_collection=SimpleNamespace(tp=None),
     )
 
@@ -64,9 +68,10 @@ def test_what_cannot_be_served_sends_heads_or_is_refused(
     auto = layer("auto", **about)
     with caplog.at_level(logging.INFO, "megatron_burst"):
         attach(auto)
+        attach(auto)  # as the next layer
     (said,) = caplog.messages
     assert auto.core_attention.latents is None
-    assert "layer 3 sends K and V of all heads, not latents: " in said
+    assert "K and V of all heads travel, not latents: " in said
     caplog.clear()
     attach(layer("heads", **about))
     assert not caplog.messages

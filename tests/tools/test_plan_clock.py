@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.plans.cost import Shape, payload
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
 from megatron_burst.plans.mask import Mask
@@ -18,6 +18,7 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan import timing
+from tests.plans.simulator import payload
 from tests.tools import event_clock
 from tests.tools.test_plan_tool import cluster
 

@@ -73,12 +73,8 @@ def attach(attention: Any) -> None:
     if reasons and asked is Mla.LATENT:
         text = f"layer {attention.layer_number} cannot run --burst-mla {asked}:"
         raise ValueError("\n  ".join([text, *reasons]))
-    if reasons and core.context.rank == 0:
-        logger.info(
-            "burst attention: layer %d sends K and V of all heads, not latents: %s",
-            attention.layer_number,
-            "; ".join(reasons),
-        )
+    if reasons and core.context.is_news(text := "; ".join(reasons)):
+        logger.info("burst attention: K and V of all heads travel, not latents: %s", text)
     if not reasons and asked is not Mla.HEADS:
         core.latents = LastLatents(attention).take
 
