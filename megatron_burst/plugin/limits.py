@@ -127,6 +127,11 @@ def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> 
             f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
             "take + (MLA) layers, or drop --context-parallel-algo"
         )
+    if "" in pattern.partition("/")[0].split("|")[1:-1]:
+        reasons.append(
+            f"a stage without layers in the pattern {pattern}: Megatron frees what it passes on, "
+            "and gradients of the stages before it are wrong: give it a layer, or drop its |"
+        )
     found = recurrent_layers(pattern)
     if layout is not LayoutName.ZIGZAG and found:
         reasons.append(

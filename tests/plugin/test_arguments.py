@@ -481,6 +481,7 @@ DOCUMENTS = " --dataloader-inter-document-masking"
     ("pattern", "flags"),
     [
         ("*-*E|--/*-", SEGMENTED + DOCUMENTS),
+        ("|*-|*E|", ""),
         ("+-+E", SEGMENTED + DOCUMENTS),
         ("M*-G|M-", " --tensor-model-parallel-size 2 --sequence-parallel"),
         ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst ring" * 4),
@@ -508,6 +509,7 @@ def test_hybrid_patterns_that_run(
             DOCUMENTS,
             r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
         ),
+        ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
         ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
     ],
