@@ -240,6 +240,11 @@ def _mtp_refusal(args: Any) -> str | None:
     ranks = getattr(args, "context_parallel_size", 1)
     if not getattr(args, "mtp_num_layers", None) or ranks == 1:
         return None
+    if getattr(args, "mtp_hsm", False):  # of main
+        return (
+            f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
+            "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
+        )
     layout = getattr(args, "burst_layout", "zigzag")
     if layout == "zigzag" and not getattr(args, "dataloader_inter_document_masking", False):
         return None

@@ -787,6 +787,13 @@ def test_mtp_over_ranks_moves_tokens_in_a_zigzag_of_whole_sequences(
         assert "mtp_num_layers = 1: on 2 context-parallel ranks Meg" in refusal(parser, line)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mtp_over_ranks_mixes_no_hidden_states(parser: argparse.ArgumentParser, ranks: int) -> None:
+    args = parse(parser, f"{BURST}--mtp-num-layers 2 --context-parallel-size {ranks}")
+    args.mtp_hsm = True  # a flag of Megatron's main
+    assert ("drop --mtp-hsm" in "".join(refusals(args))) == (ranks == 2)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
