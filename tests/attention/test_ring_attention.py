@@ -505,15 +505,18 @@ def test_results_do_not_depend_on_the_run(workers: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(("backward", "e"), [("kv", 1.0), ("query", 2 + 4 / 16)])
-@pytest.mark.parametrize("topology", ["flat", "double"])
+@pytest.mark.parametrize("topology", ["flat", "double", "direct"])
 def test_what_a_kernel_returned_goes_home_in_bfloat16_and_loses_nothing(
     workers: WorkerPool, topology: str, backward: str, e: float
 ) -> None:
-    """On a flat ring, and where each rank is a node; of 2 x 2 ranks sums of a node travel."""
-    ranks_per_node = 4 if topology == "flat" else 1
-    common = {"topology": topology, "backward": backward, "ranks_per_node": ranks_per_node}
+    """On a flat ring, where each rank is a node, and straight to the owner under a window."""
+    common: dict[str, Any] = {"backward": backward, "ranks_per_node": 4}
+    if topology == "double":  # auto would take a mesh
+        common |= {"topology": topology, "ranks_per_node": 1}
+    masking = Masking(window=3 if topology == "direct" else None)
+    shape: dict[str, Any] = {"chunk": 16, "dim": 16, "dtype": torch.bfloat16, "masking": masking}
     wide, *narrow = (
-        Case(config=common | {"grad_dtype": dtype}, chunk=16, dim=16, dtype=torch.bfloat16)
+        Case(config=common | {"grad_dtype": dtype}, **shape)
         for dtype in ("float32", "auto", "model")
     )
     first, *others = run_cases(workers, 4, [wide, *narrow])
