@@ -61,6 +61,11 @@ STEPS = {
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 45, MANY, "attention"),
+    "schedules": Step(
+        3,
+        tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),
+        ("scripts/docs/schedules.py",),
+    ),
     "planner": Step(
         1,
         ("docs/planner.md", "docs/planner.csv", "docs/planner.svg"),
