@@ -154,7 +154,7 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     dims = shape.query_heads, shape.head_dim, shape.value_head_dim
     kernels = work.pairs * attention_flops(1, *dims, backward=backward) / rate
     sums = sum_bytes(work, shape, backward) / machine.memory_rate
-    sizes = shape.item_bytes(backward=backward)
+    sizes = shape.item_bytes(backward=backward, summed=schedule.sums_on_the_way)
     messages = links.timed(schedule.messages(backward=backward), sizes)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
@@ -210,13 +210,15 @@ class _Links:
 
     def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
         """Return the seconds that messages take from the computing beside them: [step, rank]."""
-        sending, receiving, copied = np.zeros((3, steps, len(self.nodes)))
+        sending, receiving, copied = np.zeros((3, steps * len(self.nodes)))
         for loads, _, seconds in messages:
-            step = loads.leaves[:, None]
-            np.add.at(sending, (step, loads.sources), seconds)
-            np.add.at(receiving, (step, loads.targets), seconds)
-            np.add.at(copied, (step, loads.sources), loads.sizes / self.cluster.copy_rate)
-        return self.cluster.contention * np.maximum(sending, receiving) + copied
+            step = loads.leaves[:, None] * len(self.nodes)
+            sources, targets = (step + loads.sources).ravel(), (step + loads.targets).ravel()
+            np.add.at(sending, sources, seconds.ravel())
+            np.add.at(receiving, targets, seconds.ravel())
+            np.add.at(copied, sources, loads.sizes.ravel() / self.cluster.copy_rate)
+        taken = self.cluster.contention * np.maximum(sending, receiving) + copied
+        return taken.reshape(steps, -1)
 
 
 def _exchange(load: Workload) -> Pass:
