@@ -8,6 +8,7 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.merge import PartialResults
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
@@ -64,3 +65,12 @@ def test_a_plan_without_a_tile(kernel: Kernel, device: str, dtype: torch.dtype) 
 def test_a_tile_with_a_row_that_sees_nothing_is_refused() -> None:
     with pytest.raises(AssertionError, match="queries that see nothing"):
         Tile(0, 0, Interval(0, 4), Interval(0, 2), Band(1, 0))
+
+
+def test_nothing_and_nothing_is_nothing() -> None:
+    """Of a visitor's rows that have seen no key, where their owner has not met any either."""
+    results = PartialResults(torch.empty(1, 3, 2, 4), 4)
+    nothing = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -torch.inf)
+    for _ in range(2):
+        results.merge(Interval(0, 3), *nothing)
+    assert all(map(torch.equal, results.finish(), nothing))
