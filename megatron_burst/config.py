@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
 Backward = StrEnum("Backward", "AUTO QUERY KV")
 Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
-GradDtype = StrEnum("GradDtype", "FLOAT32 MODEL")
+GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
 GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
@@ -117,10 +117,11 @@ class BurstConfig:
     where K and V have heads of two sizes. flash2, flash3 and flash4 are flash-attn's packages,
     optional. A name takes that kernel or fails with its reasons; reference is dense float64."""
 
-    grad_dtype: GradDtype = GradDtype.FLOAT32
+    grad_dtype: GradDtype = GradDtype.AUTO
     """The dtype of gradients on the wire. float32: no rounding on the way. model: that of the
-    tensors, half the bytes under bfloat16; one rounding a hop. Accumulation is float32 in both
-    cases."""
+    tensors, half the bytes under bfloat16; one rounding a hop. auto: what a kernel returned goes
+    home as it is, in the dtype of the tensors, and sums as float32, so that nothing is rounded on
+    the way either. Accumulation is float32 in all cases."""
 
     gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
     """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.
@@ -244,7 +245,7 @@ class BurstConfig:
             fixed |= {
                 "backward": (Backward.AUTO,),
                 "topology": (Topology.AUTO,),
-                "grad_dtype": (GradDtype.FLOAT32,),
+                "grad_dtype": (GradDtype.AUTO,),
                 "gradient_return": (GradientReturn.AUTO,),
             }
         if self.algorithm is not Algorithm.RING:

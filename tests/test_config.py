@@ -73,7 +73,7 @@ def test_flags_offer_what_is_built() -> None:
         "backward": ("auto", "query", "kv"),
         "topology": ("auto", "flat", "double", "mesh"),
         "layout": ("zigzag", "segmented-zigzag"),
-        "grad_dtype": ("float32", "model"),
+        "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
     }
 
@@ -147,7 +147,7 @@ FIXED = {
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
-        ("grad_dtype", "model"),
+        *itertools.product(("grad_dtype",), ("float32", "model")),
         *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
         *SIZES,

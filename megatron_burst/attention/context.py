@@ -79,8 +79,9 @@ class _Asked(NamedTuple):
         said += f", latents of {self.latents.size}" if self.latents else ""
         return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
 
-    def shape(self, wire_dtype: torch.dtype | None) -> Shape:
+    def shape(self, sent_as: GradDtype) -> Shape:
         wide = accumulation_dtype(self.dtype)
+        sums_as = self.dtype if sent_as is GradDtype.MODEL else wide
         return Shape(
             tokens=self.q[0] * self.q[1],
             query_heads=self.q[2],
@@ -88,8 +89,9 @@ class _Asked(NamedTuple):
             head_dim=self.k[3],
             value_head_dim=self.v[3],
             element_bytes=self.dtype.itemsize,
-            gradient_bytes=(wire_dtype or wide).itemsize,
+            gradient_bytes=sums_as.itemsize,
             row_bytes=wide.itemsize,
+            sends_raw=sent_as is GradDtype.AUTO,
         )
 
     def request(self, *, is_banded: bool) -> Request:
@@ -310,8 +312,10 @@ class BurstContext:
     def _plan(self, asked: _Asked) -> AttentionCall:
         layout, mask = self.layout(asked.q[1] * self.grid.ranks), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
-        wire_dtype = asked.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        choice, shape, instead = self._choose(tiling, asked.shape(wire_dtype), asked.latents)
+        sent_as = self.config.grad_dtype
+        choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
+        sends_raw = shape.sends_raw and not choice.backward[0].schedule.sums_on_the_way
+        wire_dtype = asked.dtype if sends_raw or sent_as is GradDtype.MODEL else None
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
@@ -341,7 +345,8 @@ class BurstContext:
         burst = self.config.algorithm is Algorithm.BURST
         if latents is None or not burst or self.heads.size > 1 or self.grid.ranks == 1:
             return choose_for(shape), shape, ""
-        return choose_keys(choose_for, shape, replace(shape, latents=latents), self.config.mla)
+        with_latents = replace(shape, latents=latents, sends_raw=False)  # gradients by a product
+        return choose_keys(choose_for, shape, with_latents, self.config.mla)
 
     def _log(self, kernel: Kernel, request: Request, choice: str, shape: Shape) -> None:
         reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""

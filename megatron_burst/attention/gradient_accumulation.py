@@ -85,9 +85,15 @@ class GradientAccumulator:
         return self._whole(item)
 
     def _pop_to_send(self, item: Item) -> Block:
-        total = self._whole(item)
-        del self._sums[item]
-        return tuple(t.to(self._wire_dtype or t.dtype) for t in total)
+        """Return all rows of a sum, zeros where it has none; what is narrow is never made wide."""
+        found, shaped = self._sums.pop(item, None), self.template(item)
+        if found is not None and found.rows == self._all_rows(item):
+            pairs = zip(found.block, shaped, strict=True)
+            return tuple(t.to(like.dtype).contiguous() for t, like in pairs)
+        total = tuple(t.new_zeros(t.shape) for t in shaped)
+        if found is not None:
+            _accumulate(total, found.rows, found.block)
+        return total
 
     def _whole(self, item: Item) -> Block:
         """Return the sum of all rows in the dtype of sums, zeros if there is none yet."""

@@ -94,5 +94,5 @@ class Kernel(Protocol):
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tile's (dq, dk, dv), newly made tensors of the shapes of q, k and v."""
+        """Return the tile's (dq, dk, dv), newly made, of the shapes and dtypes of q, k and v."""
         ...

@@ -41,6 +41,11 @@ class Direct(Schedule):
         return f"{self.sent} direct exchange"
 
     @property
+    def sums_on_the_way(self) -> bool:
+        """Not of a single tile."""
+        return not self.tiling.needs.has_single_tiles
+
+    @property
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes: all of what does not move."""
         return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)

@@ -156,11 +156,7 @@ class Mesh(Schedule):
 
     def _visits(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
-        table, visitors = self.table, np.arange(self.table.visitors)
-        met = table.by_rank(table.by_place(self.needed).any(axis=(3, 5)))  # [owner, column]
-        columns = (table.places[1] + visitors[:, None]) % table.visitors
-        useful = np.take_along_axis(met.T, columns, axis=0)
-        stations = table.away([(0, visitor, 0) for visitor in range(table.visitors)])
+        stations, useful = _visits(self)
         return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent.other])
 
     @property
@@ -288,6 +284,16 @@ def _around(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
     for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
         useful[table.keeper(node)] |= useful[number * table.locals]
     return stations, useful
+
+
+@lru_cache(maxsize=2)
+def _visits(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
+    """Return the same of what visits."""
+    table, visitors = mesh.table, np.arange(mesh.table.visitors)
+    met = table.by_rank(table.by_place(mesh.needed).any(axis=(3, 5)))  # [owner, column]
+    columns = (table.places[1] + visitors[:, None]) % table.visitors
+    stations = table.away([(0, visitor, 0) for visitor in visitors.tolist()])
+    return stations, np.take_along_axis(met.T, columns, axis=0)
 
 
 @lru_cache(maxsize=16)

@@ -31,17 +31,19 @@ class Needs:
     """[query owner, key owner]: how many pairs of tokens the mask lets through."""
     is_banded: bool
     """Whether any rank has tiles that are neither full nor causal squares."""
+    has_single_tiles: bool
+    """Whether it is known that what two ranks need of each other is at most one tile each way."""
     rows: Mapping[Kind, _Ints]
     """[owner, user]: how many rows of a KV or QUERY block a rank needs."""
     parts: Mapping[Kind, Sequence[Interval | None]]
     """By owner: from the first to the last row that any other rank needs; None for all or none."""
 
     @classmethod
-    def of_whole_blocks(cls, pairs: _Ints, is_banded: bool, local: int) -> "Needs":
+    def of_whole_blocks(cls, pairs: _Ints, is_banded: bool, single: bool, local: int) -> "Needs":
         """Return them where a rank needs all rows of a block or none."""
         needed = np.where(pairs > 0, local, 0)
         rows = {Kind.KV: needed.T, Kind.QUERY: needed}
-        return cls(pairs, is_banded, rows, dict.fromkeys(rows, [None] * len(pairs)))
+        return cls(pairs, is_banded, single, rows, dict.fromkeys(rows, [None] * len(pairs)))
 
     @classmethod
     def of_kinds(
@@ -50,8 +52,10 @@ class Needs:
         """Return them, given the tiles of each kind of pairs of ranks."""
         pairs = np.array([sum(tile.pairs for tile in some) for some in tiles])[kinds.numbers]
         is_banded = any(tile.is_banded for some in tiles for tile in some)
+        others = np.unique(kinds.numbers[~np.eye(len(pairs), dtype=bool)])
+        single = all(len(tiles[number]) <= 1 for number in others)
         if not mask.is_sparse:
-            return cls.of_whole_blocks(pairs, is_banded, local)
+            return cls.of_whole_blocks(pairs, is_banded, single, local)
         rows, parts = {}, {}
         for kind, numbers in (Kind.KV, kinds.numbers.T), (Kind.QUERY, kinds.numbers):
             needed = [joined(tile.rows_of(kind) for tile in some) for some in tiles]
@@ -61,7 +65,7 @@ class Needs:
             np.fill_diagonal(low, local)
             np.fill_diagonal(high, 0)
             parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
-        return cls(pairs, is_banded, rows, parts)
+        return cls(pairs, is_banded, single, rows, parts)
 
     def users(self, kind: Kind) -> NDArray[np.bool]:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""
@@ -84,14 +88,14 @@ def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
         kept.append(cells)
     seen = pairs.astype(np.int64).reshape(ranks, ranks)
     if not mask.is_sparse:
-        return Needs.of_whole_blocks(seen, is_banded, local)
+        return Needs.of_whole_blocks(seen, is_banded, False, local)
     cells = _Cells(*map(np.concatenate, zip(*kept, strict=True)))
     of_keys = cells.key_owner, cells.query_owner, cells.first_key, cells.stop_key
     of_queries = cells.query_owner, cells.key_owner, cells.first_query, cells.stop_query
     sides = {Kind.KV: of_keys, Kind.QUERY: of_queries}
     rows = {kind: _rows(*side, ranks=ranks, local=local) for kind, side in sides.items()}
     parts = {kind: _parts(*side, ranks=ranks, local=local) for kind, side in sides.items()}
-    return Needs(seen, is_banded, rows, parts)
+    return Needs(seen, is_banded, False, rows, parts)
 
 
 class _Cells(NamedTuple):

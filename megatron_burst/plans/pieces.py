@@ -1,7 +1,8 @@
 """The rows of all ranks in pieces that see, or are seen, alike where documents and blocks end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +42,32 @@ class Pieces:
         return range(int(self.starts[number]), int(self.lasts[number]) + 1, self.step)
 
 
+def _alike(shards: Sequence[Sequence[range]]) -> Sequence[Sequence[range]]:
+    """Cut all ranks' ranges at the same rows, if some rank's are cut there already.
+
+    The two chunks of the last rank of a zigzag are one range, and else `plans.kinds` would not see
+    that it is like the others.
+    """
+    borders = [{0, *accumulate(map(len, shard))} for shard in shards]
+    every = sorted(set().union(*borders))
+    if len(every) != max(map(len, borders)):
+        return shards
+    return [list(_cut(shard, every)) for shard in shards]
+
+
+def _cut(shard: Sequence[range], borders: Sequence[int]) -> Iterator[range]:
+    ends = accumulate(map(len, shard))
+    for positions, end in zip(shard, ends, strict=True):
+        first = end - len(positions)
+        inside = [row - first for row in borders if first <= row <= end]
+        yield from (positions[a:b] for a, b in pairwise(inside))
+
+
 def cut_pieces(layout: Layout, cuts: Sequence[int]) -> Pieces:
     """Cut the ranges of positions of all ranks, in their order, at `cuts`, which grow."""
-    ranges = [positions for shard in layout.shards for positions in shard]
-    owner = np.repeat(np.arange(layout.ranks), [len(shard) for shard in layout.shards])
+    shards = _alike(layout.shards)
+    ranges = [positions for shard in shards for positions in shard]
+    owner = np.repeat(np.arange(layout.ranks), [len(shard) for shard in shards])
     start, length = np.array([(r.start, len(r)) for r in ranges]).T
     step, borders = ranges[0].step, np.array([*cuts, layout.tokens])
     local = np.cumsum(length) - length - owner * layout.local_tokens  # the first row

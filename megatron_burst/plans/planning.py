@@ -96,8 +96,7 @@ def choose(
     """
 
     def offers(*, backward: bool) -> Sequence[Offer]:
-        sizes = shape.item_bytes(backward=backward)
-        asked = _Pass(config, tiling, grid, nodes, sizes, along_grid, memory_limit, backward)
+        asked = _Pass(config, tiling, grid, nodes, shape, along_grid, memory_limit, backward)
         return asked.offers()
 
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
@@ -112,7 +111,7 @@ class _Pass:
     tiling: Tiling
     grid: Grid
     nodes: Sequence[Hashable]
-    sizes: Mapping[Kind, int]
+    shape: Shape
     along_grid: bool
     memory_limit: float  # bytes
     backward: bool
@@ -137,9 +136,12 @@ class _Pass:
         return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
 
     def _offer(self, schedule: Schedule) -> Offer:
-        messages = schedule.messages(backward=self.backward)
-        cost = traffic(messages, self.sizes, self.nodes, self.tiling.local_tokens)
-        return Offer(schedule, cost, schedule.memory(self.sizes, backward=self.backward))
+        messages, sizes = schedule.messages(backward=self.backward), self._sizes(schedule)
+        cost = traffic(messages, sizes, self.nodes, self.tiling.local_tokens)
+        return Offer(schedule, cost, schedule.memory(sizes, backward=self.backward))
+
+    def _sizes(self, schedule: Schedule) -> Mapping[Kind, int]:
+        return self.shape.item_bytes(backward=self.backward, summed=schedule.sums_on_the_way)
 
     def _kinds(self) -> tuple[Kind, ...]:
         """What may circulate."""
@@ -168,11 +170,11 @@ class _Pass:
             return  # within a node links are fast, and what a mesh costs besides bytes counts
         kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
         every = [mesh for kind in kinds for mesh in meshes(self.tiling, self.grid, kind)]
-        memory = {mesh: mesh.memory(self.sizes, backward=self.backward) for mesh in every}
+        memory = {mesh: mesh.memory(self._sizes(mesh), backward=self.backward) for mesh in every}
         fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
         if not fitting and self.config.topology is Topology.MESH:
             raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
-        sent = {mesh: mesh.sends(self.sizes, backward=self.backward) for mesh in fitting}
+        sent = {mesh: mesh.sends(self._sizes(mesh), backward=self.backward) for mesh in fitting}
         if fitting:
             yield self._offer(min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh])))
 

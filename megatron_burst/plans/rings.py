@@ -54,6 +54,12 @@ class Ring(Schedule):
         return f"{self.sent} ring"
 
     @property
+    def sums_on_the_way(self) -> bool:
+        """Not of a single tile that goes home in one hop."""
+        chained = self.gradient_return is GradientReturn.CHAIN
+        return chained or self._two_levels or not self.tiling.needs.has_single_tiles
+
+    @property
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes: all of what does not move."""
         return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)

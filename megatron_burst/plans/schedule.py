@@ -58,6 +58,11 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
+    def sums_on_the_way(self) -> bool:
+        """Whether a gradient that is sent may be a sum, and not what one kernel call returned."""
+        return True
+
+    @property
     @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes."""

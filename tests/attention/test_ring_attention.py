@@ -137,7 +137,7 @@ def test_counted_bytes_equal_the_plan(answers: Answers, name: str) -> None:
 
 
 def check_bytes(case: Case, place: Place, answer: Answer) -> None:
-    sizes = shape_of(case, place.ranks).item_bytes()
+    sizes = shape_of(case, place.ranks).item_bytes(summed=sums_on_the_way(case, place))
     for rank, reply in enumerate(answer.replies):
         if case.config["algorithm"] == "ulysses":
             assert (reply.forward.total(), reply.backward.total()) == ulysses_bytes(
@@ -151,6 +151,12 @@ def check_bytes(case: Case, place: Place, answer: Answer) -> None:
                 by_channel[send.channel] += sizes[send.item.kind]
             assert counted == by_channel, (case, rank)
             assert counted.total() == bytes_sent(plan, sizes)
+
+
+def sums_on_the_way(case: Case, place: Place) -> bool:
+    """A part that goes home from the node of its owner's local index is a sum over that node."""
+    grid = place.grid(case)
+    return case.config.get("gradient_return") == "chain" or min(grid.nodes, grid.ranks_per_node) > 1
 
 
 def plans_of(case: Case, place: Place, rank: int) -> list[Plan]:
@@ -174,6 +180,7 @@ def shape_of(case: Case, ranks: int) -> Shape:
         element_bytes=element,
         gradient_bytes=element if model else max(4, element),
         row_bytes=max(4, element),
+        sends_raw=case.config.get("grad_dtype", "auto") == "auto",
     )
 
 
@@ -497,21 +504,44 @@ def test_results_do_not_depend_on_the_run(workers: WorkerPool) -> None:
         assert all(map(torch.equal, a.found, b.found)), case
 
 
-def test_gradients_sent_home_in_bfloat16_lose_nothing_on_a_flat_ring(workers: WorkerPool) -> None:
-    # What a kernel returns is bfloat16 already, and only its sums are not.
-    wide, narrow = (
-        Case(
-            config={"grad_dtype": dtype, "gradient_return": "home", "topology": "flat"},
-            chunk=16,
-            dim=16,
-            dtype=torch.bfloat16,
-        )
-        for dtype in ("float32", "model")
+@pytest.mark.parametrize(("backward", "e"), [("kv", 1.0), ("query", 2 + 4 / 16)])
+@pytest.mark.parametrize("topology", ["flat", "double", "direct"])
+def test_what_a_kernel_returned_goes_home_in_bfloat16_and_loses_nothing(
+    workers: WorkerPool, topology: str, backward: str, e: float
+) -> None:
+    """On a flat ring, where each rank is a node, and straight to the owner under a window."""
+    common: dict[str, Any] = {"backward": backward, "ranks_per_node": 4}
+    if topology == "double":  # auto would take a mesh
+        common |= {"topology": topology, "ranks_per_node": 1}
+    masking = Masking(window=3 if topology == "direct" else None)
+    shape: dict[str, Any] = {"chunk": 16, "dim": 16, "dtype": torch.bfloat16, "masking": masking}
+    wide, *narrow = (
+        Case(config=common | {"grad_dtype": dtype}, **shape)
+        for dtype in ("float32", "auto", "model")
     )
-    first, second = run_cases(workers, 4, [wide, narrow])
-    assert all(map(torch.equal, first.found, second.found))
-    ratio = second.replies[0].backward.total() / first.replies[0].backward.total()
-    assert ratio == (2 + 2) / (2 + 4)
+    first, *others = run_cases(workers, 4, [wide, *narrow])
+    for other in others:
+        assert all(map(torch.equal, first.found, other.found))
+        ratio = other.replies[0].backward.total() / first.replies[0].backward.total()
+        assert ratio == (2 * e + 2) / (2 * e + 4)
+
+
+def test_what_is_summed_on_the_way_stays_float32(workers: WorkerPool) -> None:
+    """Over the nodes of a double ring, along a chain, and of two tiles with one block."""
+    ways: list[dict[str, Any]] = [
+        {"topology": "double", "ranks_per_node": 2},
+        {"gradient_return": "chain"},
+        {"layout": "segmented-zigzag"},
+    ]
+    for way in ways:
+        wide, auto = (
+            Case(config=way | {"grad_dtype": dtype}, chunk=16, dim=16, dtype=torch.bfloat16)
+            for dtype in ("float32", "auto")
+        )
+        first, second = run_cases(workers, 4, [wide, auto])
+        assert all(map(torch.equal, first.found, second.found))
+        totals = [[reply.backward.total() for reply in a.replies] for a in (first, second)]
+        assert totals[0] == totals[1], way
 
 
 class Staged(Communicator):

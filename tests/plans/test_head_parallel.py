@@ -14,6 +14,7 @@ from megatron_burst import BurstConfig, BurstContext, ring_attention
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups, kv_head_copies
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.tiles import Tiling
@@ -114,6 +115,14 @@ def test_the_ring_of_neighbours_has_the_layout_of_fewer_ranks(
     ]
     # Ranges that touch are one: at most as many as where they are not joined.
     assert all(len(a) <= len(b) for a, b in zip(found.shards, expected.shards, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(4, 1), (4, 2), (16, 4), (64, 1)])
+def test_the_planner_sees_that_the_ranks_of_a_ring_are_alike(ranks: int, size: int) -> None:
+    """Also the last one, whose chunks follow each other; else planning takes six times as long."""
+    layout = head_groups([0] * ranks, size).ring_layout(zigzag(4 * ranks, ranks))
+    for mask in (Mask.causal(), Mask.full(), Mask.causal(window=5)):
+        assert Tiling(layout, mask).kinds is not None
 
 
 def test_striped_groups_hold_several_ranges() -> None:

@@ -1,5 +1,6 @@
 """Plans of meshes, and what they promise. (fast tier; the largest slow)"""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -95,6 +96,22 @@ def test_no_rank_holds_more_than_is_said(grid: Grid) -> None:
                 assert most <= limit
                 if mask == Mask.full():
                     assert limit <= 1.6 * most, (mesh.name, backward)
+
+
+@pytest.mark.parametrize("grid", [make_grid(6, 2), make_grid(8, 1)], ids=str)
+def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
+    """Two would share the link, and the one that is due first would come later."""
+    for mesh in every_mesh(grid, Mask.full()):
+        for backward, rank in itertools.product(BOTH, range(grid.ranks)):
+            steps = enumerate(mesh.backward(rank).steps if backward else mesh.forward(rank).steps)
+            busy = sorted(
+                (number, send.lands)
+                for number, step in steps
+                for send in step.sends
+                if send.channel is Channel.READ_BETWEEN
+            )
+            assert len(busy) == sum(x - 1 for x in (mesh.held, mesh.table.visitors))
+            assert all(lands < leaves for (_, lands), (leaves, _) in itertools.pairwise(busy))
 
 
 def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:

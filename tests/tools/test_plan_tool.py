@@ -221,9 +221,9 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     chosen = [(e, timing.choice_of(e.load.ring)) for e in found]
     plans = [(e.load.head_parallel, e.fraction, c.plans(3 % c.tiling.ranks)) for e, c in chosen]
     assert not any(a == b for a, b in combinations(plans, 2))
-    # In one node burst sends them straight home, which is another plan but on rings of two.
+    # In one node burst sends them straight home, as the kernel made them: other bytes.
     inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0], 1.0)
-    assert {e.load.head_parallel for e in inside if e.twins} == {4}
+    assert not any(e.twins for e in inside)
 
 
 def test_what_does_not_fit_comes_last_however_fast() -> None:

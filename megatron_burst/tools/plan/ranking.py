@@ -129,9 +129,9 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     yield {"context-parallel-algo": "allgather"}
     if _heads_divide(load, load.context):
         # No gradient is sent around a ring there, and another dtype than the default is refused.
-        narrow = load.config.grad_dtype is not GradDtype.FLOAT32
-        wide = {"burst-grad-dtype": GradDtype.FLOAT32.value} if narrow else {}
-        yield {"context-parallel-algo": "ulysses", **wide}
+        asked = load.config.grad_dtype is not GradDtype.AUTO
+        usual = {"burst-grad-dtype": GradDtype.AUTO.value} if asked else {}
+        yield {"context-parallel-algo": "ulysses", **usual}
 
 
 def _heads_divide(load: Workload, size: int) -> bool:

@@ -154,7 +154,7 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     dims = shape.query_heads, shape.head_dim, shape.value_head_dim
     kernels = work.pairs * attention_flops(1, *dims, backward=backward) / rate
     sums = sum_bytes(work, shape, backward) / machine.memory_rate
-    sizes = shape.item_bytes(backward=backward)
+    sizes = shape.item_bytes(backward=backward, summed=schedule.sums_on_the_way)
     messages = links.timed(schedule.messages(backward=backward), sizes)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))

@@ -163,6 +163,7 @@ class Workload:
             value_head_dim=self.model.head_dim,
             element_bytes=self.element_bytes,
             gradient_bytes=self.element_bytes if config.grad_dtype is GradDtype.MODEL else 4,
+            sends_raw=config.grad_dtype is GradDtype.AUTO,
         )
         return Ring(
             config=config,
