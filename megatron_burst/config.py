@@ -89,9 +89,9 @@ class BurstConfig:
     head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
-    for burst the degree with which a rank sends least, where that is at most half of what it sends
-    with 1 and no kv head is copied; else 1, as under windows, documents, block masks and where
-    latents may travel; logged."""
+    for burst the degree with which a rank sends least within its node, where that is at most half
+    of what it sends there with 1 and no kv head is copied; else 1, as under windows, documents and
+    block masks, and where latents may travel; logged."""
 
     layout: LayoutName = field(
         default=LayoutName.ZIGZAG,

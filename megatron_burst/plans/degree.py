@@ -23,7 +23,7 @@ def choose_degree(
 
     If it is not given, it is for burst the one with which a rank sends least within its node, if
     that is at most half of what it sends there with 1; a divisor of the ranks of every node and of
-    the kv heads, so that between nodes all degrees send as much. A flat ring over several nodes
+    the kv heads, so that between nodes none sends more than 1. A flat ring over several nodes
     counts whole. The mask is causal and dense, so that bytes grow with the tokens.
 
     Args:

@@ -51,7 +51,8 @@ class Sizes(NamedTuple):
     def shape(self, dtype: torch.dtype) -> Shape:
         """Return what the Ulysses degree is chosen by."""
         of_heads = self.heads, self.kv_heads, self.head_dim, self.head_dim
-        return Shape(self.tokens, *of_heads, element_bytes=dtype.itemsize, gradient_bytes=4)
+        sent = {"element_bytes": dtype.itemsize, "gradient_bytes": 4, "sends_raw": True}
+        return Shape(self.tokens, *of_heads, **sent)
 
     def draw(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
         """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""

@@ -35,4 +35,5 @@ def shape_of(model: ModelParallelConfig, config: BurstConfig) -> Shape | str:
         element_bytes=model.params_dtype.itemsize,
         gradient_bytes=(model.params_dtype if narrow else wide).itemsize,
         row_bytes=wide.itemsize,
+        sends_raw=config.grad_dtype is GradDtype.AUTO,
     )
