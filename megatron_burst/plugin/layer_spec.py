@@ -1,6 +1,5 @@
 """Turns Megatron's layer, block and hybrid stack specs into ones with our core attention."""
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,9 +63,8 @@ def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
     result = rewrite_spec(spec, rewrite)
     stack = getattr(spec, "submodules", None)
     if isinstance(stack, HybridStackSubmodules):
-        submodules = dataclasses.replace(result.submodules, dsa_layer=stack.dsa_layer)
         params = {**spec.params, "shared": shared, "stack": get_module(spec)}
-        return ModuleSpec(module=StackWithContexts, params=params, submodules=submodules)
+        return ModuleSpec(module=StackWithContexts, params=params, submodules=result.submodules)
     # A pipeline stage of a block may have no layers, or none with attention.
     if not replaced and not hasattr(spec, "layer_specs"):
         raise ValueError(f"this layer spec has no core_attention to replace: {spec}")
@@ -128,13 +126,15 @@ class LayerSpecProvider:
     def __call__(self, model_config: "GPTModelConfig", vp_stage: int | None = None) -> Any:
         """Return the stage's layer spec or block spec."""
         spec = self._original(model_config, vp_stage)
+        # A provider of Megatron-Bridge is the TransformerConfig itself.
+        transformer = getattr(model_config, "transformer", model_config)
         if self.shared is not None:
             # Here, not in the first layer: all ranks come by, even those of a stage without layers.
             if parallel_state.model_parallel_is_initialized():
-                self.shared.get_megatrons(model_config.transformer)
+                self.shared.get_megatrons(transformer)
             spec = burst_layer_spec(spec, self.shared)
         if not transformer_block.HAVE_TE:
-            return block_spec(spec, model_config.transformer, vp_stage)
+            return block_spec(spec, transformer, vp_stage)
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
         return with_sequence_parallel_norm(spec)
 

@@ -127,6 +127,11 @@ def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> 
             f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
             "take + (MLA) layers, or drop --context-parallel-algo"
         )
+    if "" in pattern.partition("/")[0].split("|")[1:-1]:
+        reasons.append(
+            f"a stage without layers in the pattern {pattern}: Megatron frees what it passes on, "
+            "and gradients of the stages before it are wrong: give it a layer, or drop its |"
+        )
     found = recurrent_layers(pattern)
     if layout is not LayoutName.ZIGZAG and found:
         reasons.append(
@@ -235,6 +240,11 @@ def _mtp_refusal(args: Any) -> str | None:
     ranks = getattr(args, "context_parallel_size", 1)
     if not getattr(args, "mtp_num_layers", None) or ranks == 1:
         return None
+    if getattr(args, "mtp_hsm", False):  # of main
+        return (
+            f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
+            "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
+        )
     layout = getattr(args, "burst_layout", "zigzag")
     if layout == "zigzag" and not getattr(args, "dataloader_inter_document_masking", False):
         return None

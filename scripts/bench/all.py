@@ -37,7 +37,10 @@ def _measured(
     return Step(minutes, (f"{page}.md", picture), (command, draw))
 
 
-LINKS = "--mbit 200 400 800 2000 inf --ranks 4 --heads 8:8 8:2 --masks causal --launches 5"
+LINKS = "--mbit 200 400 800 2000 inf --places 2x2 --heads 8:8 8:2 --masks causal --launches 5"
+MANY = "--mbit 100 200 inf --places 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal --launches 3"
+MANY += " --algorithms 'ring flat' 'ring double' 'burst query flat' 'burst query double'"
+MANY += f" 'burst kv double' 'burst mesh' 'burst auto' --output {RESULTS}/cpu_many_nodes.md"
 STEPS = {
     "plans": Step(
         1,
@@ -57,6 +60,12 @@ STEPS = {
     "tiles": _measured("tiles", 8),
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
+    "many_nodes": _measured("many_nodes", 45, MANY, "attention"),
+    "schedules": Step(
+        3,
+        tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),
+        ("scripts/docs/schedules.py",),
+    ),
     "planner": Step(
         1,
         ("docs/planner.md", "docs/planner.csv", "docs/planner.svg"),

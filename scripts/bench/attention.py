@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Times attention alone: every algorithm, mask, number of ranks, share of KV heads and link rate.
 
-    python scripts/bench/attention.py [--ranks 2 4] [--masks causal full] [--heads 8:8 8:2]
-    python scripts/bench/attention.py --mbit 200 400 inf --ranks 4 --masks causal --launches 5
+    python scripts/bench/attention.py [--places 1x2 2x2] [--masks causal full] [--heads 8:8 8:2]
+    python scripts/bench/attention.py --mbit 200 400 inf --places 2x2 4x1 --masks causal
     torchrun --nproc-per-node 8 scripts/bench/attention.py --device cuda
 
-Without torchrun the ranks are processes of this machine over gloo. Their nodes are those of
---ranks-per-node: in name only, or with --mbit network namespaces, in which every rank has a NIC of
+Without torchrun the ranks are processes of this machine over gloo. Their nodes, 4x2 being four of
+two ranks, are so in name only, or with --mbit network namespaces, in which every rank has a NIC of
 so many Mbit/s to the other nodes (inf: without a limit) and links without a limit within its own;
 that needs root and iproute2. Under torchrun they are its ranks, on GPUs over NCCL.
 """
@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -49,6 +50,7 @@ from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.cost import visible_pairs
 
 MASKS = ("causal", "full", "window", "documents", "blocks")
+RINGS = [name for name in SETTINGS if "flat" in name or "double" in name]
 WINDOW = 8  # a query sees this part of the sequence
 DOCUMENTS = (0, 1, 4, 5, 11, 12, 16)  # where they begin and end, in sixteenths of the sequence
 BLOCKS = 16  # each sees the first, the one before it and itself
@@ -177,13 +179,12 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         yield from rows(args, place, math.nan, [measure(args, place)])
         dist.destroy_process_group()
         return
-    for ranks, mbit in product(args.ranks, args.mbit or [math.nan]):
-        place = Place(ranks, min(ranks, args.ranks_per_node))
+    for place, mbit in product(args.places, args.mbit or [math.nan]):
         links = shaped_links(place.nodes, place.ranks_per_node, mbit)
         with links if args.mbit else nullcontext() as cluster:
             names = [cluster.namespace(rank) for rank in cluster.ranks] if cluster else ()
             launches = [
-                launch(measure, ranks, args, place, number, namespaces=names)[-1]
+                launch(measure, place.ranks, args, place, number, namespaces=names)[-1]
                 for number in range(args.launches)
             ]
         yield from rows(args, place, mbit, launches)
@@ -231,21 +232,30 @@ def rows(
 
 
 def body(found: Sequence[Row]) -> str:
-    """Return a table of the steps, by algorithm and mask or rate, for each place and tensors."""
-    tables: dict[tuple[Place, Sizes], dict[str, dict[str, str]]] = {}
+    """Return a table of the steps for each place and tensors."""
+    tables: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in (row for row in found if row["phase"] == "step"):
-        key = [kind(*(row[name] for name in kind._fields)) for kind in (Place, Sizes)]
-        column = (
-            row["mask"] if math.isnan(row["mbit"]) else f"{row['mask']}, {row['mbit']:g} Mbit/s"
-        )
+        key = (kind(*(row[name] for name in kind._fields)) for kind in (Place, Sizes))
+        tables[tuple(key)].append(row)
+    return "\n\n".join(f"## {a}, {b}\n\n{table(some)}" for (a, b), some in tables.items())
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return a line for each algorithm, with a column for each mask or rate."""
+    lines: dict[str, dict[str, str]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in found:
+        name, column = row["algorithm"], row["mask"]
+        column += "" if math.isnan(row["mbit"]) else f", {row['mbit']:g} Mbit/s"
+        times[column][name] = row["median_s"]
         cell = f"{1e3 * row['median_s']:.1f} ({row['ratio']:.2f}), "
         cell += f"{row['payload_bytes'] / harness.MIB:.2f}, {1 - row['kernels_share']:.0%}"
-        tables.setdefault(tuple(key), {}).setdefault(row["algorithm"], {})[column] = cell
-    parts = []
-    for (place, sizes), lines in tables.items():
-        cells = [[name, *line.values()] for name, line in lines.items()]
-        parts += [f"## {place}, {sizes}", harness.table(["algorithm", *lines[BASELINE]], cells)]
-    return "\n\n".join(parts)
+        lines[name][column] = cell
+    if "burst auto" in lines:
+        for column, of in times.items():
+            best = min(of[name] for name in RINGS if name in of)
+            lines["burst auto / best ring"][column] = f"{of['burst auto'] / best:.2f}"
+    return harness.table(["algorithm", *times], ([n, *line.values()] for n, line in lines.items()))
 
 
 PAGE = """
@@ -256,7 +266,8 @@ Forward and backward of attention alone, batch 1, zigzag, {dtype}: milliseconds 
 is not its own kernel calls, timed alone in the same turns: waiting, copies, sums, Python.
 Milliseconds are the median of {repetitions} repetitions in each of {launches} launches, each as
 long as its slowest rank, the algorithms in a new order each time; the ratio is the median of the
-repetitions' ratios. {where} The hybrids share the heads out over pairs of ranks.
+repetitions' ratios, of the last line that of medians. {where} The hybrids share the heads out over
+pairs of ranks.
 
 Masks: window: a query sees one part in {window} of the sequence before it; documents: six, of 1, 3,
 1, 6, 1 and 4 sixteenths of the sequence; blocks: each of {blocks} sees the first, the one before it
@@ -276,8 +287,8 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = harness.Flags(__doc__)
     add = made.add_argument
     add("--device", choices=[*DEFAULTS], default="cpu")
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="not under torchrun")
-    add("--ranks-per-node", type=int, default=2, help="not under torchrun")
+    two = [Place(2, 2), Place(4, 2)]
+    add("--places", type=_place, nargs="+", default=two, metavar="NODESxRANKS", help="1x2 2x2")
     add("--mbit", type=float, nargs="+", help="of a rank's NIC, in namespaces")
     add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
@@ -293,11 +304,16 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
         made.error(f"--algorithms must name {BASELINE}, which the others are compared with")
     if args.device == "cuda" and not args.torchrun:
         made.error("--device cuda runs under torchrun, a rank on each GPU")
-    if any(ranks % min(ranks, args.ranks_per_node) for ranks in args.ranks):
-        made.error(f"--ranks {args.ranks} must be multiples of --ranks-per-node")
     if not all(mbit > 0 for mbit in args.mbit or ()):
         made.error(f"--mbit {args.mbit} must be positive")
     return args
+
+
+def _place(text: str) -> Place:
+    nodes, ranks = map(int, text.split("x"))
+    if min(nodes, ranks) < 1:
+        raise ValueError
+    return Place(nodes * ranks, ranks)
 
 
 def _heads(text: str) -> tuple[int, int]:

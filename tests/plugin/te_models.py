@@ -1,4 +1,4 @@
-"""Builds GPTs of TransformerEngine's layers without a GPU, with their own attention and with ours.
+"""Builds models of TransformerEngine's layers without a GPU, with their attention and with ours.
 
 Run by test_transformer_engine.py in a process of its own, for what it puts in CUDA's place. Takes
 the settings of the models as JSON and prints what it found of each.
@@ -18,12 +18,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_burst import BurstConfig
 from megatron_burst.plugin.cpu.table import CPU, allocated_on_cpu
 from megatron_burst.plugin.layer_spec import burst_layer_spec
+from megatron_burst.plugin.local_layers import local_stack_spec
 
 
 def stand_in_for_cuda() -> None:
@@ -38,8 +41,12 @@ def stand_in_for_cuda() -> None:
     CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
 
 
-def build(settings: dict[str, Any], with_ours: bool) -> GPTModel:
-    latent = settings.get("multi_latent_attention", False)
+type Model = GPTModel | HybridModel
+
+
+def build(settings: dict[str, Any], with_ours: bool, stack: Any = hybrid_stack_spec) -> Model:
+    settings = dict(settings)
+    pattern, latent = settings.pop("pattern", None), settings.get("multi_latent_attention", False)
     config_class = MLATransformerConfig if latent else TransformerConfig
     config = config_class(
         num_layers=2,
@@ -50,7 +57,9 @@ def build(settings: dict[str, Any], with_ours: bool) -> GPTModel:
         use_cpu_initialization=True,
         **settings,
     )
-    if config.num_moe_experts:
+    if pattern:
+        spec = stack
+    elif config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -58,17 +67,21 @@ def build(settings: dict[str, Any], with_ours: bool) -> GPTModel:
         )
     if with_ours:
         spec = burst_layer_spec(spec, BurstConfig(kernel="reference"))
+    if pattern:
+        return HybridModel(config, spec, 64, 32, pattern, position_embedding_type="rope")
     return GPTModel(config, spec, 64, 32, position_embedding_type="rope")
 
 
 def examine(settings: dict[str, Any]) -> dict[str, Any]:
     stock, ours = build(settings, with_ours=False), build(settings, with_ours=True)
+    local = build(settings, False, local_stack_spec()) if "pattern" in settings else stock
     return {
         "stock": classes_of_a_layer(stock),
         "ours": classes_of_a_layer(ours),
         "only in stock": sorted(stock.state_dict().keys() - ours.state_dict().keys()),
         "only in ours": sorted(ours.state_dict().keys() - stock.state_dict().keys()),
         "shards that differ": shards_that_differ(stock, ours),
+        "keys that differ": sorted(name for name, _ in keys(stock).items() ^ keys(local).items()),
         "plain, ours from stock": copied(settings, stock, True, plain),
         "plain, stock from ours": copied(settings, ours, False, plain),
         "distributed, ours from stock": copied(settings, stock, True, distributed),
@@ -76,13 +89,13 @@ def examine(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def classes_of_a_layer(model: GPTModel) -> dict[str, str]:
+def classes_of_a_layer(model: Model) -> dict[str, str]:
     """The classes of its modules, without what core attention is made of."""
     modules = model.decoder.layers[-1].named_modules()
     return {n: type(module).__name__ for n, module in modules if "core_attention." not in n}
 
 
-def shards_that_differ(stock: GPTModel, ours: GPTModel) -> list[str]:
+def shards_that_differ(stock: Model, ours: Model) -> list[str]:
     """What one of two models has in its distributed checkpoints and the other has not so."""
     found = [
         {name: (type(shard).__name__, shard.key, shard.global_shape) for name, shard in s.items()}
@@ -91,11 +104,17 @@ def shards_that_differ(stock: GPTModel, ours: GPTModel) -> list[str]:
     return sorted(name for name, _ in found[0].items() ^ found[1].items())
 
 
+def keys(model: Model) -> dict[str, tuple[int, ...]]:
+    """What its distributed checkpoint has by which name, but for TransformerEngine's own state."""
+    shards = model.sharded_state_dict().values()
+    return {s.key: s.global_shape for s in shards if "_extra_state" not in s.key}
+
+
 def copied(
     settings: dict[str, Any],
-    source: GPTModel,
+    source: Model,
     with_ours: bool,
-    load: Callable[[GPTModel, GPTModel], None],
+    load: Callable[[Model, Model], None],
 ) -> str:
     """Load a checkpoint of `source` into a model of other weights; "" if they then are the same."""
     model = build(settings, with_ours)
@@ -108,11 +127,11 @@ def copied(
     return " ".join([*wrong, *wanted])
 
 
-def plain(model: GPTModel, source: GPTModel) -> None:
+def plain(model: Model, source: Model) -> None:
     model.load_state_dict(source.state_dict(), strict=True)
 
 
-def distributed(model: GPTModel, source: GPTModel) -> None:
+def distributed(model: Model, source: Model) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dist_checkpointing.save(source.sharded_state_dict(), directory)
         state = dist_checkpointing.load(model.sharded_state_dict(), directory, strict="raise_all")

@@ -499,6 +499,7 @@ DOCUMENTS = " --dataloader-inter-document-masking"
     ("pattern", "flags"),
     [
         ("*-*E|--/*-", SEGMENTED + DOCUMENTS),
+        ("|*-|*E|", ""),
         ("+-+E", SEGMENTED + DOCUMENTS),
         ("M*-G|M-", " --tensor-model-parallel-size 2 --sequence-parallel"),
         ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst ring" * 4),
@@ -526,6 +527,7 @@ def test_hybrid_patterns_that_run(
             DOCUMENTS,
             r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
         ),
+        ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
         ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
     ],
@@ -801,6 +803,13 @@ def test_mtp_over_ranks_moves_tokens_in_a_zigzag_of_whole_sequences(
         configure(parse(parser, line))
     else:
         assert "mtp_num_layers = 1: on 2 context-parallel ranks Meg" in refusal(parser, line)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mtp_over_ranks_mixes_no_hidden_states(parser: argparse.ArgumentParser, ranks: int) -> None:
+    args = parse(parser, f"{BURST}--mtp-num-layers 2 --context-parallel-size {ranks}")
+    args.mtp_hsm = True  # a flag of Megatron's main
+    assert ("drop --mtp-hsm" in "".join(refusals(args))) == (ranks == 2)
 
 
 @pytest.mark.parametrize(

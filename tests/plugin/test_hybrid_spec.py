@@ -62,6 +62,10 @@ def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) 
     latents = changed.pop(place.format("mla_layer", "module"))
     assert latents is LatentSelfAttention
     core_attention = "submodules.core_attention"
+    sparse = changed.pop(place.format("dsa_layer", core_attention))
+    given = {"config": config(), "layer_number": 1, **sparse.params}
+    with pytest.raises(ValueError, match="layer 1 has DSAttention"):  # in a layer of MTP, too
+        sparse.module(**given)
     assert list(changed) == [
         place.format("attention_layer", core_attention),
         place.format("mla_layer", core_attention),

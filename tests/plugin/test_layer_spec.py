@@ -158,8 +158,14 @@ def test_the_provider_takes_specs_and_functions_with_or_without_a_stage() -> Non
         stages.append(vp_stage)
         return block
 
-    model_config = SimpleNamespace(transformer=None)
-    for spec in (block, lambda model_config: block, with_stage):
+    # Megatron-Bridge's is the TransformerConfig, Megatron's has one.
+    transformer: Any = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    of_megatron = SimpleNamespace(transformer=transformer)
+    for spec, model_config in (
+        (block, of_megatron),
+        (lambda model_config: block, transformer),
+        (with_stage, of_megatron),
+    ):
         ours = LayerSpecProvider(spec, SharedState(BurstConfig()))(model_config, vp_stage=1)
         core = ours.layer_specs[0].submodules.self_attention.submodules.core_attention
         assert core.module is CoreAttentionByCommType

@@ -29,6 +29,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_burst.plugin.hooks.mtp import MtpLosses  # noqa: E402
+from tests.loss.bare_models import KINDS, bare  # noqa: E402
 
 TOKENS, BATCH, ROWS, SIZE, HEADS = 16, 2, 11, 4, 2
 SCALE = 0.3  # of a micro-batch's loss, as Megatron's schedule sets it
@@ -56,7 +57,7 @@ class Model(torch.nn.Module):
             torch.nn.Linear(2 * SIZE, SIZE, dtype=torch.float64) for _ in range(HEADS)
         )
         self.out = torch.nn.Linear(SIZE, ROWS, bias=False, dtype=torch.float64)
-        self.post_process = True
+        self.post_process, self.share_embeddings_and_output_weights = True, False
         self.pg_collection = SimpleNamespace(cp=group)
         self.config = SimpleNamespace(
             mtp_num_layers=HEADS,
@@ -172,6 +173,18 @@ def test_one_rank_and_other_stages_are_left_alone() -> None:
     other.post_process = False
     assert MtpLosses()([alone, other]) == [alone, other]
     assert not alone._forward_pre_hooks and not other._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_embeddings_of_several_stages_are_one_weight(kind: str) -> None:
+    """Megatron's `sharded_state_dict` fails with both; tests/training saves and loads them."""
+    hidden, weight = torch.randn(2, 1, SIZE), torch.randn(ROWS, SIZE)
+    for is_last, is_tied in ((True, True), (False, True), (True, False)):
+        model = bare(kind, hidden, weight, mtp=True)
+        model.pre_process, model.share_embeddings_and_output_weights = not is_last, is_tied
+        model.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+        MtpLosses()([model])
+        assert (model.output_layer.weight is None) == (is_last and is_tied)
 
 
 def test_evaluation_is_left_alone(workers: WorkerPool) -> None:

@@ -89,6 +89,17 @@ class Layer(torch.nn.Module):
         return hidden_states + out.tanh(), None
 
 
+class Mtp(torch.nn.Module):
+    """Megatron's checkpoint of an MTP layer, whose attention gets what was made inside."""
+
+    def __init__(self, shared: SharedState) -> None:
+        super().__init__()
+        self.layer = Layer(shared, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.layer(x * 1.5)[0], hidden, use_reentrant=True)
+
+
 class Model(GPTModel):
     """A model as far as the hooks know one."""
 
@@ -99,7 +110,7 @@ class Model(GPTModel):
         shared = SharedState(BurstConfig(recompute_fraction=fraction))
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList(Layer(shared, n + 1) for n in range(LAYERS))
-        self.embedding = torch.nn.Linear(SIZE, SIZE)
+        self.embedding, self.mtp = torch.nn.Linear(SIZE, SIZE), Mtp(shared)
         self.checkpoints: Any = None
         if fraction is not None:
             shared.checkpoints = self.checkpoints = Counting(fraction, offload)
@@ -307,6 +318,19 @@ def test_layers_behind_other_work_keep_nothing() -> None:
     for loss in losses:
         loss.backward(retain_graph=True)
     check(model, expected(0, 1, 2, run=behind_other_work), found=3)
+
+
+def with_mtp(model: Model, hidden: Tensor) -> Tensor:
+    return model.mtp(in_pairs(model, hidden))
+
+
+def test_layers_of_mtp_keep_nothing() -> None:
+    model = Model(0.5)
+    losses = [model(batch(number), with_mtp) for number in range(3)]
+    assert model.checkpoints.kept == 3 * LAYERS
+    for loss in losses:
+        loss.backward()
+    check(model, expected(0, 1, 2, run=with_mtp), found=3 * LAYERS)
 
 
 def shared_in_one_call(model: Model, hidden: Tensor) -> Tensor:

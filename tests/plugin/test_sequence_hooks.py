@@ -25,6 +25,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
     YarnRotaryEmbedding,
 )
+from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
@@ -368,3 +369,18 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="need a GPTModel or HybridModel, not a Stage"):
         SequenceHooks(None)([Stage()])
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(2, 2), (2, 1), (None, 2)])
+def test_mtp_over_ranks_is_refused(heads: int | None, ranks: int) -> None:
+    """Of a framework, too, whose layout Megatron's settings do not say."""
+    model = GPTModel.__new__(GPTModel)
+    torch.nn.Module.__init__(model)
+    model.config, model.pg_collection = SimpleNamespace(**vars(Stage().config)), None
+    model.config.mtp_num_layers = heads
+    shared: Any = SimpleNamespace(get_megatrons=lambda *_: Context(SEGMENTED, ranks, 0))
+    if heads and ranks > 1:
+        with pytest.raises(ValueError, match="mtp_num_layers = 2: over 2 context-parallel ranks"):
+            SequenceHooks(shared)([model])
+    else:
+        assert SequenceHooks(shared)([model]) == [model]

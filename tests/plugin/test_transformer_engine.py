@@ -25,7 +25,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe_grouped": {**MOE, "moe_grouped_gemm": True},
     "sink": {"softmax_type": "learnable"},
     "off_by_one": {"softmax_type": "off-by-one"},
+    "hybrid": {"pattern": "*-**"},
+    "hybrid_moe_mtp": {**MOE, "pattern": "E*/E*", "moe_grouped_gemm": True, "mtp_num_layers": 1},
 }
+# Where a hybrid has attention; all layers of the others have it.
+PLACES = {"hybrid": (0, 2, 3), "hybrid_moe_mtp": (1,)}
 # A module of a layer by which the model is what it is called.
 THEIRS = {
     "dense": ("mlp.linear_fc1", "TELayerNormColumnParallelLinear"),
@@ -33,6 +37,8 @@ THEIRS = {
     "mla": ("self_attention.linear_kv_up_proj", "TELayerNormColumnParallelLinear"),
     "moe": ("mlp.experts.local_experts.3.linear_fc1", "TEColumnParallelLinear"),
     "moe_grouped": ("mlp.experts.linear_fc1", "TEColumnParallelGroupedLinear"),
+    "hybrid": ("self_attention.linear_qkv", "TELayerNormColumnParallelLinear"),
+    "hybrid_moe_mtp": ("self_attention.linear_qkv", "TELayerNormColumnParallelLinear"),
 }
 COPIES = [
     f"{kind}, {copy}"
@@ -72,7 +78,9 @@ def test_core_attention_of_a_layer_is_ours_and_all_else_is_theirs(found: Any, mo
 
 @pytest.mark.parametrize("model", MODELS)
 def test_only_their_extra_state_is_not_in_our_plain_state(found: Any, model: str) -> None:
-    attention = [f"decoder.layers.{i}.self_attention.core_attention" for i in range(LAYERS)]
+    layers = [f"decoder.layers.{i}" for i in PLACES.get(model, range(LAYERS))]
+    layers += ["mtp.layers.0.mtp_model_layer.layers.1"] * ("mtp" in model)
+    attention = [f"{layer}.self_attention.core_attention" for layer in layers]
     assert found[model]["only in stock"] == [f"{name}._extra_state" for name in attention]
     assert found[model]["only in ours"] == []
 
@@ -80,6 +88,10 @@ def test_only_their_extra_state_is_not_in_our_plain_state(found: Any, model: str
 @pytest.mark.parametrize("model", MODELS)
 def test_distributed_checkpoints_have_the_same_shards(found: Any, model: str) -> None:
     assert found[model]["shards that differ"] == []
+
+
+def test_a_stack_of_local_layers_has_the_checkpoints_of_theirs(found: Any) -> None:
+    assert found["hybrid"]["keys that differ"] == []
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -112,7 +112,7 @@ def test_more_is_stored_the_less_is_recomputed(
 def test_attention_has_a_row_for_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = "--ranks 4 --tokens 16 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
+    sizes = "--places 2x2 --tokens 16 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
     names = ["ring flat", "ulysses"]
     command = f"{sizes} --masks causal blocks --algorithms"
     page, rows = run(attention, monkeypatch, tmp_path / "page.md", command, *names)
@@ -167,7 +167,7 @@ def test_only_what_can_run_is_run() -> None:
     [
         (attention, "--device cuda", "runs under torchrun"),
         (attention, "--algorithms ulysses", "must name ring flat"),
-        (attention, "--ranks 3", "must be multiples of --ranks-per-node"),
+        (attention, "--places 3", "invalid _place value: '3'"),
         (attention, "--mbit 0", "must be positive"),
         (accuracy, "--ranks 2 4", "--ranks [2, 4]: 1, and multiples of --nodes 1"),
         (loss, "--repetitions 0", "all numbers must be positive"),

@@ -142,7 +142,9 @@ with links.shaped_links(2, 1, 100) as cluster:
 @pytest.mark.slow
 @needs_links
 def test_sigterm_ends_the_ranks_and_removes_the_namespaces() -> None:
-    command = "attention.py --force --mbit 400 --ranks 4 --tokens 16 --repetitions 100000".split()
+    command = (
+        "attention.py --force --mbit 400 --places 2x2 --tokens 16 --repetitions 100000".split()
+    )
     command = [sys.executable, *command, "--algorithms", "ring flat"]
     path = f"{BENCH.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(command, cwd=BENCH, env={**os.environ, "PYTHONPATH": path}, **PIPES)

@@ -43,6 +43,16 @@ def test_what_a_kernel_lacks_is_said_and_not_what_this_machine_lacks(page: str) 
     assert "not installed" not in page and "tensors are on" not in page
 
 
+def test_every_layer_of_a_hybrid_model_has_a_row(page: str) -> None:
+    pattern = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_allocation")
+    rows = {symbol.strip("`"): cells for symbol, _, *cells in support_table._layer_rows()}
+    assert rows.keys() == pattern.Symbols.VALID_LAYERS
+    assert all(f"| `{symbol}` | " in page for symbol in rows)
+    runs = {symbol: [cell == support_table.YES for cell in cells] for symbol, cells in rows.items()}
+    linear = dict.fromkeys("MG", [True, False, False])  # zigzag, segmented zigzag, documents
+    assert runs == dict.fromkeys("*+-E", [True] * 3) | linear | {"D": [False] * 3}
+
+
 def test_every_limit_has_a_row(page: str) -> None:
     for name, reason in (*LIMITS.items(), *LM_HEAD_LIMITS.items()):
         assert f"| `{name}` | {reason} |" in page

@@ -26,14 +26,14 @@ OF_ONE_RANK = allowed(1e-4)
 
 def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) -> None:
     """Its checkpoint is translated by Megatron, the optimizer's state included."""
-    checkpoint, half = str(tmp_path / "checkpoint"), str(STEPS[-1] // 2)
+    checkpoint, last = str(tmp_path / "checkpoint"), STEPS[-1] + 1
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
-    flags = (*data, *BURST, PER_TOKEN, *optimizer)
-    train(tmp_path / "start", 1, *flags, "--exit-interval", half, "--save", checkpoint)
+    flags = (*data, *BURST, PER_TOKEN, *optimizer, "--train-iters", str(last))
+    train(tmp_path / "start", 1, *flags, "--exit-interval", "1", "--save", checkpoint)
     expected = train(tmp_path / "gpt", 1, *flags, "--load", checkpoint)
     found = train(tmp_path / "hybrid", 1, *flags, *SAME_LAYERS, "--load", checkpoint)
-    steps = range(int(half) + 1, STEPS[-1] + 1)
-    assert set(found.losses) == set(steps)
+    steps = range(2, last + 1)
+    assert set(found.losses) == set(steps) and len(steps) == len(STEPS)
     report("hybrid after GPT", largest_difference(found, expected, steps), OF_A_GPT)
 
 
@@ -99,6 +99,18 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *("M*G-", f"{MAMBA} {GDN}", "M*|G-"),
         *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
     ),
+    "PP 2 x CP 2, virtual stages, fraction 0.5": (
+        *("M*G-", f"{MAMBA} {GDN}", "M|*|G|-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
+    ),
+    "PP 2 x CP 2, virtual stages, MTP": (
+        *("*-*-/*-/*-", "", "|*-|*-|/*-/*-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2"),
+    ),
+    "DP 2 x CP 2, distributed optimizer, overlap, Mamba, GDN and experts": (
+        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
+        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
 for layers, pattern, model in (
@@ -129,6 +141,8 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     more = ["--hybrid-layer-pattern", stages] if stages else []
     if "fraction" in case:
         more += ["--recompute-attention-fraction", "0.5", "--burst-verify"]
+    if "MTP" in case:
+        more += ["--save", str(tmp_path / "checkpoint")]
     found = train(tmp_path, ranks, *start, *flags.split(), *more)
     report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
     assert "burst verify" in found.text or "--burst-verify" not in more

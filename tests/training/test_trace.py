@@ -19,12 +19,12 @@ def test_two_training_steps_are_profiled(tmp_path: Path, data: tuple[str, ...], 
         2,
         *data,
         *BURST,
-        *("--context-parallel-size", "2", "--calculate-per-token-loss", "--num-layers", "2"),
-        *("--train-iters", "4", *flags),
+        *("--context-parallel-size", "2", "--calculate-per-token-loss", "--train-iters", "4"),
+        *("--hybrid-layer-pattern", "*-*-", *flags),
     )
     assert ("--burst-trace goes with the next version" in log.text) == old
     content = trace.summary(tmp_path)  # Megatron writes to torch_profile in it
     assert (content["ranks"], content["steps"]) == ([0, 1], 2)
     calls = {row["name"]: row["calls"] for row in content["rows"] if row["rank"] == 1}
-    # 2 layers, 2 micro-batches of 2 samples, 2 steps.
+    # 2 layers of attention, 2 micro-batches of 2 samples, 2 steps.
     assert calls == {"forward": 8, "backward": 8, trace.ATTENTION: 16}

@@ -67,7 +67,7 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return train_once
 
 
-def torchrun(checkout: Path, *command: str, activated: bool) -> str:
+def torchrun(checkout: Path, *command: str, activated: bool = False) -> str:
     done = ended(*command, **variables(checkout, activated=activated))
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
@@ -179,10 +179,11 @@ def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    directory = tmp_path / "tensorboard"
-    flags = (*MODEL, *COMMON, *BURST, "--tensorboard-dir", str(directory))
-    text = torchrun(fork, str(fork / "pretrain_gpt.py"), *flags)
-    scalars = read_scalars(directory)
-    found = Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
-    assert f" in {fork / 'megatron'}" in text
-    check_equal("patch", found, train(*OUR_ENTRY, *MODEL, *COMMON, *BURST))
+    for script, (model, _) in SCRIPTS.items():
+        directory, flags = tmp_path / script, (*MODEL, *model, *COMMON, *BURST)
+        text = torchrun(fork, str(fork / script), *flags, "--tensorboard-dir", str(directory))
+        scalars = read_scalars(directory)
+        losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
+        assert f" in {fork / 'megatron'}" in text
+        found = Log(losses=losses, grad_norms=norms, text=text)
+        check_equal(f"patch, {script}", found, train(*OUR_ENTRY, *flags))

@@ -58,7 +58,7 @@ class Checkpoints:
         self._last = _weakly(None)  # the call that began last in this forward
 
     def begin_forward(self) -> None:
-        """A model's forward begins: nothing that runs belongs to an earlier call any more."""
+        """A model's forward or its MTP begins: what runs belongs to no earlier call any more."""
         self._current, self._last = _nothing(), _weakly(None)
 
     def enter_layer(self, hidden: Tensor) -> None:
@@ -118,7 +118,9 @@ class RecomputeHooks:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            model.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
+            for part in (model, getattr(model, "mtp", None)):  # whose layers keep nothing
+                if part is not None:
+                    part.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
             for layer in model.decoder.layers if isinstance(model, LanguageModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
                 layer.register_forward_hook(self._leave)

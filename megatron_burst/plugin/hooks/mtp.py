@@ -29,13 +29,24 @@ class MtpLosses:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the pipeline stages among `models` that make MTP's losses; return all."""
         for model in models:
-            has_heads = model.post_process and model.config.mtp_num_layers
-            if has_heads and model.pg_collection.cp.size() > 1:
+            if not (model.post_process and model.config.mtp_num_layers):
+                continue
+            _drop_unused_weight(model)
+            if model.pg_collection.cp.size() > 1:
                 _HeadLosses(model)
                 if is_first_of_its_stage():
                     logger.setLevel(logging.INFO)
                 logger.info("MTP: losses are divided by the tokens of all context-parallel ranks")
         return models
+
+
+def _drop_unused_weight(model: Any) -> None:
+    """Tied embeddings on the last of several stages: the output layer uses that of the heads.
+
+    With its own beside it Megatron, 0.19 and main, can neither save nor load the model.
+    """
+    if model.share_embeddings_and_output_weights and model.mtp_process and not model.pre_process:
+        model.output_layer.weight = None
 
 
 class _HeadLosses:

@@ -48,6 +48,7 @@ class SequenceHooks:
             _check_model(model)
             _check_core_attention(model)
             context = self._shared.get_megatrons(model.config, model.pg_collection)
+            _check_mtp(model.config, context.ranks)
             replace_rotary(model, Positions(context))
             hooks = _StageHooks(model, context)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
@@ -62,6 +63,15 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
     if found := recurrent_layers(getattr(model, "hybrid_layer_pattern", None)):
         raise ValueError(f"{what} cannot be followed by {found} layers")
+
+
+def _check_mtp(config: Any, ranks: int) -> None:
+    if ranks > 1 and config.mtp_num_layers:
+        raise ValueError(
+            f"mtp_num_layers = {config.mtp_num_layers}: over {ranks} context-parallel ranks "
+            "Megatron moves tokens as in its zigzag of whole sequences; documents and "
+            f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG} have others: drop one of them"
+        )
 
 
 def _check_core_attention(model: torch.nn.Module) -> None:

@@ -210,13 +210,15 @@ class _Links:
 
     def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
         """Return the seconds that messages take from the computing beside them: [step, rank]."""
-        sending, receiving, copied = np.zeros((3, steps, len(self.nodes)))
+        sending, receiving, copied = np.zeros((3, steps * len(self.nodes)))
         for loads, _, seconds in messages:
-            step = loads.leaves[:, None]
-            np.add.at(sending, (step, loads.sources), seconds)
-            np.add.at(receiving, (step, loads.targets), seconds)
-            np.add.at(copied, (step, loads.sources), loads.sizes / self.cluster.copy_rate)
-        return self.cluster.contention * np.maximum(sending, receiving) + copied
+            step = loads.leaves[:, None] * len(self.nodes)
+            sources, targets = (step + loads.sources).ravel(), (step + loads.targets).ravel()
+            np.add.at(sending, sources, seconds.ravel())
+            np.add.at(receiving, targets, seconds.ravel())
+            np.add.at(copied, sources, loads.sizes.ravel() / self.cluster.copy_rate)
+        taken = self.cluster.contention * np.maximum(sending, receiving) + copied
+        return taken.reshape(steps, -1)
 
 
 def _exchange(load: Workload) -> Pass:

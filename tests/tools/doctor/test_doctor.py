@@ -55,11 +55,12 @@ def of_level(report: dict[str, Any], level: str) -> list[str]:
     return [f["check"] for f in report["findings"] if f["level"] == level]
 
 
+@pytest.mark.parametrize("pattern", ["", "--hybrid-layer-pattern *-*E --num-experts 4"])
 def test_a_command_line_that_runs_on_a_cluster(
-    megatron: None, capsys: pytest.CaptureFixture[str]
+    megatron: None, capsys: pytest.CaptureFixture[str], pattern: str
 ) -> None:
     torchrun = "torchrun --nnodes 2 --nproc-per-node 8 -m megatron_burst.pretrain_gpt".split()
-    status, report = judged(capsys, *torchrun, *MODEL, *BURST, *CP16)
+    status, report = judged(capsys, *torchrun, *MODEL, *BURST, *CP16, *pattern.split())
     assert (status, report["verdict"]) == (0, "ok"), report["findings"]
     assert not of_level(report, "error") and not of_level(report, "wrong")
     assert "2 x 8 ranks, GPUs of compute capability 9.0" in report["target"]
@@ -125,6 +126,7 @@ def test_a_model_that_a_checkpoint_describes(
         ("--tensor-model-parallel-size 3", "validation", "world size (16) is not divisible"),
         pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
         ("--window-size 4,4 --sft", "validation", "window_size = (4, 4)"),
+        ("--hybrid-layer-pattern *-/D-", "validation", "D in the pattern *-/D-: DeepSeek"),
         pytest.param(
             *("--save-interval 3 --sft", "validation", "sft = True"), marks=pytest.mark.slow
         ),

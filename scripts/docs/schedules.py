@@ -1,0 +1,157 @@
+"""Says which schedule of attention is the fastest where, on the planner's clock.
+
+python scripts/docs/schedules.py
+
+Writes docs/schedules.md, with a table of some situations, the .csv of all and the .svg beside it.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from plot import save
+
+from megatron_burst.config import Backward, BurstConfig, Topology
+from megatron_burst.tools.flops import Model
+from megatron_burst.tools.plan import timing
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.workload import Workload
+
+PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+H100 = Configs.read().cluster("h100")
+CLUSTERS = {
+    "A800, 200 Gbit/s a pair": Configs.read().cluster("a800"),
+    "H100, 400 Gbit/s": H100,
+    "H100, 25 Gbit/s": replace(H100, nic_rate=H100.nic_rate / 16),
+}
+GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (4096, 16384, 65536)
+HEADS, HEAD_DIM = 32, 128
+FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
+SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
+TEXT = """\
+# Which schedule wins where
+
+<!-- written by python scripts/docs/schedules.py -->
+
+Predicted on the [planner's clock](planner.md#how), not measured: forward and backward of one
+layer's attention, context-parallel over all GPUs, 8 a node, causal, zigzag, bfloat16 with sums of
+gradients in float32 on the wire, {heads} heads of size {dim}. The machines are those of
+`configs/clusters.toml`; of an H100 with 25 Gbit/s only the NIC is slower, by 16.
+
+![The fastest schedule by cluster, heads, GPUs and tokens]({name}.svg)
+
+Flat ring, double ring and mesh, each with the backward of fewer bytes: the fastest, and its time
+over the next best's. A mesh that does not fit the default of `--burst-memory-mb` takes no part.
+
+`auto` is at most {slower:.1%} slower than the best of all forced settings: `--burst-topology` flat,
+double, mesh x `--burst-backward` kv, query. Milliseconds of {tokens} tokens a rank are below; all,
+and what `auto` takes, in [{name}.csv]({name}.csv).
+
+{cells}
+"""
+
+type Row = Mapping[str, str]
+
+
+def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
+    """One situation with the milliseconds of all settings, as the CSV has it."""
+    heads = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    load = Workload(
+        model=Model(layers=1, hidden=HEADS * HEAD_DIM, ffn=0, gated=False, vocabulary=0, **heads),
+        cluster=CLUSTERS[cluster],
+        gpus=gpus,
+        tensor=1,
+        tokens=gpus * tokens,
+        config=BurstConfig(),
+        context=gpus,
+        recompute=False,
+    )
+    kernels, auto = milliseconds(load)
+    found = {}
+    for way, backward in product(FORCED, (Backward.AUTO, Backward.KV, Backward.QUERY)):
+        setting = way if backward is Backward.AUTO else f"{way} {backward}"
+        config = BurstConfig(topology=way, backward=backward)
+        try:
+            found[setting] = milliseconds(replace(load, config=config))[1]
+        except ValueError:  # no mesh fits the memory
+            found[setting] = None
+    chosen = timing.choice_of(load.ring)
+    return {
+        "cluster": cluster,
+        "gpus": f"{gpus}",
+        "kv_heads": f"{kv_heads}",
+        "tokens": f"{tokens}",
+        "kernels": digits(kernels),
+        **{setting: digits(each) if each else "" for setting, each in found.items()},
+        "auto": digits(auto),
+        "auto_over_best": f"{auto / min(filter(None, found.values())):.4f}",
+        "auto_forward": chosen.forward[0].schedule.name,
+        "auto_backward": chosen.backward[0].schedule.name,
+    }
+
+
+def milliseconds(load: Workload) -> tuple[float, float]:
+    """Of a forward and a backward: of the kernels alone, and of everything."""
+    forward, _, backward = timing.attention_passes(load)
+    return 1e3 * (forward.kernels + backward.kernels), 1e3 * (forward.seconds + backward.seconds)
+
+
+def digits(number: float) -> str:
+    """Five of them, without an exponent."""
+    return f"{float(f'{number:.5g}'):.9g}"
+
+
+def fastest(found: Row) -> tuple[Topology, float]:
+    """The fastest topology, and its time over the next best's."""
+    times = sorted((float(found[way]), way) for way in FORCED if found[way])
+    return times[0][1], times[0][0] / times[1][0]
+
+
+def page(found: Sequence[Row], name: str) -> str:
+    shown = [each for each in found if int(each["tokens"]) == TOKENS[0]]
+    lines = [SHOWN, ["---"] * len(SHOWN), *([each[name] for name in SHOWN] for each in shown)]
+    return TEXT.format(
+        heads=HEADS,
+        dim=HEAD_DIM,
+        tokens=TOKENS[0],
+        slower=max(float(each["auto_over_best"]) for each in found) - 1,
+        name=name,
+        cells="\n".join(f"| {' | '.join(line)} |" for line in lines),
+    )
+
+
+def draw(found: Sequence[Row], path: Path) -> None:
+    """A map for each cluster and share of heads: the deeper a colour, the more is won."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    maps = figure.subplots(len(KV_HEADS), len(CLUSTERS), sharex=True, sharey=True)
+    for each in found:
+        sizes = [int(each[name]) for name in ("kv_heads", "tokens", "gpus")]
+        line, x, y = (of.index(n) for of, n in zip((KV_HEADS, TOKENS, GPUS), sizes, strict=True))
+        axes, (way, share) = maps[line, [*CLUSTERS].index(each["cluster"])], fastest(each)
+        depth = 0.15 + 0.85 * min(1, 2 * (1 - share))
+        axes.bar(x, 1, 0.97, y - 0.5, color=FORCED[way], alpha=depth)
+        color = "white" if depth > 0.6 else "black"
+        axes.text(x, y, f"{way}\n{share:.2f}", color=color, ha="center", va="center", fontsize=8)
+        axes.set_title(f"{each['cluster']}, {HEADS}:{sizes[0]} heads", fontsize=9)
+        axes.set_xticks(range(len(TOKENS)), [f"{n // 1024}k" for n in TOKENS])
+        axes.set_yticks(range(len(GPUS)), GPUS)
+    figure.supxlabel("tokens a rank", fontsize=9)
+    figure.supylabel("GPUs", fontsize=9)
+    save(figure, path)
+
+
+def write(found: Sequence[Row], path: Path) -> None:
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, found[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    path.write_text(page(found, path.stem))
+    draw(found, path.with_suffix(".svg"))
+
+
+if __name__ == "__main__":  # clusters last, because they have their plans in common
+    every = product(GPUS, KV_HEADS, TOKENS, CLUSTERS)
+    write([row(cluster, *sizes) for *sizes, cluster in every], PAGE)

@@ -1,0 +1,39 @@
+"""Which schedule wins where: the page, what it says of `auto`, and the clock. (fast tier)"""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+import schedules  # noqa: E402
+
+with schedules.PAGE.with_suffix(".csv").open(newline="") as file:
+    ROWS = [*csv.DictReader(file)]
+
+
+def test_auto_is_within_10_percent_of_the_best_forced_setting_everywhere() -> None:
+    sizes = [(row["cluster"], row["gpus"], row["kv_heads"], row["tokens"]) for row in ROWS]
+    assert len(set(sizes)) == len(ROWS) == 3 * 3 * 2 * 3
+    for row in ROWS:
+        forced = [row[f"{way} {kind}"] for way in schedules.FORCED for kind in ("kv", "query")]
+        over = float(row["auto"]) / min(float(each) for each in forced if each)
+        assert over == pytest.approx(float(row["auto_over_best"]), abs=1e-3)
+        assert over <= 1.1, row
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens"),
+    [(32, 4096), (4, 16384), pytest.param(32, 65536, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("cluster", schedules.CLUSTERS)
+def test_the_table_is_what_the_clock_says_now(cluster: str, kv_heads: int, tokens: int) -> None:
+    assert schedules.row(cluster, 64, kv_heads, tokens) in ROWS, "python scripts/docs/schedules.py"
+
+
+def test_the_page_is_made_of_the_table(tmp_path: Path) -> None:
+    schedules.write(ROWS, tmp_path / schedules.PAGE.name)
+    assert (tmp_path / schedules.PAGE.name).read_text() == schedules.PAGE.read_text()
+    picture = (tmp_path / "schedules.svg").read_text()
+    assert all(f">{way}<" in picture for way in {schedules.fastest(row)[0] for row in ROWS})
