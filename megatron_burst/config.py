@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -33,6 +34,11 @@ def refuse(*cases: tuple[bool, str]) -> None:
     for holds, text in cases:
         if holds:
             raise ValueError(text)
+
+
+def size_or_auto(text: str) -> int | None:
+    """Read the number that a flag is given; None for auto."""
+    return None if text == "auto" else int(text)
 
 
 def check_fraction(fraction: float) -> None:
@@ -80,9 +86,12 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
-    head_parallel_size: int = 1
+    head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
-    run over the others. With ring and a flat topology this is USP; ulysses takes all ranks."""
+    run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
+    for burst the degree with which a rank sends least within its node, where that is at most half
+    of what it sends there with 1 and no kv head is copied; else 1, as under windows, documents and
+    block masks, and where latents may travel; logged."""
 
     layout: LayoutName = field(
         default=LayoutName.ZIGZAG,
@@ -190,7 +199,7 @@ class BurstConfig:
                 "--recompute-attention-fraction",
             ),
             (
-                self.mla is Mla.LATENT and self.head_parallel_size > 1,
+                self.mla is Mla.LATENT and (self.head_parallel_size or 1) > 1,
                 f"--burst-mla {Mla.LATENT}: latents have no heads that "
                 f"--burst-head-parallel-size {self.head_parallel_size} could share out: drop one",
             ),
@@ -240,7 +249,7 @@ class BurstConfig:
                 "gradient_return": (GradientReturn.AUTO,),
             }
         if self.algorithm is not Algorithm.RING:
-            fixed["head_parallel_size"] = (1,)
+            fixed["head_parallel_size"] = (None, 1)
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             text = (
@@ -326,7 +335,7 @@ class Flag:
 
     field: str
     name: str
-    type: type[int] | type[float] | type[bool] | type[str]  # what its value is read as
+    type: Callable[[str], Any]  # what its value is read as
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
     help: str
@@ -340,7 +349,7 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
         Flag(
             field=spec.name,
             name=name,
-            type=next((t for t in (bool, int, float) if spec.type in (t, t | None)), str),
+            type=spec.metadata.get("type") or _type(spec),
             values=tuple(map(str, spec.metadata.get("values", _members(spec)))),
             default=spec.default,
             help=docs[spec.name],
@@ -359,6 +368,10 @@ def _flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:
     """The flag of a field; where it has none, the field's own name."""
     prefix = getattr(config, "prefix", "--burst-")
     return spec.metadata.get("flag", prefix + spec.name.replace("_", "-")) or spec.name
+
+
+def _type(spec: dataclasses.Field[Any]) -> type:
+    return next((t for t in (bool, int, float) if spec.type in (t, t | None)), str)
 
 
 def _members(spec: dataclasses.Field[Any]) -> list[StrEnum]:

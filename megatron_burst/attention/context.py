@@ -23,6 +23,7 @@ from megatron_burst.kernels import (
 )
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape, Shape
+from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
@@ -148,6 +149,7 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         groups: Groups | None = None,
+        shape: Shape | str = "the shape of its tensors is not known",
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -162,6 +164,8 @@ class BurstContext:
                 node and the one between the nodes.
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
+            shape: of a rank's tensors in every call, whatever its tokens, by which the Ulysses
+                degree is chosen where the configuration does not say; or why there is none.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
@@ -171,12 +175,16 @@ class BurstContext:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
-            _head_groups(config, (0,))
+            head_groups((0,), config.head_parallel_size or 1)
             alone = Communicator((), {}, config.timeout_seconds)
             return cls(config, None, flat_grid(1), (0,), alone)
-        check_agreement(group, "the configuration", str(config), config.timeout_seconds)
+        said = f"{config}, {shape}"
+        check_agreement(group, "the configuration", said, config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
-        heads = _head_groups(config, nodes)
+        size, why = choose_degree(config, nodes, shape)
+        if why and group.rank() == 0:
+            logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
+        heads = _head_groups(config, nodes, size)
         nodes = [nodes[members[0]] for members in heads.groups]
         grid, why_flat = choose_grid(config.shape_of_rings, nodes)
         if why_flat and group.rank() == 0:
@@ -378,8 +386,8 @@ def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
     return config.memory_limit(min(gather_objects(group, purpose, card, config.timeout_seconds)))
 
 
-def _head_groups(config: BurstConfig, nodes: Sequence[Hashable]) -> HeadGroups:
+def _head_groups(config: BurstConfig, nodes: Sequence[Hashable], size: int) -> HeadGroups:
     """Ulysses spreads the heads over all ranks, be they of one node or not."""
     if config.algorithm is Algorithm.ULYSSES:
         return head_groups([0] * len(nodes), len(nodes))
-    return head_groups(nodes, config.head_parallel_size)
+    return head_groups(nodes, size)

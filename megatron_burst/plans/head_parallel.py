@@ -6,8 +6,9 @@ ring alone, U = P an all-to-all alone.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Interval, Layout, joined
 from megatron_burst.plans.topology import by_node
 
@@ -80,6 +81,17 @@ def kv_head_copies(query_heads: int, kv_heads: int, size: int) -> int:
         f"kv heads by {size} or {size} by them; change --burst-head-parallel-size (under "
         "--context-parallel-algo ulysses: --context-parallel-size, or take burst), "
         "--num-attention-heads, --num-query-groups or --tensor-model-parallel-size"
+    )
+
+
+def exchanged(shape: Shape, size: int) -> Shape:
+    """Return what a rank's tensors are after the all-to-all of `size` ranks."""
+    copies = kv_head_copies(shape.query_heads, shape.kv_heads, size)
+    return replace(
+        shape,
+        tokens=shape.tokens * size,
+        query_heads=shape.query_heads // size,
+        kv_heads=shape.kv_heads * copies // size,
     )
 
 

@@ -128,7 +128,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
-        return _settle_mla(args, config)
+        return _settle_heads(args, _settle_mla(args, config))
     idle = [
         f"{flag.name} {values[flag.field]}"
         for flag in flags()
@@ -149,6 +149,15 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
         logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
         return dataclasses.replace(config, mla=Mla.HEADS)
     return config
+
+
+def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
+    """Return the settings with no heads shared out where rings send less than all keys."""
+    may_choose = config.head_parallel_size is None and config.algorithm is Algorithm.BURST
+    if not (may_choose and args.dataloader_inter_document_masking):
+        return config
+    logger.info("--burst-head-parallel-size 1: rings send less under documents")
+    return dataclasses.replace(config, head_parallel_size=1)
 
 
 def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
@@ -308,7 +317,7 @@ def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
 def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> None:
     """An all-to-all spreads the heads of a tensor-parallel rank over a part of the CP ranks."""
     ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
-    size = ranks if config.algorithm is Algorithm.ULYSSES else config.head_parallel_size
+    size = ranks if config.algorithm is Algorithm.ULYSSES else config.head_parallel_size or 1
     flag = f"--burst-head-parallel-size {size}"
     refuse((ranks % size != 0, f"{flag} does not divide --context-parallel-size {ranks}"))
     if sizes := args.hierarchical_context_parallel_sizes:

@@ -118,6 +118,24 @@ def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentPar
     assert "latents have no heads" in refusal(parser, spread)
 
 
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("", None),
+        ("--burst-head-parallel-size auto", None),
+        ("--burst-head-parallel-size 2", 2),
+        ("--dataloader-inter-document-masking", 1),
+        ("--dataloader-inter-document-masking --burst-head-parallel-size 2", 2),
+        ("--dataloader-inter-document-masking --context-parallel-algo ring", None),
+    ],
+)
+def test_the_ulysses_degree_is_chosen_later_but_under_documents(
+    parser: argparse.ArgumentParser, line: str, size: int | None
+) -> None:
+    config = burst_config_from_args(parse(parser, f"{BURST} {line}"))
+    assert config is not None and config.head_parallel_size == size
+
+
 def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> None:
     line = "--context-parallel-algo ring --burst-backward kv --burst-topology flat"
     line += " --burst-kernel cpu --distributed-timeout-minutes 3 --burst-ranks-per-node 4"

@@ -22,6 +22,7 @@ from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.recompute import Checkpoints
+from megatron_burst.plugin.attention.shapes import shape_of
 from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
 from megatron_burst.plugin.limits import refusals
@@ -78,7 +79,9 @@ class SharedState:
             if name is own and config.hierarchical_context_parallel_sizes:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
             settings = config_of(self.config, name)
-            self._contexts[group, name] = BurstContext.create(settings, group, hierarchy=hierarchy)
+            self._contexts[group, name] = BurstContext.create(
+                settings, group, hierarchy=hierarchy, shape=shape_of(config, settings)
+            )
         return self._contexts[group, algorithm or own]
 
     def _make_mask(

@@ -18,7 +18,7 @@ from megatron_burst.config import (
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.head_parallel import exchanged
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
@@ -132,9 +132,9 @@ class Workload:
 
     @property
     def head_parallel(self) -> int:
-        """U, over how many ranks the heads are spread."""
+        """U, over how many ranks the heads are spread; 1 where it is left to the training."""
         ulysses = self.config.algorithm is Algorithm.ULYSSES
-        return self.context if ulysses else self.config.head_parallel_size
+        return self.context if ulysses else self.config.head_parallel_size or 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -156,9 +156,9 @@ class Workload:
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
         heads, kv_heads = self.heads
         shape = Shape(
-            tokens=self.local_tokens * size,
-            query_heads=heads // size,
-            kv_heads=kv_heads * kv_head_copies(heads, kv_heads, size) // size,
+            tokens=self.local_tokens,
+            query_heads=heads,
+            kv_heads=kv_heads,
             head_dim=self.model.head_dim,
             value_head_dim=self.model.head_dim,
             element_bytes=self.element_bytes,
@@ -170,7 +170,7 @@ class Workload:
             tokens=self.tokens,
             mask=Mask.causal(window=self.window),
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
-            shape=shape,
+            shape=exchanged(shape, size),
             card=self.cluster.memory,
         )
 

@@ -1,0 +1,39 @@
+"""What the tensors of all layers of a model have in common, so that heads may be shared out."""
+
+from megatron.core import ModelParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_burst.config import BurstConfig, GradDtype, Mla
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.cost import Shape
+
+
+def shape_of(model: ModelParallelConfig, config: BurstConfig) -> Shape | str:
+    """Return the shape of a rank's tensors in every layer, of one token.
+
+    Or why no choice goes by it: messages of some layers are fewer than those of all their keys.
+    """
+    if not isinstance(model, TransformerConfig) or model.heterogeneous_block_specs:
+        return "the heads of its layers are not known"
+    if config.block_mask is not None or model.window_size:
+        return "its rings send less under a window or a block mask"
+    if model.multi_latent_attention and config.mla is not Mla.HEADS:
+        return "its rings may send latents, which have no heads"
+    tensor, wide = model.tensor_model_parallel_size, accumulation_dtype(model.params_dtype)
+    heads, kv_heads = model.num_attention_heads, model.num_query_groups
+    head_dim = value_head_dim = model.kv_channels
+    if model.multi_latent_attention:
+        kv_heads, value_head_dim = heads, model.v_head_dim
+        head_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
+    narrow = config.grad_dtype is GradDtype.MODEL
+    return Shape(
+        tokens=1,
+        query_heads=heads // tensor,
+        kv_heads=max(kv_heads // tensor, 1),
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        element_bytes=model.params_dtype.itemsize,
+        gradient_bytes=(model.params_dtype if narrow else wide).itemsize,
+        row_bytes=wide.itemsize,
+        sends_raw=config.grad_dtype is GradDtype.AUTO,
+    )
