@@ -86,7 +86,7 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
-    head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
+    head_parallel_size: int | None = field(default=1, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
     for burst the degree with which a rank sends least within its node, where that is at most half
@@ -249,7 +249,14 @@ class BurstConfig:
                 "gradient_return": (GradientReturn.AUTO,),
             }
         if self.algorithm is not Algorithm.RING:
-            fixed["head_parallel_size"] = (None, 1)
+            fixed["head_parallel_size"] = (1,)
+        refuse(
+            (
+                self.head_parallel_size is None,
+                "--burst-head-parallel-size auto has no effect under --context-parallel-algo "
+                f"{self.algorithm}: give a number or take {Algorithm.BURST}",
+            )
+        )
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             text = (

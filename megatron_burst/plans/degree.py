@@ -4,7 +4,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.config import BurstConfig
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import exchanged, head_groups
 from megatron_burst.plans.layout import zigzag
@@ -32,8 +32,8 @@ def choose_degree(
         shape: of a rank's tensors before any all-to-all, whatever its tokens; or why none is known
             for all layers.
     """
-    if config.head_parallel_size is not None or config.algorithm is not Algorithm.BURST:
-        return config.head_parallel_size or 1, ""
+    if config.head_parallel_size is not None:
+        return config.head_parallel_size, ""
     if isinstance(shape, str):
         return 1, shape
     share = math.gcd(shape.kv_heads, *map(len, by_node(nodes)))

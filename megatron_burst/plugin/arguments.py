@@ -153,8 +153,7 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
 
 def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with no heads shared out where rings send less than all keys."""
-    may_choose = config.head_parallel_size is None and config.algorithm is Algorithm.BURST
-    if not (may_choose and args.dataloader_inter_document_masking):
+    if config.head_parallel_size or not args.dataloader_inter_document_masking:
         return config
     logger.info("--burst-head-parallel-size 1: rings send less under documents")
     return dataclasses.replace(config, head_parallel_size=1)

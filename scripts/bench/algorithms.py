@@ -13,12 +13,10 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.context import AttentionCall
-from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.transport.comm import rows_of
 
 BASELINE = "ring flat"
-AUTO = "burst auto"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {"algorithm": "ring", "topology": "flat"},
@@ -30,7 +28,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "burst kv double": {"backward": "kv", "topology": "double"},
     "burst mesh": {"topology": "mesh"},
     "burst hybrid": {"head_parallel_size": HEAD_PARALLEL},
-    AUTO: {},
+    "burst auto": {},
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
 }
@@ -47,12 +45,6 @@ class Sizes(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_dim}"
         return f"{self.tokens} tokens a rank, {heads}"
-
-    def shape(self, dtype: torch.dtype) -> Shape:
-        """Return what the Ulysses degree is chosen by."""
-        of_heads = self.heads, self.kv_heads, self.head_dim, self.head_dim
-        sent = {"element_bytes": dtype.itemsize, "gradient_bytes": 4, "sends_raw": True}
-        return Shape(self.tokens, *of_heads, **sent)
 
     def draw(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
         """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""
@@ -95,13 +87,10 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
     return name != "burst kv flat" or place.nodes == 1
 
 
-def make_context(
-    name: str, place: Place, shape: Shape | str = "that of many cases", **settings: Any
-) -> BurstContext:
-    """Make an algorithm's context, for tensors of this shape if it chooses by it: a collective."""
-    values = {**SETTINGS[name], "ranks_per_node": place.ranks_per_node, **settings}
-    config = BurstConfig(**values, timeout_seconds=PATIENCE_SECONDS)
-    return BurstContext.create(config, shape=shape)
+def make_context(name: str, place: Place, **settings: Any) -> BurstContext:
+    """Make an algorithm's context: a collective call."""
+    config = {**SETTINGS[name], "ranks_per_node": place.ranks_per_node, **settings}
+    return BurstContext.create(BurstConfig(**config, timeout_seconds=PATIENCE_SECONDS))
 
 
 class Attention:

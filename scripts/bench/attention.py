@@ -30,7 +30,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from algorithms import (
-    AUTO,
     BASELINE,
     SETTINGS,
     Attention,
@@ -106,22 +105,13 @@ def measure(
     sizes = [Sizes(tokens, *h, args.head_dim) for tokens, h in product(args.tokens, args.heads)]
     names = [n for n in args.algorithms if any(runs_here(n, place, one) for one in sizes)]
     contexts = {name: make_context(name, place, kernel=args.kernel) for name in names}
-    dtype = getattr(torch, args.dtype)
-    by_heads = {  # where the mask is dense, as training knows
-        (one.heads, one.kv_heads): make_context(AUTO, place, one.shape(dtype), kernel=args.kernel)
-        for one in (sizes if AUTO in names else ())
-        if one.tokens == args.tokens[0]
-    }
     found = {}
     for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
         if dist.get_rank() == 0:
             harness.progress(
                 f"{place}, {case.sizes}, {case.mask}: launch {number + 1}/{args.launches}"
             )
-        ours = contexts
-        if by_heads and case.mask in ("causal", "full"):
-            ours = contexts | {AUTO: by_heads[case.sizes.heads, case.sizes.kv_heads]}
-        found[case] = measure_case(args, place, case, ours, number)
+        found[case] = measure_case(args, place, case, contexts, number)
     return found, median(message_rate() for _ in range(3)) if args.mbit else math.nan
 
 

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
+from megatron_burst.attention.merge import PartialOutputs
 from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mesh import Mesh
+from megatron_burst.plans.plan import Channel, Item, Kind, Send
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import choose_grid
@@ -151,3 +154,12 @@ def test_memory_that_is_too_small_leaves_a_ring(workers: WorkerPool) -> None:
     case = Case(config={"ranks_per_node": 1, "memory_mb": 1}, heads=(16, 16), chunk=256, dim=64)
     (line,), *_ = workers.run(4, lines_of, case)
     assert "forward the kv ring" in line and "mesh" not in line
+
+
+def test_an_output_that_was_handed_on_starts_anew() -> None:
+    outputs, item = PartialOutputs(0, torch.zeros(1, 2, 1, 4), 4), Item(Kind.OUTPUT, 1)
+    for value in (1.0, 2.0):
+        partial = torch.full((1, 2, 1, 4), value), torch.zeros(1, 1, 2)
+        outputs.add(item, Interval(0, 2), *partial)
+        handed = outputs.hand_on([Send(item, 1, Channel.GRADIENT_BETWEEN, 0)])[item]
+        assert all(map(torch.equal, handed, partial))

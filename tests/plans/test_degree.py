@@ -13,6 +13,7 @@ from megatron_burst.plans.degree import choose_degree
 from tests.attention.cases import logged
 from tests.workers import Team, WorkerPool
 
+AUTO = BurstConfig(head_parallel_size=None)
 ANY = Shape(1, 32, 32, 128, 128, 2, 4)
 NODE, TWO = "a" * 8, "a" * 8 + "b" * 8
 NO_OTHER = "no other degree divides"
@@ -39,13 +40,13 @@ def test_what_a_rank_sends_decides(
     nodes: str, heads: tuple[int, int], degree: int, shares: str
 ) -> None:
     shape = replace(ANY, query_heads=heads[0], kv_heads=heads[1])
-    found, why = choose_degree(BurstConfig(), nodes, shape)
+    found, why = choose_degree(AUTO, nodes, shape)
     assert (found, shares in why) == (degree, True), (found, why)
 
 
 def test_the_bytes_are_those_of_the_formulas() -> None:
     """Of a token and head of 128 numbers in bfloat16, one node, kv backward, float32 gradients."""
-    config = BurstConfig(backward="kv")
+    config = replace(AUTO, backward="kv")
     hop = 2 * 128 * (2 + (2 + 4))  # K and V forward; backward K, V and their gradients
     exchange = 2 * 4 * 128 * 2  # q, k, v and the output, both ways
     for times, fraction in ((1, None), (1.5, 0.5)):
@@ -55,12 +56,13 @@ def test_the_bytes_are_those_of_the_formulas() -> None:
         assert shares == {u: round(expected[u] / expected[1], 2) for u in (2, 4, 8)}
 
 
-def test_what_is_given_and_what_is_no_burst_is_not_chosen() -> None:
+def test_what_is_given_is_not_chosen_and_what_is_no_burst_cannot_choose() -> None:
     assert choose_degree(BurstConfig(head_parallel_size=4), NODE, ANY) == (4, "")
-    assert choose_degree(BurstConfig(head_parallel_size=1), NODE, ANY) == (1, "")
+    assert choose_degree(BurstConfig(), NODE, ANY) == (1, "")
     for algorithm in ("ring", "allgather", "ulysses"):
-        assert choose_degree(BurstConfig(algorithm=algorithm), NODE, ANY) == (1, "")
-    assert choose_degree(BurstConfig(), NODE, "nobody knows") == (1, "nobody knows")
+        with pytest.raises(ValueError, match=f"auto has no effect .*algo {algorithm}: give a num"):
+            replace(AUTO, algorithm=algorithm)
+    assert choose_degree(AUTO, NODE, "nobody knows") == (1, "nobody knows")
 
 
 def attend(

@@ -121,12 +121,11 @@ def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentPar
 @pytest.mark.parametrize(
     ("line", "size"),
     [
-        ("", None),
+        ("", 1),
         ("--burst-head-parallel-size auto", None),
         ("--burst-head-parallel-size 2", 2),
-        ("--dataloader-inter-document-masking", 1),
+        ("--dataloader-inter-document-masking --burst-head-parallel-size auto", 1),
         ("--dataloader-inter-document-masking --burst-head-parallel-size 2", 2),
-        ("--dataloader-inter-document-masking --context-parallel-algo ring", None),
     ],
 )
 def test_the_ulysses_degree_is_chosen_later_but_under_documents(

@@ -54,7 +54,7 @@ def by_degree(
         tensor=1,
         context=ranks,
         tokens=tokens * ranks,
-        config=BurstConfig(),
+        config=BurstConfig(head_parallel_size=None),
         recompute=False,
     )
     nodes = [rank // on_a_node for rank in range(ranks)]

@@ -31,8 +31,7 @@ MODEL = f"""
     --lr-decay-style constant --split 100,0,0 --eval-iters 0 --eval-interval 1000
     --save-interval 1000 --log-interval 1 --tensorboard-log-interval 1
 """.split()
-# Where tests count messages, or name a ring, heads stay on their rank.
-BURST = ("--context-parallel-algo", "burst", "--burst-head-parallel-size", "1")
+BURST = ("--context-parallel-algo", "burst")
 LONGEST = 500.0  # seconds of a job, on a machine that others use, too
 
 

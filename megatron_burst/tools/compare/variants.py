@@ -139,7 +139,7 @@ def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
     for backward in ("kv", "query"):
         for topology, why_not in topologies.items():
             flags = f"--burst-backward {backward} --burst-topology {topology}"
-            yield f"burst {backward} {topology}", f"{flags} --burst-head-parallel-size 1", why_not
+            yield f"burst {backward} {topology}", flags, why_not
     for topology, why_not in topologies.items():
         yield f"ring {topology}", f"--burst-topology {topology}", why_not
     yield "allgather", "", ""
