@@ -288,6 +288,17 @@ def test_hops_have_the_bytes_of_the_formula_and_deepseeks_shape_sends_an_eighth(
         assert latents_pay(with_heads, with_latents, latents) is pays
 
 
+@pytest.mark.parametrize(("tokens", "pays"), [(1024, True), (1536, False)])
+def test_expanding_again_in_the_backward_counts(tokens: int, pays: bool) -> None:
+    """On 8 ranks of a node; without those FLOPs latents would be worth it at 1536 tokens, too."""
+    heads = Shape(tokens, 16, 16, 192, 128, 2, 4, sends_raw=True)
+    latents = replace(heads, latents=LatentShape(512 + 64, 16 * 256 * 512), sends_raw=False)
+    tiling, nodes = Tiling(zigzag(8 * tokens, 8), Mask.causal()), [0] * 8
+    grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
+    choices = (choose(BurstConfig(), tiling, grid, shape, nodes) for shape in (heads, latents))
+    assert latents_pay(*choices, latents) is pays
+
+
 def attend_twice(team: Team, case: Case, fraction: float) -> tuple[Tensor, int, int]:
     """Both passes of a checkpointed call: the largest difference, and the bytes of each."""
     context = team.context(BurstConfig(**{**LATENT, **case.config}))
