@@ -82,6 +82,14 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
     "CP 4, query backward": (DENSE, "", "", 4, "--context-parallel-size 4 --burst-backward query"),
     "CP 2, MLA": ("+-+-", MLA, "", 2, CP2),
     "CP 2, latents": ("+-+-", MLA, "", 2, f"{CP2} --burst-mla latent"),
+    "PP 2 x CP 2, latents": (
+        *("+-+-", MLA, "+-|+-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 --burst-mla latent"),
+    ),
+    "DP 2 x CP 2, distributed optimizer, overlap, latents": (
+        *("+-+-", MLA, ""),
+        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --burst-mla latent"),
+    ),
     "CP 2, segmented zigzag, documents": (
         *(DENSE, "--dataloader-inter-document-masking", ""),
         *(2, f"{CP2} --burst-layout segmented-zigzag"),
