@@ -47,6 +47,14 @@ def test_what_is_not_seen_has_no_tile_and_what_is_seen_whole_has_one() -> None:
     assert Tiling(zigzag(32, 4), Mask.full())(0, 1) == (whole,)
 
 
+@pytest.mark.parametrize("begin", range(1, 32))
+def test_a_document_may_begin_at_any_row(begin: int) -> None:
+    """Also at the last one of a chunk."""
+    tiling = Tiling(zigzag(32, 4), Mask.causal(documents=(0, begin, 32)))
+    pairs = sum(t.pairs for q in range(4) for k in range(4) for t in tiling(q, k))
+    assert pairs == sum(n * (n + 1) // 2 for n in (begin, 32 - begin))
+
+
 def test_rows_that_touch_or_overlap_are_sent_as_one() -> None:
     given = [Interval(4, 7), Interval(0, 2), Interval(2, 4), Interval(9, 10), Interval(5, 6)]
     assert joined(given) == [Interval(0, 7), Interval(9, 10)]
