@@ -119,9 +119,9 @@ class BurstConfig:
 
     grad_dtype: GradDtype = GradDtype.AUTO
     """The dtype of gradients on the wire. float32: no rounding on the way. model: that of the
-    tensors, half the bytes under bfloat16; one rounding a hop. auto: what a kernel returned goes
-    home as it is, in the dtype of the tensors, and sums as float32, so that nothing is rounded on
-    the way either. Accumulation is float32 in all cases."""
+    tensors, half the bytes under bfloat16; one rounding a hop. auto: what one kernel call
+    returned travels as it is, in the dtype of the tensors, and a sum in float32: no rounding on the
+    way either. Accumulation is float32 in all cases."""
 
     gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
     """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.

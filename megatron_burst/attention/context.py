@@ -62,7 +62,7 @@ class AttentionCall:
 
 
 class _Asked(NamedTuple):
-    """What decides the plans and the kernel of a call: of its tensors, all but the numbers."""
+    """What decides the plans and the kernel of a call: of its tensors, all but their values."""
 
     q: torch.Size  # [batch, local tokens, query heads, dk]
     k: torch.Size  # [batch, local tokens, kv heads, dk]

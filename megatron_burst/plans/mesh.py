@@ -17,7 +17,8 @@ sent around are added up at the rank that keeps the block; the sum goes home aft
 
 Without nodes, or with one rank on each, every rank is a node here. After Mesh-Attention (arXiv
 2512.20968), whose tiles are those of a flat mesh. It holds more blocks than a ring, and
-partial outputs are merged where they arise and again at home: a tenth of the bytes pays for it.
+merges partial outputs at the visited rank and again at their owner; so it has to save a tenth of
+the bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
