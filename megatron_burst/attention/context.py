@@ -4,12 +4,12 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
@@ -21,7 +21,6 @@ from megatron_burst.kernels import (
     passed_over,
     select_kernel,
 )
-from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
@@ -61,53 +60,6 @@ class AttentionCall:
         return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
 
 
-class _Asked(NamedTuple):
-    """What decides the plans and the kernel of a call: of its tensors, all but their values."""
-
-    q: torch.Size  # [batch, local tokens, query heads, dk]
-    k: torch.Size  # [batch, local tokens, kv heads, dk]
-    v: torch.Size  # [batch, local tokens, kv heads, dv]
-    dtype: torch.dtype
-    device: torch.device
-    mask: Mask
-    soft_cap: float | None
-    latents: LatentShape | None
-    is_deterministic: bool  # some kernels are not
-
-    def __str__(self) -> str:
-        said = f"q {tuple(self.q)} {self.dtype}, k {tuple(self.k)}, v {tuple(self.v)}, {self.mask}"
-        said += f", latents of {self.latents.size}" if self.latents else ""
-        return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
-
-    def shape(self, sent_as: GradDtype) -> Shape:
-        wide = accumulation_dtype(self.dtype)
-        sums_as = self.dtype if sent_as is GradDtype.MODEL else wide
-        return Shape(
-            tokens=self.q[0] * self.q[1],
-            query_heads=self.q[2],
-            kv_heads=self.k[2],
-            head_dim=self.k[3],
-            value_head_dim=self.v[3],
-            element_bytes=self.dtype.itemsize,
-            gradient_bytes=sums_as.itemsize,
-            row_bytes=wide.itemsize,
-            sends_raw=sent_as is GradDtype.AUTO,
-        )
-
-    def request(self, *, is_banded: bool) -> Request:
-        return Request(
-            device=self.device,
-            dtype=self.dtype,
-            query_heads=self.q[2],
-            kv_heads=self.k[2],
-            head_dim=self.k[3],
-            value_head_dim=self.v[3],
-            is_banded=is_banded,
-            soft_cap=self.soft_cap,
-            has_documents=self.mask.documents is not None,
-        )
-
-
 class BurstContext:
     """One context-parallel group as this rank sees it; made by `create`, once a group."""
 
@@ -136,9 +88,9 @@ class BurstContext:
         self._agreement = agreement  # None: nobody to agree with
         self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
-        self._calls: dict[_Asked, AttentionCall] = {}
+        self._calls: dict[Asked, AttentionCall] = {}
         self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
-        self._exchanges: dict[int, HeadExchange] = {}
+        self._exchanges: dict[int | Layout, HeadExchange] = {}
         self._logged: set[Hashable] = set()
 
     @classmethod
@@ -254,6 +206,7 @@ class BurstContext:
         soft_cap: float | None = None,
         memory: AttentionMemory | None = None,
         latents: LatentShape | None = None,
+        layout: Layout | None = None,
     ) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`.
 
@@ -262,30 +215,39 @@ class BurstContext:
         self._number += 1
         tensors = q.shape, k.shape, v.shape, q.dtype, q.device
         deterministic = torch.are_deterministic_algorithms_enabled()
-        asked = _Asked(*tensors, mask, soft_cap, latents, deterministic)
+        asked = Asked(*tensors, mask, soft_cap, latents, layout, deterministic)
         key = asked, scale, memory and (memory.fraction, memory.saved is not None)
         if (call := self._ready.pop(key, None)) is None:
             call = self._prepare(asked, scale, memory)
         _keep(self._ready, key, call)
         return call
 
-    def exchange(self, local_tokens: int) -> HeadExchange:
-        """Return the all-to-all of this rank's group, made once for sequences of one length."""
-        if local_tokens not in self._exchanges:
+    def exchange(self, local_tokens: int, layout: Layout | None = None) -> HeadExchange:
+        """Return the all-to-all of this rank's group, made once for a length or a layout."""
+        key = layout or local_tokens
+        if (exchange := self._exchanges.pop(key, None)) is None:
             group, index = self.heads.coordinates(self.rank)
-            layout = self.layout(local_tokens * self.ranks)
+            layout = self._layout(local_tokens * self.ranks, layout)
             members = self.heads.member_layout(layout, group)
             messenger = self.communicator.subgroup(self.heads.groups[group])
-            self._exchanges[local_tokens] = HeadExchange(index, members, messenger)
-        return self._exchanges[local_tokens]
+            exchange = HeadExchange(index, members, messenger)
+        _keep(self._exchanges, key, exchange)
+        return exchange
 
-    def _prepare(
-        self, asked: _Asked, scale: float, memory: AttentionMemory | None
-    ) -> AttentionCall:
+    def _layout(self, tokens: int, given: Layout | None) -> Layout:
+        layout = given or self.layout(tokens)
+        if (layout.tokens, layout.ranks) != (tokens, self.ranks):
+            raise ValueError(
+                f"the layout is of {layout.tokens} tokens on {layout.ranks} ranks, but q has "
+                f"{tokens} on {self.ranks}"
+            )
+        return layout
+
+    def _prepare(self, asked: Asked, scale: float, memory: AttentionMemory | None) -> AttentionCall:
         call = replace(self._call(asked), scale=scale)
         if memory is None:
             return call
-        layout = self.layout(asked.q[1] * self.grid.ranks)
+        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
         if memory.saved is not None and stop != layout.tokens:
             early = self._call(asked._replace(mask=replace(asked.mask, query_stop=stop)))
@@ -293,7 +255,7 @@ class BurstContext:
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
 
-    def _call(self, asked: _Asked) -> AttentionCall:
+    def _call(self, asked: Asked) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
@@ -309,8 +271,8 @@ class BurstContext:
         _keep(self._calls, asked, call)
         return call
 
-    def _plan(self, asked: _Asked) -> AttentionCall:
-        layout, mask = self.layout(asked.q[1] * self.grid.ranks), asked.mask
+    def _plan(self, asked: Asked) -> AttentionCall:
+        layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
         sent_as = self.config.grad_dtype
         choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
@@ -370,11 +332,11 @@ class BurstContext:
         )
 
 
-def _keep[Key: Hashable](calls: dict[Key, AttentionCall], key: Key, call: AttentionCall) -> None:
-    """Put a call last, and forget the first: with documents every batch has its own mask."""
-    calls[key] = call
-    if len(calls) > _CALLS_KEPT:
-        del calls[next(iter(calls))]
+def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Put a value last, and forget the first: with documents every batch has its own mask."""
+    kept[key] = value
+    if len(kept) > _CALLS_KEPT:
+        del kept[next(iter(kept))]
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

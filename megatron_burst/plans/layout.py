@@ -11,7 +11,7 @@ Under a causal mask zigzag and striped give every rank the same number of (query
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,14 @@ class Layout:
     """The ranges of positions that every rank holds, in the order of its local rows."""
 
     shards: tuple[tuple[range, ...], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash thousands of ranges once, not whenever a plan is looked up."""
+        object.__setattr__(self, "_hash", hash(self.shards))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def ranks(self) -> int:

@@ -20,7 +20,7 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
-from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.plans.masks import LAYOUTS, Masking, dealt, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent, simulate
 from tests.tier import examples, slow_if, some
 from tests.workers import WorkerPool
@@ -69,7 +69,7 @@ def test_every_ring_under_masks_that_leave_little(
     ranks=st.integers(1, 8),
     chunk=st.integers(1, 5),
     config=st.sampled_from(VARIANTS[:-1]),
-    layout=st.sampled_from(LAYOUT_NAMES),
+    layout=st.sampled_from([*LAYOUT_NAMES, "given with the call"]),
     topology=st.sampled_from([("flat", None), ("double", 1), ("double", 2), ("double", 4)]),
     data=st.data(),
 )
@@ -84,9 +84,13 @@ def test_any_mask(
 ) -> None:
     shape, length = topology
     place = {"topology": shape} | ({"ranks_per_node": length} if length else {})
-    config = {**config, "layout": layout, **(place if ranks % (length or 1) == 0 else {})}
+    config = {**config, **(place if ranks % (length or 1) == 0 else {})}
+    if layout in LAYOUT_NAMES:
+        config["layout"], given = layout, None
+    else:
+        given = dealt(data.draw(st.permutations(range(4 * ranks))), chunk)
     masking = data.draw(maskings(4 * ranks * chunk))
-    check([Case(config=config, chunk=2 * chunk, masking=masking)], ranks, workers)
+    check([Case(config=config, chunk=2 * chunk, masking=masking, layout=given)], ranks, workers)
 
 
 @examples(150)

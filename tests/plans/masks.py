@@ -46,6 +46,12 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 }
 
 
+def dealt(order: Sequence[int], size: int) -> Layout:
+    """Give each rank the next four chunks of this size in `order`."""
+    hands = (sorted(order[i : i + 4]) for i in range(0, len(order), 4))
+    return Layout(tuple(tuple(range(c * size, (c + 1) * size) for c in hand) for hand in hands))
+
+
 def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
     bounds = [0]
     for length in lengths:

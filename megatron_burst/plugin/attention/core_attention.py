@@ -210,6 +210,7 @@ class BurstCoreAttention(ModuleWithSink):
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
             latents=latents,
+            layout=None if documents is None else documents.layout,
             memory=memory,
         )
         if not self.training:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_burst.plans.layout import Layout
+
 
 @dataclass
 class Documents(PackedSeqParams):
@@ -17,6 +19,7 @@ class Documents(PackedSeqParams):
 
     bounds: tuple[int, ...] = ()  # of each document, and last where the sequence ends
     samples: int = 1  # how many of the data set's samples the sequence is made of
+    layout: Layout | None = None  # of this micro-batch; None: that of the configuration
 
 
 def read_documents(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.plans.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class WholeSequence:
 
     tokens: int
     bounds: tuple[int, ...] | None
+    layout: Layout | None = None
 
 
 class Positions:
@@ -28,7 +30,8 @@ class Positions:
     def of(self, sequence: WholeSequence) -> Tensor:
         """Return int64 [local tokens], on the host."""
         if self._last is None or self._last[0] != sequence:
-            positions = self._context.positions(sequence.tokens)
+            layout = sequence.layout or self._context.layout(sequence.tokens)
+            positions = layout.positions(self._context.rank)
             if sequence.bounds is not None:
                 positions = within_documents(positions, sequence.bounds)
             self._last, self._on_device = (sequence, positions), {}
@@ -79,7 +82,8 @@ class RotaryAtPositions(torch.nn.Module):
         tokens = self.rotary.get_rotary_seq_len(
             None, transformer, transformer_input, transformer_config, None
         )
-        return WholeSequence(tokens, getattr(packed_seq_params, "bounds", None))
+        given = (getattr(packed_seq_params, name, None) for name in ("bounds", "layout"))
+        return WholeSequence(tokens, *given)
 
     def forward(self, sequence: WholeSequence, **_: Any) -> Any:
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
