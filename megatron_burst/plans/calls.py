@@ -59,11 +59,11 @@ def _calls(tiles: Sequence[Tile]) -> list[KernelCall]:
     What comes of the first stays as it is where it is all that there is of a block.
     """
     if len(tiles) <= _FEW:
-        return [_call([_Sequence((t.query_slice,), (t.key_slice,))], _corner(t), t) for t in tiles]
+        return [_call([_alone(tile)], _corner(tile), tile) for tile in tiles]
     calls = [
         _call(some, band, tiles[0])
-        for band, sequences in _by_band(tiles).items()
-        for some in _disjoint(sequences)
+        for band, alike in _by_band(tiles).items()
+        for some in (_of_full(alike) if band == Band.FULL else _disjoint(map(_alone, alike)))
     ]
     return sorted(calls, key=lambda call: -_rows(call.queries))
 
@@ -87,8 +87,8 @@ def _sides(band: Band) -> tuple[float, float]:
     return left, right
 
 
-def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[_Sequence]]:
-    """Return sequences by the band that a square would have.
+def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[Tile]]:
+    """Return tiles by the band that a square would have.
 
     A square goes with the narrowest window that hides no more of it: under a window of 1000 the
     short documents, which are causal, go with the long ones.
@@ -100,26 +100,37 @@ def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[_Sequence]]:
         if rows == tile.key_rows.length:
             band = next(other for other in narrow if other.of_corner(rows, rows) == tile.band)
         by_band[band].append(tile)
-    return {
-        band: [*_full(some)]
-        if band == Band.FULL
-        else [_Sequence((tile.query_slice,), (tile.key_slice,)) for tile in some]
-        for band, some in by_band.items()
-    }
+    return by_band
 
 
-def _full(tiles: Iterable[Tile]) -> Iterator[_Sequence]:
-    """Join full tiles of the same queries, then those queries that see the same keys."""
-    keys_of: dict[Interval, list[Interval]] = defaultdict(list)
+def _alone(tile: Tile) -> _Sequence:
+    return _Sequence((tile.query_slice,), (tile.key_slice,))
+
+
+def _of_full(tiles: Sequence[Tile]) -> list[list[_Sequence]]:
+    """Join full tiles by their queries or by their keys, whichever makes fewer lists."""
+    ways = (_disjoint(_joined(tiles, by_keys=by_keys)) for by_keys in (False, True))
+    return min(ways, key=len)
+
+
+def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
+    """Join full tiles of the same queries, then the queries that see the same keys.
+
+    Or the other way round: of the same keys, then the keys that the same queries see.
+    """
+    met: dict[Interval, list[Interval]] = defaultdict(list)
     for tile in tiles:
-        keys_of[tile.query_slice].append(tile.key_slice)
-    queries_of: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
-    for queries, keys in keys_of.items():
-        queries_of[tuple(joined(keys))].append(queries)
-    return (_Sequence(tuple(joined(some)), keys) for keys, some in queries_of.items())
+        queries, keys = tile.query_slice, tile.key_slice
+        met[keys if by_keys else queries].append(queries if by_keys else keys)
+    alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
+    for rows, others in met.items():
+        alike[tuple(joined(others))].append(rows)
+    for others, some in alike.items():
+        both = tuple(joined(some)), others
+        yield _Sequence(*reversed(both)) if by_keys else _Sequence(*both)
 
 
-def _disjoint(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+def _disjoint(sequences: Iterable[_Sequence]) -> list[list[_Sequence]]:
     """Deal sequences, in the order of their rows, to lists in which no two share a row."""
     lists: list[_Disjoint] = []
     for sequence in sorted(sequences):
@@ -127,7 +138,7 @@ def _disjoint(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
         if chosen is None:
             lists.append(chosen := _Disjoint())
         chosen.add(sequence)
-    return (some.sequences for some in lists)
+    return [some.sequences for some in lists]
 
 
 class _Disjoint:
