@@ -49,7 +49,8 @@ def calls_of(tiles: Iterable[Tile]) -> tuple[KernelCall, ...]:
     """Return the kernel calls that compute these tiles, those of a pair of blocks one by one."""
     of_blocks: dict[object, list[Tile]] = defaultdict(list)
     for tile in tiles:
-        of_blocks[tile.blocks].append(tile)
+        blocks = tile.query_owner, tile.query_part, tile.key_owner, tile.key_part
+        of_blocks[blocks].append(tile)
     return tuple(call for some in of_blocks.values() for call in _calls(some))
 
 
@@ -97,7 +98,7 @@ def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[Tile]]:
     by_band: dict[Band, list[Tile]] = defaultdict(list)
     for tile in tiles:
         rows, band = tile.query_rows.length, _corner(tile)
-        if rows == tile.key_rows.length:
+        if len(narrow) > 1 and rows == tile.key_rows.length:
             band = next(other for other in narrow if other.of_corner(rows, rows) == tile.band)
         by_band[band].append(tile)
     return by_band
@@ -109,8 +110,10 @@ def _alone(tile: Tile) -> _Sequence:
 
 def _of_full(tiles: Sequence[Tile]) -> list[list[_Sequence]]:
     """Join full tiles by their queries or by their keys, whichever makes fewer lists."""
-    ways = (_disjoint(_joined(tiles, by_keys=by_keys)) for by_keys in (False, True))
-    return min(ways, key=len)
+    found = _disjoint(_joined(tiles, by_keys=False))
+    if len(found) == 1:
+        return found
+    return min(found, _disjoint(_joined(tiles, by_keys=True)), key=len)
 
 
 def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
@@ -132,32 +135,21 @@ def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
 
 def _disjoint(sequences: Iterable[_Sequence]) -> list[list[_Sequence]]:
     """Deal sequences, in the order of their rows, to lists in which no two share a row."""
-    lists: list[_Disjoint] = []
+    lists: list[list[_Sequence]] = []
+    taken: list[tuple[int, int]] = []  # which rows of queries and of keys: a bit each
     for sequence in sorted(sequences):
-        chosen = next((some for some in lists if some.has_room_for(sequence)), None)
-        if chosen is None:
-            lists.append(chosen := _Disjoint())
-        chosen.add(sequence)
-    return [some.sequences for some in lists]
+        queries, keys = _bits(sequence.queries), _bits(sequence.keys)
+        room = (i for i, (q, k) in enumerate(taken) if not (q & queries or k & keys))
+        if (number := next(room, len(lists))) == len(lists):
+            lists.append([])
+            taken.append((0, 0))
+        lists[number].append(sequence)
+        taken[number] = taken[number][0] | queries, taken[number][1] | keys
+    return lists
 
 
-class _Disjoint:
-    """Sequences that share no row, and which rows are taken: a byte each."""
-
-    def __init__(self) -> None:
-        self.sequences: list[_Sequence] = []
-        self._taken = bytearray(), bytearray()
-
-    def has_room_for(self, sequence: _Sequence) -> bool:
-        sides = zip(self._taken, sequence, strict=True)
-        return all(taken.find(1, *some) < 0 for taken, rows in sides for some in rows)
-
-    def add(self, sequence: _Sequence) -> None:
-        self.sequences.append(sequence)
-        for taken, rows in zip(self._taken, sequence, strict=True):
-            taken.extend(bytes(max(0, max(some.stop for some in rows) - len(taken))))
-            for some in rows:
-                taken[some.rows] = b"\1" * some.length
+def _bits(rows: Iterable[Interval]) -> int:
+    return sum((1 << some.stop) - (1 << some.start) for some in rows)
 
 
 def _runs(rows: Iterable[Interval]) -> tuple[Interval, ...]:
