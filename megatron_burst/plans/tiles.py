@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,12 @@ class Tiling:
             return needs_of(self._pieces, self.mask, self.layout)
         tiles = [self(*pair) for pair in self.kinds.examples]
         return Needs.of_kinds(self.kinds, tiles, self.mask, self.local_tokens)
+
+    @cached_property
+    def all_is_needed(self) -> bool:
+        """Whether every rank needs all rows of every other."""
+        parts = chain(*self.needs.parts.values())
+        return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
         """What each piece of queries sees, from the first key to the last; full runs as one."""
