@@ -60,9 +60,9 @@ class Band:
 
         The inverse of `window` for the tiles that `cut` leaves.
         """
-        shift = keys - queries
-        left = None if self.left is None else self.left - shift
-        right = None if self.right is None else self.right + shift
+        wider = keys - queries
+        left = None if self.left is None else self.left - wider
+        right = None if self.right is None else self.right + wider
         whole = Interval(0, queries), Interval(0, keys)
         found = Band(left, right).cut(*whole)
         assert found and found[:2] == whole, "rows or keys that see nothing"
