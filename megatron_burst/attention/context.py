@@ -281,7 +281,7 @@ class BurstContext:
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
-        if self.is_news((shape, replace(mask, documents=mask.documents and (0,)))):
+        if self.is_news((shape, replace(mask, documents=mask.documents and (0,), padding=()))):
             self._log(kernel, request, f"{choice}{instead}", shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator

@@ -142,8 +142,8 @@ def _hooks(args: argparse.Namespace, shared: SharedState | None) -> Iterator[Cal
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
-        if moves or args.dataloader_inter_document_masking:
-            yield SequenceHooks(shared)
+        if moves or args.dataloader_inter_document_masking or args.sft:
+            yield SequenceHooks(shared, documents_apart=args.sft)
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         yield name_mtp_layers

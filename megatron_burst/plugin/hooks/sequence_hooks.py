@@ -33,10 +33,15 @@ class SequenceHooks:
     hands the layers the micro-batch's documents, moves what the stage has per token to the layout
     of the configuration, and moves the losses back, so that loss masks and whatever is outside
     stay Megatron's.
+
+    Args:
+        shared: what the layers of the model share.
+        documents_apart: whether the ranks hold each document in a zigzag of its own also where
+            `packed_seq_params` does not say how it is padded, as with --sft.
     """
 
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedState, *, documents_apart: bool = False) -> None:
+        self._shared, self._apart = shared, documents_apart
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -50,7 +55,7 @@ class SequenceHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             _check_mtp(model.config, context.ranks)
             replace_rotary(model, Positions(context))
-            hooks = _StageHooks(model, context)
+            hooks = _StageHooks(model, context, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
         self._shared.tokens_follow_layout = True
@@ -112,8 +117,10 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
 class _StageHooks:
     """The two hooks of one pipeline stage."""
 
-    def __init__(self, model: LanguageModel, context: BurstContext) -> None:
-        self._group = context.group
+    def __init__(
+        self, model: LanguageModel, context: BurstContext, *, documents_apart: bool = False
+    ) -> None:
+        self._group, self._apart = context.group, documents_apart
         moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
         self._exchange = LayoutExchange(context) if moves else None
         config = model.config
@@ -128,7 +135,7 @@ class _StageHooks:
         packed = given.get("packed_seq_params")
         if packed is not None:
             given["packed_seq_params"] = read_documents(
-                packed, self._group, self._ranks_of_a_sequence
+                packed, self._group, self._ranks_of_a_sequence, apart=self._apart
             )
             _flatten_input(model.decoder)
         if self._exchange is not None:
