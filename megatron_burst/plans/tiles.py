@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ class Tiling:
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
         self._known: dict[int | tuple[int, int], Sequence[_Cell]] = {}
+        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}  # two passes want the same
 
     def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
         """Return the fewest tiles that cover what one rank's queries see of another's keys.
@@ -42,11 +43,14 @@ class Tiling:
         than many small ones. Every query of a tile sees at least one of its keys.
         """
         pair = (query_owner, key_owner)
+        if pair in self._tiles:
+            return self._tiles[pair]
         kind = pair if self.kinds is None else int(self.kinds.numbers[pair])
         if (cells := self._known.get(kind)) is None:
             find = self._found if self._of_one_document is None else self._repeated
             cells = self._known[kind] = find(*pair)
-        return tuple(Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
+        self._tiles[pair] = tuple(Tile(*pair, *cell) for cell in cells)
+        return self._tiles[pair]
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
@@ -66,6 +70,12 @@ class Tiling:
             return needs_of(self._pieces, self.mask, self.layout)
         tiles = [self(*pair) for pair in self.kinds.examples]
         return Needs.of_kinds(self.kinds, tiles, self.mask, self.local_tokens)
+
+    @cached_property
+    def all_is_needed(self) -> bool:
+        """Whether every rank needs all rows of every other."""
+        parts = chain(*self.needs.parts.values())
+        return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
 
     @cached_property
     def _of_one_document(self) -> "Tiling | None":
