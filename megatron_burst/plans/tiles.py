@@ -49,7 +49,8 @@ class Tiling:
         if (cells := self._known.get(kind)) is None:
             find = self._found if self._of_one_document is None else self._repeated
             cells = self._known[kind] = find(*pair)
-        self._tiles[pair] = tuple(Tile(*pair, *cell) for cell in cells)
+        found = (Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
+        self._tiles[pair] = tuple(found)
         return self._tiles[pair]
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
