@@ -1,7 +1,9 @@
 """The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
+import copy
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_burst.plans.layout import Layout, zigzag_of_each
+from megatron_burst.plans.mask import Mask
 
 # With and without padding, of queries and keys.
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -30,6 +33,36 @@ class Documents(PackedSeqParams):
     samples: int = 1  # how many of the data set's samples the sequence is made of
     layout: Layout | None = None  # of this micro-batch; None: that of the configuration
     brought: Layout | None = None  # in which the call's tensors come; None: zigzag of the whole
+    masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)  # by causality, window
+    longest: int = field(init=False)  # tokens of a document
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.longest = max((end - start for start, end in pairwise(self.bounds)), default=0)
+
+
+def digest_of(packed: PackedSeqParams) -> bytes:
+    """Return what tells the documents of micro-batches apart; one copy to the host a tensor."""
+    given = _tensors(packed)
+    tensors = {id(x): x.cpu().numpy().tobytes() for x in given.values()}
+    order = [*tensors]
+    said: list[object] = [(name, order.index(id(x))) for name, x in given.items()]
+    said += [packed.tokens_per_sample, packed.local_cp_size, packed.cp_group]
+    return hashlib.sha256(b"|".join([*tensors.values(), repr(said).encode()])).digest()
+
+
+def with_tensors(documents: Documents, host: PackedSeqParams, packed: PackedSeqParams) -> Documents:
+    """Return documents that were read from `host`, with the equal tensors of `packed`."""
+    names = {id(x): name for name, x in _tensors(host).items()}
+    ours = copy.copy(documents)
+    for name, x in _tensors(documents).items():
+        setattr(ours, name, getattr(packed, names[id(x)]))
+    return ours
+
+
+def _tensors(packed: PackedSeqParams) -> dict[str, Tensor]:
+    given = {part.name: getattr(packed, part.name) for part in fields(PackedSeqParams)}
+    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
 
 def read_documents(
@@ -92,7 +125,7 @@ class Reader:
 
     def __call__(self, packed: PackedSeqParams, group: dist.ProcessGroup | None) -> Documents:
         """Return the documents; raises what `read_documents` raises."""
-        given = _tensors(packed).values()
+        given = _boundaries(packed).values()
         stamp = [(id(x), None if x.is_inference() else x._version) for x in given]
         known: tuple[object, Documents] | None = self._known.get(packed)
         if known is None or known[0] != stamp:
@@ -101,7 +134,7 @@ class Reader:
         return known[1]
 
 
-def _tensors(packed: PackedSeqParams) -> dict[str, Tensor]:
+def _boundaries(packed: PackedSeqParams) -> dict[str, Tensor]:
     given = {name: getattr(packed, name) for name in _BOUNDARIES}
     return {name: x for name, x in given.items() if x is not None}
 
@@ -111,7 +144,7 @@ def _read(packed: PackedSeqParams, multiple: int) -> tuple[list[int], list[int]]
 
     What the data set fills the list up with, documents of no tokens, is left out.
     """
-    found = _values(_tensors(packed))
+    found = _values(_boundaries(packed))
     if fault := next(_faults(found), None):
         raise ValueError(fault)
     real = found["cu_seqlens_q"]
