@@ -3,6 +3,7 @@
 Against dense float64 attention on one rank; tests/attention has the rings, tests/training the rest.
 """
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.plans.layout import zigzag_of_each
 from megatron_burst.plans.plan import Channel
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.common.embeddings.rope_utils import (  # noqa: E402
+    _get_thd_freqs_on_this_cp_rank,
+)
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
@@ -29,6 +34,7 @@ from megatron_burst.plugin.attention.documents import (  # noqa: E402
     Reader,
     read_documents,
 )
+from megatron_burst.plugin.cpu.table import thd_get_partitioned_indices  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
 TOKENS = 24
@@ -249,6 +255,21 @@ def test_each_document_is_in_a_zigzag_of_its_own_if_it_is_padded(workers: Worker
     whole = [0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]
     found = workers.run(2, _split)
     assert found == [[own[rank], own[rank], None, whole[rank]] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_zigzag_of_each_document_is_that_of_megatrons_rotary_embeddings(ranks: int) -> None:
+    """And of the CPU's stand-in for TransformerEngine's function, which splits --sft."""
+    lengths = [4 * ranks, 2 * ranks, 6 * ranks]
+    bounds = [0, *accumulate(lengths)]
+    for rank in range(ranks):
+        rows = zip((torch.empty(n // ranks) for n in lengths), bounds, strict=False)
+        whole = torch.arange(bounds[-1])
+        expected = [_get_thd_freqs_on_this_cp_rank(rank, ranks, x, whole, at) for x, at in rows]
+        found = zigzag_of_each(lengths, ranks).positions(rank)
+        assert torch.equal(found, torch.cat(expected))
+        split = thd_get_partitioned_indices(torch.tensor(bounds), bounds[-1], ranks, rank)
+        assert torch.equal(found, split)
 
 
 def thd(tokens: int, params: PackedSeqParams, module: Any) -> tuple[Tensor, list[Tensor]]:
