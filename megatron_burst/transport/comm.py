@@ -262,6 +262,24 @@ def gather_objects[T](
     return values
 
 
+def broadcast_object[T](
+    group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
+) -> T:
+    """Return the value of rank `source` of a gloo group, a collective call, as `gather_objects`."""
+    values = [value]
+    with _named_errors(where, purpose):
+        dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
+
+
+def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) -> bool:
+    """Return whether `value` is true on a rank of a gloo group, likewise."""
+    found = torch.tensor(int(value))
+    with _named_errors(where, purpose):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)
+
+
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     """Let all members of every channel meet; all ranks of the job's groups call it together.
 
