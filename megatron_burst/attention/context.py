@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import log_choice, log_wait
+from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
@@ -27,7 +28,7 @@ from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan, Tile
+from megatron_burst.plans.plan import Plan
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
@@ -53,12 +54,13 @@ class AttentionCall:
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
+    forward_calls: DeviceCalls = field(kw_only=True)
+    backward_calls: DeviceCalls = field(kw_only=True)
 
-    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
-        """Cut the tile's rows out of the blocks that it reads."""
-        queries, keys = tile.query_slice.rows, tile.key_slice.rows
-        tensors = q[:, queries], k[:, keys], v[:, keys]
-        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
+    def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Take the rows of a kernel call out of the blocks that it reads."""
+        (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
+        return TileCall(q, k, v, some.band, self.scale, self.soft_cap, some.packing)
 
 
 type Plans = dict[Asked, AttentionCall]
@@ -278,7 +280,8 @@ class BurstContext:
         if asked.mask.documents is not None:
             _keep(self._kinds, (asked.kind, second), None)
         whole, early = self._call(asked), self._call(self._early(asked, second))
-        call = replace(whole, forward_plan=early.forward_plan, scale=scale)
+        plan, calls = early.forward_plan, early.forward_calls
+        call = replace(whole, forward_plan=plan, forward_calls=calls, scale=scale)
         if memory is None:
             return call
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
@@ -338,10 +341,13 @@ class BurstContext:
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
-        scale = 1.0  # `prepare` puts in each call's own
+        scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
+        forward, backward = (device_calls(plan, asked.q[0], asked.device) for plan in plans)
         return AttentionCall(
-            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, asked.soft_cap),
+            *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,
+            forward_calls=forward,
+            backward_calls=backward,
         )
 
     def _choose(

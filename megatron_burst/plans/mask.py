@@ -55,6 +55,19 @@ class Band:
         left = None if self.left is None else self.left + shift
         return left, None if self.right is None else self.right - shift
 
+    def of_corner(self, queries: int, keys: int) -> "Band":
+        """Return the band of a tile of this size that has the window of a square under this band.
+
+        The inverse of `window` for the tiles that `cut` leaves.
+        """
+        shift = keys - queries
+        left = None if self.left is None else self.left - shift
+        right = None if self.right is None else self.right + shift
+        whole = Interval(0, queries), Interval(0, keys)
+        found = Band(left, right).cut(*whole)
+        assert found and found[:2] == whole, "rows or keys that see nothing"
+        return found[2]
+
     def pairs(self, queries: int, keys: int) -> int:
         """Return how many (query, key) pairs of a tile of this size are visible.
 

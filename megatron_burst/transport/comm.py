@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
@@ -310,10 +309,3 @@ def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
         raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
     for send in sends:
         send.wait()
-
-
-def rows_of(block: Block, rows: Interval | None) -> Block:
-    """Return these rows of every tensor, [B, S, H, D] or [B, H, S]; None is all."""
-    if rows is None:
-        return block
-    return tuple(t[:, rows.rows] if t.ndim == 4 else t[:, :, rows.rows] for t in block)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, ring_attention
+from megatron_burst.plans.calls import calls_of
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Plan
 from megatron_burst.tools import command, trace
@@ -30,7 +31,8 @@ SETTINGS = {
 
 
 def planned(plan: Plan) -> tuple[int, int, int]:
-    return len(plan.tiles), len(plan.sends), len(plan.receives)
+    calls = sum(len(calls_of(step.tiles)) for step in plan.steps)
+    return calls, len(plan.sends), len(plan.receives)
 
 
 def profiled(team: Team, settings: dict[str, Any], mask: Mask, directory: Path) -> dict[str, Any]:
