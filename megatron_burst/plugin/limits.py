@@ -39,7 +39,9 @@ LIMITS = with_remedies(
         "--attention-dropout 0"
     ),
     experimental_attention_variant="it brings an attention of its own",
-    reset_attention_mask="it needs the dense mask, which is never built",
+    reset_attention_mask=(
+        "it needs the dense mask, which is never built: take --dataloader-inter-document-masking"
+    ),
     sft="its documents are padded and split one by one, which is not built",
     hybrid_context_parallel="its ranks hold sequences of different lengths",
     hybrid_override_pattern=(
