@@ -337,7 +337,7 @@ class BurstContext:
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
-        if self.is_news((shape, replace(mask, documents=mask.documents and (0,)))):
+        if self.is_news((shape, replace(mask, documents=mask.documents and (0,), padding=()))):
             said = f"{choice}{instead}"
             log_choice(self.config, self.heads.size, self.grid, kernel, request, said, shape)
         number, index = self.heads.coordinates(self.rank)

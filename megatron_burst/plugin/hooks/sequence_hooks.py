@@ -34,11 +34,19 @@ class SequenceHooks:
     Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
     hands the layers the micro-batch's documents, moves what the stage has per token to the layout
     of the configuration, and moves the losses back, so that loss masks and whatever is outside
-    stay Megatron's. `ahead` is told when a forward is done.
+    stay Megatron's.
+
+    Args:
+        shared: what the layers of the model share.
+        ahead: is told when a forward is done.
+        documents_apart: whether the ranks hold each document in a zigzag of its own also where
+            `packed_seq_params` does not say how it is padded, as with --sft.
     """
 
-    def __init__(self, shared: SharedState, ahead: Ahead | None = None) -> None:
-        self._shared, self._ahead = shared, ahead
+    def __init__(
+        self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
+    ) -> None:
+        self._shared, self._ahead, self._apart = shared, ahead, documents_apart
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -52,7 +60,7 @@ class SequenceHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             _check_mtp(model.config, context.ranks)
             replace_rotary(model, Positions(context))
-            hooks = _StageHooks(model, context, self._ahead)
+            hooks = _StageHooks(model, context, self._ahead, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
             if self._ahead is not None:
@@ -117,9 +125,14 @@ class _StageHooks:
     """The two hooks of one pipeline stage."""
 
     def __init__(
-        self, model: LanguageModel, context: BurstContext, ahead: Ahead | None = None
+        self,
+        model: LanguageModel,
+        context: BurstContext,
+        ahead: Ahead | None = None,
+        *,
+        documents_apart: bool = False,
     ) -> None:
-        self._group, self._ahead = context.group, ahead
+        self._group, self._ahead, self._apart = context.group, ahead, documents_apart
         moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
         self._exchange = LayoutExchange(context) if moves else None
         config = model.config
@@ -131,7 +144,7 @@ class _StageHooks:
 
         Everything but plans: `Ahead` makes those of it, and calls this in a thread.
         """
-        return read_documents(packed, self._group, self._ranks_of_a_sequence)
+        return read_documents(packed, self._group, self._ranks_of_a_sequence, apart=self._apart)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
