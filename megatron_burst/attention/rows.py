@@ -42,7 +42,7 @@ type DeviceCalls = Sequence[Sequence[DeviceCall]]  # by step
 
 
 def device_calls(plan: Plan, batch: int, device: torch.device) -> DeviceCalls:
-    """Return the kernel calls of every step, their tables on the device; waits for nothing."""
+    """Return the kernel calls of every step, their tables on the device."""
     return [[_on_device(c, batch, device) for c in calls_of(step.tiles)] for step in plan.steps]
 
 

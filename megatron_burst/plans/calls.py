@@ -128,9 +128,9 @@ def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
     alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
     for rows, others in met.items():
         alike[tuple(joined(others))].append(rows)
-    for others, some in alike.items():
-        both = tuple(joined(some)), others
-        yield _Sequence(*reversed(both)) if by_keys else _Sequence(*both)
+    for seen, every in alike.items():
+        both = seen, tuple(joined(every))
+        yield _Sequence(*both) if by_keys else _Sequence(*reversed(both))
 
 
 def _disjoint(sequences: Iterable[_Sequence]) -> list[list[_Sequence]]:
