@@ -15,6 +15,7 @@ takes what is farther inside sends more; that is to be one who sends little of o
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ BOUND = 1.05
 _SLACK = 64  # the share of a rank's work by which it may miss the mean to leave documents whole
 _FEW = 32  # documents shorter than this share of a rank's tokens stay with their neighbours
 _FAR = 64  # how much worse it is to send to another node
+_PARTS = 8  # among how many is dealt at once
 _SHORT, _LONG = 1, 2  # what is begun, and goes on with the next rank: a short item or a long one
 
 type _Ints = NDArray[np.int64]
@@ -165,67 +167,65 @@ class _Stock:
         """Return the work of so many last tokens: no others have less."""
         return self.work - int(self.of_first(np.array(self.tokens - tokens))) if tokens else 0
 
-    def run(self, tokens: int, work: int, slack: int) -> int | None:
-        """Return from which item on so many tokens have about this work; None if from none.
+    def run(self, tokens: int, work: int, slack: int) -> tuple[int, int] | None:
+        """Return the first and the last but one of items that fit so many tokens and this work.
 
-        Of several the one that leaves most of its last item whole.
+        With the last tokens of the stock for the rest. Of several the one that cuts least off the
+        item that is the last then; None if there is none.
         """
-        stops, far = self._runs(tokens, work)
-        some = np.flatnonzero(np.abs(far) <= slack)
+        first = np.arange(int(np.searchsorted(self.ends, self.tokens - tokens, "right")))
+        stop = np.searchsorted(self.ends, self.ends[first] + tokens, "right") - 1
+        border = self.tokens - tokens + self.ends[stop] - self.ends[first]
+        found = self.sums[stop] - self.sums[first] + self.work - self.of_first(border)
+        far = np.abs(found - work)
+        some = np.flatnonzero(far <= slack)
         if not len(some):
             return None
-        stops, last = stops[some], np.searchsorted(self.ends, stops[some])
-        loss = np.minimum(self.ends[last] - stops, stops - self.ends[last - 1])
-        return int(some[np.lexsort((np.abs(far[some]), loss))[0]])
+        border, last = border[some], np.searchsorted(self.ends, border[some])
+        loss = np.minimum(self.ends[last] - border, border - self.ends[last - 1])
+        best = some[np.lexsort((far[some], loss))[0]]
+        return int(first[best]), int(stop[best])
 
-    def dense(self, ranks: int, tokens: int, work: int) -> int:
-        """Return the longest item that so many ranks have room for, if it is long enough.
+    def dense(self, tokens: int, work: int) -> int:
+        """Return the longest item that fits so many tokens and this work, if it is long enough.
 
-        Those from it on are to have this work in so many tokens, which are free on a rank. If none
-        is, the shortest that is long enough.
+        Those from it on are to have this work in so many tokens. If none is, the shortest that is
+        long enough.
         """
-        _, far = self._runs(tokens, work)
+        count = int(np.searchsorted(self.ends, self.tokens - tokens, "right"))
+        far = self.of_first(self.ends[:count] + tokens) - self.sums[:count] - work
         enough = max(1, int(np.searchsorted(-far, 0, "right")))
         least = self.of_last(tokens) // tokens
-        fits = self.length * (self.rate - least) <= ranks * (work - least * tokens)
+        fits = self.length * (self.rate - least) <= work - least * tokens
         fits[enough - 1] = True
         return int(fits.argmax())
 
-    def _runs(self, tokens: int, work: int) -> tuple[_Ints, _Ints]:
-        """Where so many tokens from each item on end, and how much more work they have."""
-        count = int(np.searchsorted(self.ends, self.tokens - tokens, "right"))
-        stops = self.ends[:count] + tokens
-        return stops, self.of_first(stops) - self.sums[:count] - work
-
 
 class _Hand:
-    """What one rank gets of the stock."""
+    """What some ranks get of the stock."""
 
-    def __init__(self, stock: _Stock, tokens: int, work: int) -> None:
-        self.stock = stock
-        self.tokens, self.work = tokens, work  # what it still is to have
-        self.most_begun, self.slack = tokens // 2, work // _SLACK
-        self.shares: list[tuple[int, int]] = []  # of an item so many tokens
+    def __init__(self, stock: _Stock, tokens: int, work: int, slack: int) -> None:
+        self.stock, self.slack = stock, slack
+        self.tokens, self.work = tokens, work  # what they still are to have
+        self.most_begun = tokens // 2
+        self.shares: list[tuple[int, int, int, int]] = []  # of an item so many tokens
 
-    def fill(self, ranks: int, *, is_new_node: bool) -> None:
-        """Take what was begun, a long document, then what makes the work that of the mean.
-
-        So many ranks of the node, this one included, have nothing yet.
-        """
+    def fill(self) -> None:
+        """Take what was begun, a long document, then what brings the work to the mean."""
         begun = self.stock.begun
         has_long = bool((begun == _LONG).any())
         for number in np.flatnonzero(begun)[::-1].tolist():
             if self.tokens:
                 self._take(number)
         if self.tokens and not has_long:
-            dense = self.stock.dense(ranks, self.tokens, self.work)
-            self._take(0 if is_new_node else dense)
+            self._take(0)
         while self.tokens:
             run = self.stock.run(self.tokens, self.work, self.slack)
             if run is None:
-                self._take(self.stock.dense(1, self.tokens, self.work))
+                self._take(self.stock.dense(self.tokens, self.work))
             else:
-                self._take_from(run)
+                self._take_all(*run)
+                self._take_last()
 
     def _take(self, number: int) -> None:
         """Take an item, or as much of it as leaves work for the other tokens: short documents."""
@@ -233,12 +233,10 @@ class _Hand:
         self.stock = self.stock.without(number, number + 1)
         tokens = self._most(length, rate)
         self._hold(item, tokens, rate)
-        if tokens == length:
-            return
-        last = self.stock
-        if self.tokens:
-            self._take_from(int(np.searchsorted(last.ends, last.tokens - self.tokens)))
-        self.stock = self.stock.having(item, length - tokens, rate, _LONG if tokens else 0)
+        if tokens < length:
+            self._take_last()
+            begun = _LONG if tokens else 0
+            self.stock = self.stock.having(item, length - tokens, rate, begun)
 
     def _most(self, length: int, rate: int) -> int:
         """How many tokens of an item there is work for."""
@@ -264,27 +262,52 @@ class _Hand:
                 return tokens + more
         return tokens
 
-    def _take_from(self, first: int) -> None:
-        """Fill up with items from this one on; where they end too soon, with some before it."""
-        stock, ends = self.stock, self.stock.ends
-        stop = int(np.searchsorted(ends, ends[first] + self.tokens, "right")) - 1
-        cut = stop if stop < len(stock.item) else first - 1
-        for item, length, rate, _ in stock.left[:, first:stop].T.tolist():
+    def _take_last(self) -> None:
+        """Fill up with the shortest documents."""
+        if not self.tokens:
+            return
+        ends = self.stock.ends
+        self._take_all(int(np.searchsorted(ends, ends[-1] - self.tokens)), len(ends) - 1)
+        if tokens := self.tokens:
+            number = len(self.stock.item) - 1
+            item, length, rate, _ = self.stock.left[:, number].tolist()
+            self.stock = self.stock.without(number, number + 1)
+            self._hold(item, tokens, rate)
+            begun = _SHORT if length - tokens <= self.most_begun else 0
+            self.stock = self.stock.having(item, length - tokens, rate, begun)
+
+    def _take_all(self, first: int, stop: int) -> None:
+        """Take all of some items."""
+        for item, length, rate, _ in self.stock.left[:, first:stop].T.tolist():
             self._hold(item, length, rate)
-        self.stock = stock.without(first, stop)
-        if self.tokens:
-            item, length, rate, _ = stock.left[:, cut].tolist()
-            self.stock = stock.without(min(cut, first), max(cut + 1, stop))
-            rest = length - self.tokens
-            self._hold(item, self.tokens, rate)
-            begun = _SHORT if rest <= self.most_begun else 0
-            self.stock = self.stock.having(item, rest, rate, begun)
+        self.stock = self.stock.without(first, stop)
 
     def _hold(self, item: int, tokens: int, rate: int) -> None:
         if tokens:
-            self.shares.append((item, tokens))
+            self.shares.append((item, tokens, rate, 0))
         self.tokens -= tokens
         self.work -= tokens * rate
+
+
+def _dealt(
+    stock: _Stock, rows: Sequence[tuple[int, ...]], local: int
+) -> Iterator[tuple[int, _Stock]]:
+    """Give each rank what it holds: deal to a few groups of nodes, of those to nodes, to ranks."""
+    if len(rows) == 1:
+        if len(rows[0]) == 1:
+            yield rows[0][0], stock
+            return
+        rows = [(rank,) for rank in rows[0]]
+    left = sum(map(len, rows))
+    for group in batched(rows, -(-len(rows) // _PARTS)):
+        ranks = sum(map(len, group))
+        work = stock.work * ranks // left
+        slack = work // (_SLACK if ranks == 1 else 4 * _SLACK)
+        hand = _Hand(stock, ranks * local, work, slack)
+        hand.fill()
+        held = sorted(hand.shares, key=lambda share: (-share[2], share[0]))
+        yield from _dealt(_Stock(np.array(held).T), group, local)
+        stock, left = hand.stock, left - ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,21 +321,17 @@ class _Deal:
 
     @classmethod
     def of(cls, work: _Work, local: int, nodes: Sequence[Hashable]) -> "_Deal":
-        """Deal to the ranks of one node after the other."""
+        """Deal to nodes, and what a node has to its ranks."""
         items, rows = _Items.of(work, local // _FEW), by_node(nodes)
         order = np.argsort(-items.rate, kind="stable")
         stock = _Stock(np.stack([order, items.length[order], items.rate[order], 0 * order]))
         shares: dict[int, dict[int, int]] = {item: {} for item in order.tolist()}
-        node, slack, left = np.empty(len(nodes), np.int64), stock.work // len(nodes) // _SLACK, 0
-        for number, row in enumerate(rows):
-            node[list(row)] = number
-            for place, rank in enumerate(row):
-                hand = _Hand(stock, local, stock.work // (len(nodes) - left))
-                hand.fill(len(row) - place, is_new_node=place == 0)
-                for item, tokens in hand.shares:
-                    shares[item][rank] = tokens
-                stock, left = hand.stock, left + 1
-        return cls(items, shares, node, slack)
+        for rank, held in _dealt(stock, rows, local):
+            for item, tokens, *_ in held.left.T.tolist():
+                shares[item][rank] = tokens
+        number = {rank: number for number, row in enumerate(rows) for rank in row}
+        node = np.array([number[rank] for rank in range(len(nodes))])
+        return cls(items, shares, node, stock.work // len(nodes) // _SLACK)
 
     def layout(self) -> Layout:
         """Choose the positions, those of long documents first."""
