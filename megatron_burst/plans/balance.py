@@ -12,17 +12,16 @@ front as from the back, so that its queries have the mean of the pairs, and its 
 takes what is farther inside sends more; that is to be one who sends little of other documents.
 """
 
-from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import batched
+from itertools import batched, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval, Layout, joined, zigzag
+from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.topology import by_node
 
@@ -134,7 +133,7 @@ class _Items(NamedTuple):
         """Neighbours shorter than `short` are one if they begin in the same `short` tokens."""
         is_short, place = work.lengths < short, work.starts // max(short, 1)
         again = is_short[1:] & is_short[:-1] & (place[1:] == place[:-1])
-        first = np.flatnonzero(np.concatenate([[True], ~again]))
+        first = (np.concatenate([[True], ~again])).nonzero()[0]
         length = np.add.reduceat(work.lengths, first)
         rate = 2 * np.add.reduceat(work.pairs, first) // length
         reach = np.minimum(np.maximum.reduceat(work.lengths, first), work.window)
@@ -147,25 +146,33 @@ class _Stock:
     def __init__(self, left: _Ints) -> None:
         self.left = left
         self.item, self.length, self.rate, self.begun = left
-        self.ends = np.concatenate([[0], np.cumsum(self.length)])  # tokens before each, and all
-        self.sums = np.concatenate([[0], np.cumsum(self.length * self.rate)])  # and their work
+        self.ends, self.sums = np.zeros((2, len(self.item) + 1), np.int64)
+        self.length.cumsum(out=self.ends[1:])  # tokens before each, and all
+        (self.length * self.rate).cumsum(out=self.sums[1:])  # and their work
         self.tokens, self.work = int(self.ends[-1]), int(self.sums[-1])
 
     def without(self, first: int, stop: int) -> "_Stock":
         return _Stock(np.concatenate([self.left[:, :first], self.left[:, stop:]], axis=1))
 
-    def having(self, item: int, length: int, rate: int, begun: int) -> "_Stock":
-        at = int(np.searchsorted(-self.rate, -rate))
-        return _Stock(np.insert(self.left, at, (item, length, rate, begun), axis=1))
+    def having(self, rest: _Ints) -> "_Stock":
+        at = int((-self.rate).searchsorted(-rest[2, 0]))
+        return _Stock(np.concatenate([self.left[:, :at], rest, self.left[:, at:]], axis=1))
 
     def of_first(self, tokens: _Ints) -> _Ints:
         """Return the work of so many first tokens."""
-        at = np.minimum(np.searchsorted(self.ends, tokens, "right"), len(self.item)) - 1
+        at = np.minimum(self.ends.searchsorted(tokens, "right"), len(self.item)) - 1
         return self.sums[at] + (tokens - self.ends[at]) * self.rate[at]
 
     def of_last(self, tokens: int) -> int:
         """Return the work of so many last tokens: no others have less."""
         return self.work - int(self.of_first(np.array(self.tokens - tokens))) if tokens else 0
+
+    def room(self, tokens: int, work: int, rate: int) -> int:
+        """Return for how many tokens of this rate there is work, if the last ones go with them."""
+        beside = self.ends + tokens - self.tokens  # so many, if the others begin with an item
+        more = work - beside * rate - (self.work - self.sums)
+        at = min(max(1, int((-more).searchsorted(0, "right"))), len(self.item)) - 1
+        return int(beside[at]) + int(more[at]) // max(1, rate - int(self.rate[at]))
 
     def run(self, tokens: int, work: int, slack: int) -> tuple[int, int] | None:
         """Return the first and the last but one of items that fit so many tokens and this work.
@@ -173,15 +180,17 @@ class _Stock:
         With the last tokens of the stock for the rest. Of several the one that cuts least off the
         item that is the last then; None if there is none.
         """
-        first = np.arange(int(np.searchsorted(self.ends, self.tokens - tokens, "right")))
-        stop = np.searchsorted(self.ends, self.ends[first] + tokens, "right") - 1
+        first = np.arange(int(self.ends.searchsorted(self.tokens - tokens, "right")))
+        if not len(self.item) or not len(first):
+            return None
+        stop = self.ends.searchsorted(self.ends[first] + tokens, "right") - 1
         border = self.tokens - tokens + self.ends[stop] - self.ends[first]
         found = self.sums[stop] - self.sums[first] + self.work - self.of_first(border)
         far = np.abs(found - work)
-        some = np.flatnonzero(far <= slack)
+        some = (far <= slack).nonzero()[0]
         if not len(some):
             return None
-        border, last = border[some], np.searchsorted(self.ends, border[some])
+        border, last = border[some], self.ends.searchsorted(border[some])
         loss = np.minimum(self.ends[last] - border, border - self.ends[last - 1])
         best = some[np.lexsort((far[some], loss))[0]]
         return int(first[best]), int(stop[best])
@@ -192,7 +201,7 @@ class _Stock:
         Those from it on are to have this work in so many tokens. If none is, the shortest that is
         long enough.
         """
-        count = int(np.searchsorted(self.ends, self.tokens - tokens, "right"))
+        count = int(self.ends.searchsorted(self.tokens - tokens, "right"))
         far = self.of_first(self.ends[:count] + tokens) - self.sums[:count] - work
         enough = max(1, int(np.searchsorted(-far, 0, "right")))
         least = self.of_last(tokens) // tokens
@@ -208,106 +217,96 @@ class _Hand:
         self.stock, self.slack = stock, slack
         self.tokens, self.work = tokens, work  # what they still are to have
         self.most_begun = tokens // 2
-        self.shares: list[tuple[int, int, int, int]] = []  # of an item so many tokens
+        self.parts: list[_Ints] = []  # of items, like what is left of them
+        self.rests: list[_Ints] = []  # of what is shared with the next ones
 
-    def fill(self) -> None:
+    def fill(self) -> _Ints:
         """Take what was begun, a long document, then what brings the work to the mean."""
-        begun = self.stock.begun
+        begun = self.stock.left[3]
         has_long = bool((begun == _LONG).any())
-        for number in np.flatnonzero(begun)[::-1].tolist():
+        for number in begun.nonzero()[0][::-1].tolist():
             if self.tokens:
-                self._take(number)
+                self._take(number, is_shared=True)
         if self.tokens and not has_long:
-            self._take(0)
+            self._take(0, is_shared=True)
         while self.tokens:
-            run = self.stock.run(self.tokens, self.work, self.slack)
-            if run is None:
-                self._take(self.stock.dense(self.tokens, self.work))
+            if run := self.stock.run(self.tokens, self.work, self.slack):
+                self._hold(*run)
+                self._hold_last()
             else:
-                self._take_all(*run)
-                self._take_last()
+                dense = self.stock.dense(self.tokens, self.work)
+                self._take(dense, is_shared=False)
+        for rest in self.rests:
+            self.stock = self.stock.having(rest)
+        return np.concatenate(self.parts, axis=1)
 
-    def _take(self, number: int) -> None:
-        """Take an item, or as much of it as leaves work for the other tokens: short documents."""
+    def _take(self, number: int, *, is_shared: bool) -> None:
+        """Take an item, or what there is work for; is it shared, as much as the next will have."""
         item, length, rate, _ = self.stock.left[:, number].tolist()
         self.stock = self.stock.without(number, number + 1)
-        tokens = self._most(length, rate)
-        self._hold(item, tokens, rate)
-        if tokens < length:
-            self._take_last()
-            begun = _LONG if tokens else 0
-            self.stock = self.stock.having(item, length - tokens, rate, begun)
+        tokens, least = self._most(length, rate), max(0, self.tokens - self.stock.tokens)
+        if is_shared and tokens:
+            tokens = max(least, -(-length // -(-length // tokens)))
+        self.parts.append(np.array([[item], [tokens], [rate], [0]]))
+        self.tokens -= tokens
+        self.work -= tokens * rate
+        if rest := length - tokens:
+            begun = _LONG if is_shared and tokens else 0
+            self.rests.append(np.array([[item], [rest], [rate], [begun]]))
+            if not is_shared:
+                self._hold_last()
 
     def _most(self, length: int, rate: int) -> int:
-        """How many tokens of an item there is work for."""
-
-        def work(tokens: int) -> int:
-            return tokens * rate + self.stock.of_last(self.tokens - tokens)
-
+        """How many tokens of an item there is work for, with the shortest ones for the others."""
         least, most = max(0, self.tokens - self.stock.tokens), min(length, self.tokens)
         goal = self.work + self.slack
-        if work(most) <= goal:
+        if most * rate + self.stock.of_last(self.tokens - most) <= goal:
             return most
-        found = least + bisect_right(range(least, most), goal, key=work) - 1
-        return self._snapped(max(least, found), rate, least, most)
+        return min(most, max(least, self.stock.room(self.tokens, goal, rate)))
 
-    def _snapped(self, tokens: int, rate: int, least: int, most: int) -> int:
-        """About as many tokens, so that the short documents beside them are whole."""
-        border = self.stock.tokens - self.tokens + tokens
-        at = int(np.searchsorted(self.stock.ends, border))
-        for end in self.stock.ends[max(0, at - 1) : at + 1].tolist():
-            more = end - border
-            error = abs(more) * (rate - int(self.stock.rate[at - 1]))
-            if at and least <= tokens + more <= most and error <= self.slack:
-                return tokens + more
-        return tokens
+    def _hold(self, first: int, stop: int) -> None:
+        """Take all of some items."""
+        stock = self.stock
+        self.parts.append(stock.left[:, first:stop])
+        self.tokens -= int(stock.ends[stop] - stock.ends[first])
+        self.work -= int(stock.sums[stop] - stock.sums[first])
+        self.stock = stock.without(first, stop)
 
-    def _take_last(self) -> None:
+    def _hold_last(self) -> None:
         """Fill up with the shortest documents."""
         if not self.tokens:
             return
         ends = self.stock.ends
-        self._take_all(int(np.searchsorted(ends, ends[-1] - self.tokens)), len(ends) - 1)
+        self._hold(int(ends.searchsorted(ends[-1] - self.tokens)), len(ends) - 1)
         if tokens := self.tokens:
-            number = len(self.stock.item) - 1
-            item, length, rate, _ = self.stock.left[:, number].tolist()
-            self.stock = self.stock.without(number, number + 1)
-            self._hold(item, tokens, rate)
-            begun = _SHORT if length - tokens <= self.most_begun else 0
-            self.stock = self.stock.having(item, length - tokens, rate, begun)
-
-    def _take_all(self, first: int, stop: int) -> None:
-        """Take all of some items."""
-        for item, length, rate, _ in self.stock.left[:, first:stop].T.tolist():
-            self._hold(item, length, rate)
-        self.stock = self.stock.without(first, stop)
-
-    def _hold(self, item: int, tokens: int, rate: int) -> None:
-        if tokens:
-            self.shares.append((item, tokens, rate, 0))
-        self.tokens -= tokens
-        self.work -= tokens * rate
+            left = self.stock.left.copy()
+            part, rest = left[:, -1:].copy(), int(left[1, -1]) - tokens
+            part[1], left[1, -1] = tokens, rest
+            left[3, -1] = _SHORT if rest <= self.most_begun else 0
+            self.parts.append(part)
+            self.stock, self.tokens = _Stock(left), 0
 
 
 def _dealt(
     stock: _Stock, rows: Sequence[tuple[int, ...]], local: int
-) -> Iterator[tuple[int, _Stock]]:
+) -> Iterator[tuple[int, _Ints]]:
     """Give each rank what it holds: deal to a few groups of nodes, of those to nodes, to ranks."""
     if len(rows) == 1:
         if len(rows[0]) == 1:
-            yield rows[0][0], stock
+            yield rows[0][0], stock.left
             return
         rows = [(rank,) for rank in rows[0]]
     left = sum(map(len, rows))
     for group in batched(rows, -(-len(rows) // _PARTS)):
-        ranks = sum(map(len, group))
-        work = stock.work * ranks // left
-        slack = work // (_SLACK if ranks == 1 else 4 * _SLACK)
-        hand = _Hand(stock, ranks * local, work, slack)
-        hand.fill()
-        held = sorted(hand.shares, key=lambda share: (-share[2], share[0]))
-        yield from _dealt(_Stock(np.array(held).T), group, local)
-        stock, left = hand.stock, left - ranks
+        ranks, held = sum(map(len, group)), stock.left
+        if ranks < left:
+            work = stock.work * ranks // left
+            slack = work // (_SLACK if ranks == 1 else 4 * _SLACK)
+            hand = _Hand(stock, ranks * local, work, slack)
+            held, stock, left = hand.fill(), hand.stock, left - ranks
+        held = held[:, np.lexsort((held[0], -held[2]))]
+        held[3] = 0
+        yield from _dealt(_Stock(held), group, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +314,7 @@ class _Deal:
     """How many tokens of each item the ranks get."""
 
     items: _Items
-    shares: Mapping[int, dict[int, int]]  # of an item, by rank
+    shares: _Ints  # [item, tokens and rank, share]
     nodes: _Ints  # of each rank
     slack: int
 
@@ -325,61 +324,82 @@ class _Deal:
         items, rows = _Items.of(work, local // _FEW), by_node(nodes)
         order = np.argsort(-items.rate, kind="stable")
         stock = _Stock(np.stack([order, items.length[order], items.rate[order], 0 * order]))
-        shares: dict[int, dict[int, int]] = {item: {} for item in order.tolist()}
-        for rank, held in _dealt(stock, rows, local):
-            for item, tokens, *_ in held.left.T.tolist():
-                shares[item][rank] = tokens
+        shares = [
+            np.stack([*held[:2], np.full(held.shape[1], rank)])
+            for rank, held in _dealt(stock, rows, local)
+        ]
         number = {rank: number for number, row in enumerate(rows) for rank in row}
         node = np.array([number[rank] for rank in range(len(nodes))])
-        return cls(items, shares, node, stock.work // len(nodes) // _SLACK)
+        slack = stock.work // len(nodes) // _SLACK
+        return cls(items, np.concatenate(shares, axis=1), node, slack)
 
     def layout(self) -> Layout:
         """Choose the positions, those of long documents first."""
-        held: list[list[Interval]] = [[] for _ in self.nodes]
+        shares = self.shares[:, self.shares[1] > 0]
+        is_shared = np.bincount(shares[0])[shares[0]] > 1
+        item, tokens, rank = shares[:, ~is_shared]
+        alone = np.stack([rank, self.items.start[item], self.items.start[item] + tokens])
         sent = np.zeros(len(self.nodes), np.int64)  # by each rank, twice the rows: see `_users`
-        for item in self.shares:
-            for rank, interval in self._places(item, sent):
-                held[rank].append(interval)
-        return Layout(tuple(tuple(range(*rows) for rows in joined(some)) for some in held))
+        shared = shares[:, is_shared]
+        shared = shared[:, np.lexsort((shared[0], -self.items.rate[shared[0]]))]
+        each = groupby(shared.T.tolist(), key=itemgetter(0))
+        places = [place for item, some in each for place in self._places(item, [*some], sent)]
+        every = np.concatenate([alone, np.array(places, np.int64).reshape(-1, 3).T], axis=1)
+        return _laid_out(every, len(self.nodes))
 
-    def _places(self, item: int, sent: _Ints) -> Iterator[tuple[int, Interval]]:
-        """Who gets which positions of an item."""
+    def _places(
+        self, item: int, shares: Sequence[Sequence[int]], sent: _Ints
+    ) -> Iterator[tuple[int, int, int]]:
+        """Who gets which positions of an item: from the ends to the middle, or one by one."""
         front = start = int(self.items.start[item])
         back = stop = start + int(self.items.length[item])
-        ranks, from_both_ends = self._order(item, sent)
-        for rank in ranks:
-            taken = front - start + self.shares[item][rank] + stop - back
-            ends = front, start + taken, back, back
-            if from_both_ends:
-                ends = front, start + taken // 2, stop - taken + taken // 2, back
-            yield from (
-                (rank, Interval(*some)) for some in (ends[:2], ends[2:]) if some[0] < some[1]
-            )
-            front, back = ends[1:3]
+        tokens, ranks = np.array(shares).T[1:]
+        reach, less = int(self.items.reach[item]), int(tokens.min())
+        is_plain, order = reach == 0, range(len(ranks))
+        if reach and len(ranks) == 2 and less * min(int(tokens.max()), reach) <= self.slack:
+            is_plain, order = True, np.argsort(tokens, kind="stable").tolist()
+            sent[ranks[order[0]]] += 2 * less * int(self._users(ranks, tokens > 0)[order[0]])
+        elif reach:
+            order = self._inwards(ranks, tokens, sent)
+        for number in order:
+            taken = front - start + int(tokens[number]) + stop - back
+            after = start + (taken if is_plain else taken // 2)
+            yield int(ranks[number]), front, after
+            if not is_plain:
+                yield int(ranks[number]), stop - (taken - taken // 2), back
+                back = stop - (taken - taken // 2)
+            front = after
 
-    def _order(self, item: int, sent: _Ints) -> tuple[list[int], bool]:
-        """In which order ranks take their shares, and whether from the ends to the middle."""
-        ranks, tokens = (np.array([*some]) for some in zip(*self.shares[item].items(), strict=True))
-        every, reach = np.ones(len(ranks), bool), int(self.items.reach[item])
-        less = int(tokens.min())
-        if len(ranks) == 1 or reach == 0:
-            return ranks.tolist(), False
-        users = self._users(ranks, every)
-        if len(ranks) == 2 and less * min(int(tokens.max()), reach) <= self.slack:
-            first = int(tokens.argmin())  # the queries of the other see it
-            sent[ranks[first]] += 2 * less * users[first]
-            return [int(ranks[first]), int(ranks[1 - first])], False
-        outer, inwards = every, list[int]()
-        while outer.any():  # the one inside is seen by most, and is to be the least burdened
+    def _inwards(self, ranks: _Ints, tokens: _Ints, sent: _Ints) -> list[int]:
+        """In which order ranks take from the ends to the middle, so that none sends too much.
+
+        The one inside is seen by most, and is to be the least burdened.
+        """
+        outer, inside = np.ones(len(ranks), bool), list[int]()
+        users = self._users(ranks, outer)
+        while outer.any():
             costs = sent[ranks] + tokens * (users + self._users(ranks, outer))
             inner = int(np.where(outer, costs, np.iinfo(np.int64).max).argmin())
             sent[ranks[inner]] = costs[inner]
             outer[inner] = False
-            inwards.insert(0, int(ranks[inner]))
-        return inwards, True
+            inside.append(inner)
+        return inside[::-1]
 
     def _users(self, ranks: _Ints, others: NDArray[np.bool]) -> _Ints:
         """How many others each of some ranks sends to, one on another node for `_FAR`."""
         nodes = self.nodes[ranks]
         near = np.bincount(nodes[others], minlength=int(nodes.max()) + 1)[nodes]
         return _FAR * (int(others.sum()) - near) + near - 1
+
+
+def _laid_out(places: _Ints, ranks: int) -> Layout:
+    """Return the layout of these ranks and ranges, in order, neighbours joined."""
+    owner, start, stop = places[:, places[1] < places[2]]
+    order = np.lexsort((start, owner))
+    owner, start, stop = owner[order], start[order], stop[order]
+    first = np.r_[True, (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1])].nonzero()[0]
+    last = np.r_[first[1:], len(owner)] - 1
+    shards: list[list[range]] = [[] for _ in range(ranks)]
+    for rank, *ends in zip(owner[first].tolist(), start[first].tolist(), stop[last].tolist()):
+        shards[rank].append(range(*ends))
+    return Layout(tuple(map(tuple, shards)))
