@@ -14,6 +14,7 @@ takes what is farther inside sends more; that is to be one who sends little of o
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import batched, groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -57,9 +58,12 @@ def balanced(mask: Mask, tokens: int, nodes: Sequence[Hashable]) -> Balanced:
     """
     layout = zigzag(tokens, len(nodes))
     uneven = imbalance(layout, mask)
-    if uneven > BOUND:
-        dealt = _Deal.of(_Work.of(mask, tokens), layout.local_tokens, nodes).layout()
-        uneven, layout = min((imbalance(dealt, mask), dealt), (uneven, layout), key=itemgetter(0))
+    for is_exact in (False, True):  # cuts more documents, where whole ones are too large
+        if uneven > BOUND:
+            deal = _Deal.of(_Work.of(mask, tokens), tokens // len(nodes), nodes, is_exact=is_exact)
+            dealt = deal.layout()
+            found = (uneven, layout), (imbalance(dealt, mask), dealt)
+            uneven, layout = min(found, key=itemgetter(0))
     return Balanced(layout, tokens // sum(map(len, layout.shards)), uneven)
 
 
@@ -146,10 +150,28 @@ class _Stock:
     def __init__(self, left: _Ints) -> None:
         self.left = left
         self.item, self.length, self.rate, self.begun = left
-        self.ends, self.sums = np.zeros((2, len(self.item) + 1), np.int64)
-        self.length.cumsum(out=self.ends[1:])  # tokens before each, and all
-        (self.length * self.rate).cumsum(out=self.sums[1:])  # and their work
-        self.tokens, self.work = int(self.ends[-1]), int(self.sums[-1])
+
+    @cached_property
+    def ends(self) -> _Ints:
+        """The tokens before each item, and those of all."""
+        ends = np.zeros(len(self.item) + 1, np.int64)
+        self.length.cumsum(out=ends[1:])
+        return ends
+
+    @cached_property
+    def sums(self) -> _Ints:
+        """The work before each item, and that of all."""
+        sums = np.zeros(len(self.item) + 1, np.int64)
+        (self.length * self.rate).cumsum(out=sums[1:])
+        return sums
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def work(self) -> int:
+        return int(self.sums[-1])
 
     def without(self, first: int, stop: int) -> "_Stock":
         return _Stock(np.concatenate([self.left[:, :first], self.left[:, stop:]], axis=1))
@@ -213,8 +235,8 @@ class _Stock:
 class _Hand:
     """What some ranks get of the stock."""
 
-    def __init__(self, stock: _Stock, tokens: int, work: int, slack: int) -> None:
-        self.stock, self.slack = stock, slack
+    def __init__(self, stock: _Stock, tokens: int, work: int, slack: int, *, is_even: bool) -> None:
+        self.stock, self.slack, self.is_even = stock, slack, is_even
         self.tokens, self.work = tokens, work  # what they still are to have
         self.most_begun = tokens // 2
         self.parts: list[_Ints] = []  # of items, like what is left of them
@@ -230,11 +252,11 @@ class _Hand:
         if self.tokens and not has_long:
             self._take(0, is_shared=True)
         while self.tokens:
-            if run := self.stock.run(self.tokens, self.work, self.slack):
+            if self.slack and (run := self.stock.run(self.tokens, self.work, self.slack)):
                 self._hold(*run)
                 self._hold_last()
             else:
-                dense = self.stock.dense(self.tokens, self.work)
+                dense = self.stock.dense(self.tokens, self.work) if self.slack else 0
                 self._take(dense, is_shared=False)
         for rest in self.rests:
             self.stock = self.stock.having(rest)
@@ -245,7 +267,7 @@ class _Hand:
         item, length, rate, _ = self.stock.left[:, number].tolist()
         self.stock = self.stock.without(number, number + 1)
         tokens, least = self._most(length, rate), max(0, self.tokens - self.stock.tokens)
-        if is_shared and tokens:
+        if is_shared and self.is_even and tokens:
             tokens = max(least, -(-length // -(-length // tokens)))
         self.parts.append(np.array([[item], [tokens], [rate], [0]]))
         self.tokens -= tokens
@@ -253,7 +275,7 @@ class _Hand:
         if rest := length - tokens:
             begun = _LONG if is_shared and tokens else 0
             self.rests.append(np.array([[item], [rest], [rate], [begun]]))
-            if not is_shared:
+            if not (is_shared and self.is_even):
                 self._hold_last()
 
     def _most(self, length: int, rate: int) -> int:
@@ -288,7 +310,7 @@ class _Hand:
 
 
 def _dealt(
-    stock: _Stock, rows: Sequence[tuple[int, ...]], local: int
+    stock: _Stock, rows: Sequence[tuple[int, ...]], local: int, *, is_exact: bool
 ) -> Iterator[tuple[int, _Ints]]:
     """Give each rank what it holds: deal to a few groups of nodes, of those to nodes, to ranks."""
     if len(rows) == 1:
@@ -301,12 +323,13 @@ def _dealt(
         ranks, held = sum(map(len, group)), stock.left
         if ranks < left:
             work = stock.work * ranks // left
-            slack = work // (_SLACK if ranks == 1 else 4 * _SLACK)
-            hand = _Hand(stock, ranks * local, work, slack)
+            slack = 0 if is_exact else work // (_SLACK if ranks == 1 else 4 * _SLACK)
+            is_even = ranks > 1 and not is_exact
+            hand = _Hand(stock, ranks * local, work, slack, is_even=is_even)
             held, stock, left = hand.fill(), hand.stock, left - ranks
         held = held[:, np.lexsort((held[0], -held[2]))]
         held[3] = 0
-        yield from _dealt(_Stock(held), group, local)
+        yield from _dealt(_Stock(held), group, local, is_exact=is_exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +342,14 @@ class _Deal:
     slack: int
 
     @classmethod
-    def of(cls, work: _Work, local: int, nodes: Sequence[Hashable]) -> "_Deal":
+    def of(cls, work: _Work, local: int, nodes: Sequence[Hashable], *, is_exact: bool) -> "_Deal":
         """Deal to nodes, and what a node has to its ranks."""
         items, rows = _Items.of(work, local // _FEW), by_node(nodes)
         order = np.argsort(-items.rate, kind="stable")
         stock = _Stock(np.stack([order, items.length[order], items.rate[order], 0 * order]))
         shares = [
             np.stack([*held[:2], np.full(held.shape[1], rank)])
-            for rank, held in _dealt(stock, rows, local)
+            for rank, held in _dealt(stock, rows, local, is_exact=is_exact)
         ]
         number = {rank: number for number, row in enumerate(rows) for rank in row}
         node = np.array([number[rank] for rank in range(len(nodes))])
@@ -400,6 +423,8 @@ def _laid_out(places: _Ints, ranks: int) -> Layout:
     first = np.r_[True, (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1])].nonzero()[0]
     last = np.r_[first[1:], len(owner)] - 1
     shards: list[list[range]] = [[] for _ in range(ranks)]
-    for rank, *ends in zip(owner[first].tolist(), start[first].tolist(), stop[last].tolist()):
+    for rank, *ends in zip(
+        owner[first].tolist(), start[first].tolist(), stop[last].tolist(), strict=True
+    ):
         shards[rank].append(range(*ends))
     return Layout(tuple(map(tuple, shards)))
