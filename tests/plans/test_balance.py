@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +21,7 @@ from megatron_burst.plans.planning import choose
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import choose_grid
 from tests.plans.simulator import simulate
-from tests.tier import examples, is_thorough
+from tests.tier import examples
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 import balance as page  # noqa: E402
