@@ -190,7 +190,7 @@ class _Hand:
         begun = self.stock.left[3]
         has_long = bool((begun == _LONG).any())
         for number in begun.nonzero()[0][::-1].tolist():
-            if self.tokens:
+            if self.tokens and self._leaves_work(number):
                 self._take(number, is_shared=True)
         if self.tokens and not has_long:
             self._take(0, is_shared=True)
@@ -203,6 +203,13 @@ class _Hand:
         for rest in self.rests:
             self.stock = self.stock.having(rest)
         return np.concatenate(self.parts, axis=1)
+
+    def _leaves_work(self, number: int) -> bool:
+        """Whether the longest documents beside an item bring the work to the mean."""
+        length, rate = self.stock.left[1:3, number].tolist()
+        beside = max(0, self.tokens - length)
+        most = int(self.stock.of_first(np.array(beside))) + (self.tokens - beside) * rate
+        return most >= self.work - self.slack
 
     def _take(self, number: int, *, is_shared: bool) -> None:
         """Take an item, or what there is work for; is it shared, as much as the next will have."""
@@ -273,7 +280,7 @@ class _Deal:
     items: _Items
     shares: _Ints  # [item, tokens and rank, share]
     nodes: Sequence[int]  # of each rank
-    slack: int
+    slack: int  # how much more queries than keys may have, that ends need not be shared evenly
 
     @classmethod
     def of(cls, work: DocumentWork, nodes: Sequence[Hashable], *, is_exact: bool) -> "_Deal":
@@ -288,7 +295,7 @@ class _Deal:
         ]
         number = {rank: number for number, row in enumerate(rows) for rank in row}
         node = [number[rank] for rank in range(len(nodes))]
-        slack = stock.work // len(nodes) // _SLACK
+        slack = 0 if is_exact else stock.work // len(nodes) // _SLACK
         return cls(items, np.concatenate(shares, axis=1), node, slack)
 
     def layout(self) -> Layout:
