@@ -15,6 +15,7 @@ from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 from megatron_burst.transport.profiling import span
 
@@ -31,6 +32,7 @@ def ring_attention(
     soft_cap: float | None = None,
     sink: Tensor | None = None,
     latents: Latents | None = None,
+    layout: Layout | None = None,
     memory: AttentionMemory | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -48,6 +50,7 @@ def ring_attention(
     soft_cap: float | None = None,
     sink: Tensor | None = None,
     latents: Latents | None = None,
+    layout: Layout | None = None,
     memory: AttentionMemory | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -64,6 +67,7 @@ def ring_attention(
     soft_cap: float | None = None,
     sink: Tensor | None = None,
     latents: Latents | None = None,
+    layout: Layout | None = None,
     memory: AttentionMemory | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -100,6 +104,8 @@ def ring_attention(
         latents: what k and v were made of by autograd, in multi-latent attention. They travel
             where `BurstConfig.mla` says so: then the gradients that k and v get are those of this
             rank's tiles alone, and those of the other ranks' come by the latents.
+        layout: which tokens each rank holds; None is the configuration's layout. It may change with
+            every micro-batch; then `context.shard` above is that of this layout.
         memory: for a call that runs twice, as in a checkpointed layer. Into an empty one the call
             puts the results of the late rows; with a full one it takes them out and computes only
             the early rows, its messages cut to what those need.
@@ -121,7 +127,7 @@ def ring_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         shape = None if latents is None else latents.shape(k, v)
-        call = context.prepare(q, k, v, mask, scale, soft_cap, memory, shape)
+        call = context.prepare(q, k, v, mask, scale, soft_cap, memory, shape, layout)
         made_of = latents if call.sends_latents else None
         tensors = (None, None) if made_of is None else made_of.differentiable
         add = None if made_of is None else made_of.add_weight_gradient
@@ -133,7 +139,7 @@ def ring_attention(
     if context.heads.size == 1:
         out, lse = attend(q, k, v, sink)
         return (out, lse) if return_lse else out
-    exchange = context.exchange(q.shape[1])
+    exchange = context.exchange(q.shape[1], layout)
     copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))

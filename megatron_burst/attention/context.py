@@ -2,38 +2,39 @@
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.head_exchange import HeadExchange
+from megatron_burst.attention.log import Means, log_choice, log_wait
+from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
     Kernel,
-    Request,
     TileCall,
     check_kernel_name,
-    passed_over,
     select_kernel,
 )
-from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan, Tile
-from megatron_burst.plans.planning import Choice, choose, make_layout, mib
+from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
 
@@ -53,59 +54,16 @@ class AttentionCall:
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
+    forward_calls: DeviceCalls = field(kw_only=True)
+    backward_calls: DeviceCalls = field(kw_only=True)
 
-    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
-        """Cut the tile's rows out of the blocks that it reads."""
-        queries, keys = tile.query_slice.rows, tile.key_slice.rows
-        tensors = q[:, queries], k[:, keys], v[:, keys]
-        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
+    def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Take the rows of a kernel call out of the blocks that it reads."""
+        (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
+        return TileCall(q, k, v, some.band, self.scale, self.soft_cap, some.packing)
 
 
-class _Asked(NamedTuple):
-    """What decides the plans and the kernel of a call: of its tensors, all but their values."""
-
-    q: torch.Size  # [batch, local tokens, query heads, dk]
-    k: torch.Size  # [batch, local tokens, kv heads, dk]
-    v: torch.Size  # [batch, local tokens, kv heads, dv]
-    dtype: torch.dtype
-    device: torch.device
-    mask: Mask
-    soft_cap: float | None
-    latents: LatentShape | None
-    is_deterministic: bool  # some kernels are not
-
-    def __str__(self) -> str:
-        said = f"q {tuple(self.q)} {self.dtype}, k {tuple(self.k)}, v {tuple(self.v)}, {self.mask}"
-        said += f", latents of {self.latents.size}" if self.latents else ""
-        return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
-
-    def shape(self, sent_as: GradDtype) -> Shape:
-        wide = accumulation_dtype(self.dtype)
-        sums_as = self.dtype if sent_as is GradDtype.MODEL else wide
-        return Shape(
-            tokens=self.q[0] * self.q[1],
-            query_heads=self.q[2],
-            kv_heads=self.k[2],
-            head_dim=self.k[3],
-            value_head_dim=self.v[3],
-            element_bytes=self.dtype.itemsize,
-            gradient_bytes=sums_as.itemsize,
-            row_bytes=wide.itemsize,
-            sends_raw=sent_as is GradDtype.AUTO,
-        )
-
-    def request(self, *, is_banded: bool) -> Request:
-        return Request(
-            device=self.device,
-            dtype=self.dtype,
-            query_heads=self.q[2],
-            kv_heads=self.k[2],
-            head_dim=self.k[3],
-            value_head_dim=self.v[3],
-            is_banded=is_banded,
-            soft_cap=self.soft_cap,
-            has_documents=self.mask.documents is not None,
-        )
+type Plans = dict[Asked, AttentionCall]
 
 
 class BurstContext:
@@ -136,10 +94,12 @@ class BurstContext:
         self._agreement = agreement  # None: nobody to agree with
         self._memory_limit = memory_limit  # bytes; see `choose`
         self._number = 0  # of calls
-        self._calls: dict[_Asked, AttentionCall] = {}
+        self._calls: dict[Asked, AttentionCall] = {}
         self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
-        self._exchanges: dict[int, HeadExchange] = {}
+        self._exchanges: dict[int | Layout, HeadExchange] = {}
+        self._kinds: dict[tuple[Asked, float | None], None] = {}  # of calls with documents
         self._logged: set[Hashable] = set()
+        self.means = Means()
 
     @classmethod
     def create(
@@ -254,6 +214,7 @@ class BurstContext:
         soft_cap: float | None = None,
         memory: AttentionMemory | None = None,
         latents: LatentShape | None = None,
+        layout: Layout | None = None,
     ) -> AttentionCall:
         """Choose the kernel and the plans for these tensors; see `ring_attention`.
 
@@ -262,73 +223,134 @@ class BurstContext:
         self._number += 1
         tensors = q.shape, k.shape, v.shape, q.dtype, q.device
         deterministic = torch.are_deterministic_algorithms_enabled()
-        asked = _Asked(*tensors, mask, soft_cap, latents, deterministic)
+        asked = Asked(*tensors, mask, soft_cap, latents, layout, deterministic)
         key = asked, scale, memory and (memory.fraction, memory.saved is not None)
         if (call := self._ready.pop(key, None)) is None:
             call = self._prepare(asked, scale, memory)
         _keep(self._ready, key, call)
         return call
 
-    def exchange(self, local_tokens: int) -> HeadExchange:
-        """Return the all-to-all of this rank's group, made once for sequences of one length."""
-        if local_tokens not in self._exchanges:
+    def plan_ahead(
+        self, tokens: int, mask_of: Callable[[Mask], Mask], layout: Layout | None
+    ) -> Plans:
+        """Plan for other documents what calls with documents have asked for so far.
+
+        For `adopt`. Nothing changes here, so a thread may plan while another one attends.
+
+        Args:
+            tokens: of the sequence; what was asked of other lengths is left out.
+            mask_of: returns a mask with these documents, and the causality and window of another.
+            layout: of the tokens; None is the configuration's.
+        """
+        plans: Plans = {}
+        for kind, fraction in tuple(self._kinds):
+            if kind.q[1] * self.grid.ranks == tokens:
+                whole = kind._replace(mask=mask_of(kind.mask), layout=layout)
+                for asked in (whole, self._early(whole, fraction)):
+                    plans[asked] = plans.get(asked) or self._plan(asked)
+        return plans
+
+    def adopt(self, plans: Plans) -> None:
+        """Take over what was planned ahead."""
+        for asked, call in plans.items():
+            _keep(self._calls, asked, call)
+
+    def exchange(self, local_tokens: int, layout: Layout | None = None) -> HeadExchange:
+        """Return the all-to-all of this rank's group, made once for a length or a layout."""
+        key = layout or local_tokens
+        if (exchange := self._exchanges.pop(key, None)) is None:
             group, index = self.heads.coordinates(self.rank)
-            layout = self.layout(local_tokens * self.ranks)
+            layout = self._layout(local_tokens * self.ranks, layout)
             members = self.heads.member_layout(layout, group)
             messenger = self.communicator.subgroup(self.heads.groups[group])
-            self._exchanges[local_tokens] = HeadExchange(index, members, messenger)
-        return self._exchanges[local_tokens]
+            exchange = HeadExchange(index, members, messenger)
+        _keep(self._exchanges, key, exchange)
+        return exchange
 
-    def _prepare(
-        self, asked: _Asked, scale: float, memory: AttentionMemory | None
-    ) -> AttentionCall:
-        call = replace(self._call(asked), scale=scale)
+    def _layout(self, tokens: int, given: Layout | None) -> Layout:
+        layout = given or self.layout(tokens)
+        if (layout.tokens, layout.ranks) != (tokens, self.ranks):
+            raise ValueError(
+                f"the layout is of {layout.tokens} tokens on {layout.ranks} ranks, but q has "
+                f"{tokens} on {self.ranks}"
+            )
+        return layout
+
+    def _prepare(self, asked: Asked, scale: float, memory: AttentionMemory | None) -> AttentionCall:
+        second = None if memory is None or memory.saved is None else memory.fraction
+        if asked.mask.documents is not None:
+            _keep(self._kinds, (asked.kind, second), None)
+        whole, early = self._call(asked), self._call(self._early(asked, second))
+        plan, calls = early.forward_plan, early.forward_calls
+        call = replace(whole, forward_plan=plan, forward_calls=calls, scale=scale)
         if memory is None:
             return call
-        layout = self.layout(asked.q[1] * self.grid.ranks)
+        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
-        if memory.saved is not None and stop != layout.tokens:
-            early = self._call(asked._replace(mask=replace(asked.mask, query_stop=stop)))
-            call = replace(call, forward_plan=early.forward_plan)
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
 
-    def _call(self, asked: _Asked) -> AttentionCall:
+    def _early(self, asked: Asked, fraction: float | None) -> Asked:
+        """Return what the forward of a second pass needs; `fraction` is None in any other."""
+        if fraction is None:
+            return asked
+        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
+        stop = boundary(layout, fraction)
+        if stop == layout.tokens:
+            return asked
+        return asked._replace(mask=replace(asked.mask, query_stop=stop))
+
+    def _call(self, asked: Asked) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
 
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        call = self._calls.pop(asked, None)
-        if call is None:
-            if self._agreement is not None:
-                said = f"call {self._number} of {asked}"
-                limit, what = self.config.timeout_seconds, "the shapes or the mask"
-                check_agreement(self._agreement, what, said, limit, f"attention {said}")
-            call = self._plan(asked)
+        if (call := self._calls.pop(asked, None)) is None:
+            with span("wait for the plan"):
+                call = self._plan_now(asked)
         _keep(self._calls, asked, call)
         return call
 
-    def _plan(self, asked: _Asked) -> AttentionCall:
-        layout, mask = self.layout(asked.q[1] * self.grid.ranks), asked.mask
+    def _plan_now(self, asked: Asked) -> AttentionCall:
+        begun = time.perf_counter()
+        if self._agreement is not None:
+            said = f"call {self._number} of {asked}"
+            limit, what = self.config.timeout_seconds, "the shapes or the mask"
+            check_agreement(self._agreement, what, said, limit, f"attention {said}")
+        call = self._plan(asked)
+        # What is asked for the first time has to be waited for, but not other documents.
+        is_new = asked.mask.documents is None or self.is_news((asked.kind, asked.mask.query_stop))
+        if not is_new and not self.rank and self.is_news("a wait"):
+            log_wait(time.perf_counter() - begun)
+        return call
+
+    def _plan(self, asked: Asked) -> AttentionCall:
+        layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
         sent_as = self.config.grad_dtype
         choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
+        if mask.query_stop is None:
+            self.means.add(mask, choice.forward[0].schedule.imbalance)
         sends_raw = shape.sends_raw and not choice.backward[0].schedule.sums_on_the_way
         wire_dtype = asked.dtype if sends_raw or sent_as is GradDtype.MODEL else None
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
-        if self.is_news((shape, replace(mask, documents=mask.documents and (0,)))):
-            self._log(kernel, request, f"{choice}{instead}", shape)
+        if self.is_news((shape, replace(mask, documents=mask.documents and (0,), padding=()))):
+            said = f"{choice}{instead}"
+            log_choice(self.config, self.heads.size, self.grid, kernel, request, said, shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
-        scale = 1.0  # `prepare` puts in each call's own
+        scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
+        forward, backward = (device_calls(plan, asked.q[0], asked.device) for plan in plans)
         return AttentionCall(
-            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, asked.soft_cap),
+            *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,
+            forward_calls=forward,
+            backward_calls=backward,
         )
 
     def _choose(
@@ -348,33 +370,12 @@ class BurstContext:
         with_latents = replace(shape, latents=latents, sends_raw=False)  # gradients by a product
         return choose_keys(choose_for, shape, with_latents, self.config.mla)
 
-    def _log(self, kernel: Kernel, request: Request, choice: str, shape: Shape) -> None:
-        reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
-        spread = exchanged = ""
-        if self.heads.size > 1:
-            spread = f"heads over {self.heads.size} ranks, "
-            size = mib(shape.exchange_bytes(self.heads.size))
-            exchanged = (
-                f"; the all-to-all over the heads sends {size} a rank forward and backward each"
-            )
-        logger.info(
-            "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
-            self.config.algorithm,
-            self.ranks,
-            self.config.layout,
-            spread,
-            self.grid,
-            f"{kernel.name} ({reasons})" if reasons else kernel.name,
-            choice,
-            exchanged,
-        )
 
-
-def _keep[Key: Hashable](calls: dict[Key, AttentionCall], key: Key, call: AttentionCall) -> None:
-    """Put a call last, and forget the first: with documents every batch has its own mask."""
-    calls[key] = call
-    if len(calls) > _CALLS_KEPT:
-        del calls[next(iter(calls))]
+def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Put a value last, and forget the first: with documents every batch has its own mask."""
+    kept[key] = value
+    if len(kept) > _CALLS_KEPT:
+        del kept[next(iter(kept))]
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

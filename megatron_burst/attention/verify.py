@@ -20,6 +20,7 @@ from megatron_burst.attention.dense import (
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.verify_latents import LatentGradients
 from megatron_burst.config import GradDtype, LayoutName
+from megatron_burst.plans.layout import Layout
 from megatron_burst.transport.comm import gather_objects
 
 _STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
@@ -69,6 +70,7 @@ def attend_beside_reference(
     *,
     sink: Tensor | None = None,
     latents: Latents | None = None,
+    layout: Layout | None = None,
     **more: Any,
 ) -> Tensor:
     """Call `attend`, a `ring_attention`, and compare its results and later its gradients.
@@ -77,7 +79,7 @@ def attend_beside_reference(
     v, the sink and the latents, the context and `more`; `take` what was found, after the forward
     and, with True, after the backward.
     """
-    spread = spread_of(context, q.shape[1] * context.ranks)
+    spread = spread_of(context, q.shape[1] * context.ranks, layout)
     margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
     if context.config.grad_dtype is GradDtype.MODEL:
         margin += context.ranks**0.5
@@ -90,9 +92,9 @@ def attend_beside_reference(
         views["dlatent"] = latents.latent.view_as(latents.latent)
         latents = replace(latents, latent=views["dlatent"])
     inputs = {n: x for n, x in views.items() if x.requires_grad and torch.is_grad_enabled()}
-    made_of = {} if latents is None else {"latents": latents}
+    more |= {} if latents is None else {"latents": latents}
     sink = sinks[0] if sinks else None
-    out, lse = attend(q, k, v, context, sink=sink, return_lse=True, **made_of, **more)
+    out, lse = attend(q, k, v, context, sink=sink, layout=layout, return_lse=True, **more)
     found = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
     take(False, compare(reference.expect(), found, spread.own))
     douts: list[Tensor] = []
@@ -113,15 +115,16 @@ def attend_beside_reference(
     return out
 
 
-def spread_of(context: BurstContext, tokens: int) -> Spread:
+def spread_of(context: BurstContext, tokens: int, layout: Layout | None = None) -> Spread:
     """Return which rank holds what: in Megatron's own zigzag, or where tokens move, in our layout.
 
     The first does not come from our layout, so that a wrong one is found. In the second case any
     order is right if tokens follow it, which position ids show.
     """
-    if context.config.layout is LayoutName.ZIGZAG or context.ranks == 1:
+    is_zigzag = layout is None and context.config.layout is LayoutName.ZIGZAG
+    if is_zigzag or context.ranks == 1:
         return Spread(megatrons_positions(tokens, context.ranks), context.group)
-    layout = context.layout(tokens)
+    layout = layout or context.layout(tokens)
     return Spread([layout.positions(rank) for rank in range(context.ranks)], context.group)
 
 

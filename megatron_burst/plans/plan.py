@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_burst.plans.layout import Interval
@@ -102,7 +103,7 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One kernel call: rows of one rank's queries against rows of one rank's keys.
+    """Rows of one rank's queries against rows of one rank's keys: a kernel call, or part of one.
 
     Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
     counted in the whole of what the owner has. Where only a part of it comes, the part is named,
@@ -277,7 +278,11 @@ def _last_uses(
     for number in order:
         arrivals[hops[number].item].append(number)
     last = {number: hops[number].lands for number in order}
-    blocks = {(step, item) for step in tiles for tile in tiles[step] for item in tile.blocks}
+    reads = attrgetter("query_owner", "key_owner", "query_part", "key_part")
+    some = {
+        (step, reads(tile)): tile for step in tiles for tile in tiles[step]
+    }  # of like tiles one
+    blocks = {(step, item) for (step, _), tile in some.items() for item in tile.blocks}
     uses = [(step, step, item) for step, item in blocks]
     uses += [(hop.leaves, hop.lands, hop.item) for hop in hops if hop.source == rank]
     handed_on: dict[Item, int] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.planning import make_layout
@@ -41,6 +42,11 @@ class Case:
     seed: int = 0
     soft_cap: float | None = None
     has_sink: bool = False
+    layout: Layout | None = None  # given with the call; None: the configuration's
+
+    def layout_of(self, ranks: int) -> Layout:
+        own = make_layout(BurstConfig(**self.config), 2 * ranks * self.chunk, ranks)
+        return self.layout or own
 
     def inputs(self, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the whole q, k, v and dout."""
@@ -113,16 +119,16 @@ def answer(
         if str(case.config) not in contexts:
             contexts[str(case.config)] = make_context(team, BurstConfig(**case.config))
         context = contexts[str(case.config)]
-        q, k, v, dout = (context.shard(x, dim=1).to(device) for x in case.inputs(context.ranks))
+        layout, whole = case.layout_of(context.ranks), case.inputs(context.ranks)
+        q, k, v, dout = (layout.shard(x, context.rank, dim=1).to(device) for x in whole)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         sink = case.sink()
         if sink is not None:
             sink = sink.to(device).requires_grad_()
         sent = context.communicator.bytes_by_channel
         before = sent.copy()
-        out, lse = ring_attention(
-            q, k, v, context, mask=case.mask, soft_cap=case.soft_cap, sink=sink, return_lse=True
-        )
+        more = {"soft_cap": case.soft_cap, "sink": sink, "layout": case.layout}
+        out, lse = ring_attention(q, k, v, context, mask=case.mask, return_lse=True, **more)
         between = sent.copy()
         out.backward(dout)
         assert q.grad is not None and k.grad is not None and v.grad is not None
@@ -169,8 +175,7 @@ def put_together(cases: Sequence[Case], by_rank: Sequence[Sequence[Reply]]) -> l
 
 
 def _join(case: Case, replies: Sequence[Reply]) -> oracle.Result:
-    ranks = len(replies)
-    layout = make_layout(BurstConfig(**case.config), 2 * ranks * case.chunk, ranks)
+    layout = case.layout_of(len(replies))
     out, lse, dq, dk, dv = (
         layout.unshard([reply.results[i] for reply in replies], dim=1) for i in range(5)
     )
@@ -184,7 +189,7 @@ def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_burst.attention.context")
+    logger = logging.getLogger("megatron_burst.attention")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield lines

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.layout import contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.planning import make_layout
 from tests.workers import Team, WorkerPool
 
@@ -96,9 +96,9 @@ class Context:
         self.config, self.ranks, self.rank = config, ranks, rank
         self.group, self.asked = None, 0
 
-    def positions(self, tokens: int) -> Tensor:
+    def layout(self, tokens: int) -> Layout:
         self.asked += 1
-        return make_layout(self.config, tokens, self.ranks).positions(self.rank)
+        return make_layout(self.config, tokens, self.ranks)
 
 
 def test_positions_start_again_in_every_document() -> None:

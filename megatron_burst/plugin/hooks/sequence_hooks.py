@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
@@ -33,10 +35,18 @@ class SequenceHooks:
     hands the layers the micro-batch's documents, moves what the stage has per token to the layout
     of the configuration, and moves the losses back, so that loss masks and whatever is outside
     stay Megatron's.
+
+    Args:
+        shared: what the layers of the model share.
+        ahead: is told when a forward is done.
+        documents_apart: whether the ranks hold each document in a zigzag of its own also where
+            `packed_seq_params` does not say how it is padded, as with --sft.
     """
 
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
+    def __init__(
+        self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
+    ) -> None:
+        self._shared, self._ahead, self._apart = shared, ahead, documents_apart
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -50,9 +60,11 @@ class SequenceHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             _check_mtp(model.config, context.ranks)
             replace_rotary(model, Positions(context))
-            hooks = _StageHooks(model, context)
+            hooks = _StageHooks(model, context, self._ahead, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
+            if self._ahead is not None:
+                model.register_forward_hook(hooks.begin_the_next)
         self._shared.tokens_follow_layout = True
         return models
 
@@ -112,13 +124,27 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
 class _StageHooks:
     """The two hooks of one pipeline stage."""
 
-    def __init__(self, model: LanguageModel, context: BurstContext) -> None:
-        self._group = context.group
+    def __init__(
+        self,
+        model: LanguageModel,
+        context: BurstContext,
+        ahead: Ahead | None = None,
+        *,
+        documents_apart: bool = False,
+    ) -> None:
+        self._group, self._ahead, self._apart = context.group, ahead, documents_apart
         moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
         self._exchange = LayoutExchange(context) if moves else None
         config = model.config
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
+
+    def read(self, packed: PackedSeqParams) -> Documents:
+        """Make of what says where a micro-batch's documents are what its layers need to know.
+
+        Everything but plans: `Ahead` makes those of it, and calls this in a thread.
+        """
+        return read_documents(packed, self._group, self._ranks_of_a_sequence, apart=self._apart)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,8 +153,8 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = read_documents(
-                packed, self._group, self._ranks_of_a_sequence
+            given["packed_seq_params"] = (
+                self._ahead.take(packed, self.read) if self._ahead else self.read(packed)
             )
             _flatten_input(model.decoder)
         if self._exchange is not None:
@@ -146,6 +172,11 @@ class _StageHooks:
             return output if self._exchange is None else self._losses_back(output, kwargs)
         documents = kwargs.get("packed_seq_params")
         return output if documents is None else _unflatten_output(output, documents)
+
+    def begin_the_next(self, *_: object) -> None:
+        """The device has a forward to run: prepare what comes after it."""
+        if self._ahead is not None:
+            self._ahead.begin(self.read)
 
     def _losses_back(self, losses: Tensor, kwargs: dict[str, Any]) -> Tensor:
         assert self._exchange is not None

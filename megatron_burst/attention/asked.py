@@ -1,0 +1,69 @@
+"""What decides the plans and the kernel of an attention call."""
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_burst.config import GradDtype
+from megatron_burst.kernels import Request
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.cost import LatentShape, Shape
+from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.mask import Mask
+
+
+class Asked(NamedTuple):
+    """All of a call but the values of its tensors, its scale and its memory."""
+
+    q: torch.Size  # [batch, local tokens, query heads, dk]
+    k: torch.Size  # [batch, local tokens, kv heads, dk]
+    v: torch.Size  # [batch, local tokens, kv heads, dv]
+    dtype: torch.dtype
+    device: torch.device
+    mask: Mask
+    soft_cap: float | None
+    latents: LatentShape | None
+    layout: Layout | None  # of the tokens; None: the configuration's
+    is_deterministic: bool  # some kernels are not
+
+    def __str__(self) -> str:
+        said = f"q {tuple(self.q)} {self.dtype}, k {tuple(self.k)}, v {tuple(self.v)}, {self.mask}"
+        said += f", latents of {self.latents.size}" if self.latents else ""
+        said += f", layout {hash(self.layout):x}" if self.layout else ""
+        return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
+
+    @property
+    def kind(self) -> "Asked":
+        """What it has in common with calls on other documents."""
+        mask = Mask(self.mask.is_causal, self.mask.window)
+        return self._replace(mask=mask, layout=None)
+
+    def shape(self, sent_as: GradDtype) -> Shape:
+        """Return what decides the bytes that are sent."""
+        wide = accumulation_dtype(self.dtype)
+        sums_as = self.dtype if sent_as is GradDtype.MODEL else wide
+        return Shape(
+            tokens=self.q[0] * self.q[1],
+            query_heads=self.q[2],
+            kv_heads=self.k[2],
+            head_dim=self.k[3],
+            value_head_dim=self.v[3],
+            element_bytes=self.dtype.itemsize,
+            gradient_bytes=sums_as.itemsize,
+            row_bytes=wide.itemsize,
+            sends_raw=sent_as is GradDtype.AUTO,
+        )
+
+    def request(self, *, is_banded: bool) -> Request:
+        """Return what a kernel is asked to serve."""
+        return Request(
+            device=self.device,
+            dtype=self.dtype,
+            query_heads=self.q[2],
+            kv_heads=self.k[2],
+            head_dim=self.k[3],
+            value_head_dim=self.v[3],
+            is_banded=is_banded,
+            soft_cap=self.soft_cap,
+            has_documents=self.mask.documents is not None,
+        )
