@@ -85,7 +85,8 @@ def test_any_documents(lengths: list[int], nodes: str, causal: bool, window: int
         assert found <= BOUND
 
 
-# Bytes between nodes over those under zigzag; more where a document has more work than a node.
+# Bytes between nodes of 16k tokens a rank over those under zigzag: more where a document has more
+# work than a node.
 MOST = {"mean 1k": 1, "mean 2k": 1, "mean 8k": 1, "mean 30k": 1.3, "lognormal": 1.25}
 FAST = ((2**20, 8), (2**20, 64))
 SIZES = [(tokens, ranks) for tokens in page.TOKENS for ranks in page.RANKS]
@@ -101,7 +102,7 @@ def test_work_is_even_and_documents_that_fit_a_node_hardly_leave_it(
 ) -> None:
     row = page.row(lengths, tokens, ranks)
     assert float(row["balanced"]) <= BOUND < float(row["zigzag"])
-    for heads in page.HEADS:
+    for heads in page.HEADS if (tokens, ranks) in FAST else ():
         assert float(row[f"8 a node {heads}"]) <= MOST[lengths], row
 
 
