@@ -96,9 +96,10 @@ def traffic(
     sent, through_nic = np.zeros(ranks), np.zeros(ranks)
     for some in messages:
         sources, targets, size, *_ = some.loads(sizes, local_tokens, summed=True)
-        leaves = node[sources] != node[targets]
-        sent += np.bincount(sources.ravel(), size.ravel(), ranks)
-        through_nic += np.bincount(sources.ravel(), (size * leaves).ravel(), ranks)
+        goes = size.nonzero()  # of few pairs of ranks under a sparse mask
+        source, size = sources[goes], size[goes]
+        sent += np.bincount(source, size, ranks)
+        through_nic += np.bincount(source, size * (node[source] != node[targets[goes]]), ranks)
     return Traffic(int(sent.max()), int(through_nic.max()))
 
 
