@@ -1,5 +1,6 @@
 """The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,11 +20,15 @@ class Documents(PackedSeqParams):
 
     bounds: tuple[int, ...] = ()  # of each document, and last where the sequence ends
     samples: int = 1  # how many of the data set's samples the sequence is made of
-    layout: Layout | None = None  # of this micro-batch; None: that of the configuration
+    brought: Layout | None = None  # in which the caller holds the tokens; None: zigzag of them all
+    layout: Layout | None = None  # in which attention runs; None: that of the configuration
 
 
 def read_documents(
-    packed: PackedSeqParams, group: dist.ProcessGroup | None, ranks_of_a_sequence: int
+    packed: PackedSeqParams,
+    group: dist.ProcessGroup | None,
+    ranks_of_a_sequence: int,
+    layout_of: Callable[[tuple[int, ...]], Layout | None] = lambda _: None,
 ) -> Documents:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
 
@@ -31,6 +36,7 @@ def read_documents(
         packed: with the boundaries in the whole sequence, as all ranks have them.
         group: the context-parallel group of our attention; None is this rank alone.
         ranks_of_a_sequence: over how many ranks the rows of an expert layer are spread.
+        layout_of: says by their bounds which tokens the ranks hold; see `Layouts`.
 
     Raises:
         ValueError: samples of different lengths, documents padded to a multiple of the ranks, or
@@ -62,6 +68,7 @@ def read_documents(
         tokens_per_sample=packed.tokens_per_sample if ranks_of_a_sequence == 1 else None,
         bounds=bounds,
         samples=samples,
+        layout=layout_of(bounds),
     )
 
 
