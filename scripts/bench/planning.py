@@ -8,20 +8,24 @@ CPU time of one thread, of which the counting loop beside it says how fast the m
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from harness import Clock, Flags, Row, origin, publish, spread, table, wait_until_quiet
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.planning import choose, make_layout
+from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.planning import choose
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 
 A_NODE, CALLS, COUNTED = 8, 10_000, 20_000_000
 # Ranks, tokens of a rank, documents.
 CASES = ((64, 16384, 1), (64, 16384, 500), (512, 8192, 4000), (1024, 1024, 1))
+DEALT = ((64, 16384, 1000), (512, 8192, 4000))
 
 
 def mask(tokens: int, documents: int) -> Mask:
@@ -29,14 +33,32 @@ def mask(tokens: int, documents: int) -> Mask:
     return Mask.causal(documents=[0, *borders, tokens] if documents > 1 else None)
 
 
-def plan(ranks: int, local: int, documents: int) -> None:
+def nodes_of(ranks: int) -> list[int]:
+    return [rank // A_NODE for rank in range(ranks)]
+
+
+def plan(layout: Layout, seen: Mask) -> None:
     """Plan as a rank does: choose the schedules of all, then make one's own plans."""
+    ranks, local = layout.ranks, layout.local_tokens
     rows = tuple(tuple(range(i, i + A_NODE)) for i in range(0, ranks, A_NODE))
-    tiling = Tiling(
-        make_layout(BurstConfig(), ranks * local, ranks), mask(ranks * local, documents)
-    )
-    nodes, shape = [rank // A_NODE for rank in range(ranks)], Shape(local, 32, 8, 128, 128, 2, 4)
-    choose(BurstConfig(), tiling, Grid(rows), shape, nodes).plans(ranks // 2)
+    tiling, shape = Tiling(layout, seen), Shape(local, 32, 8, 128, 128, 2, 4)
+    choose(BurstConfig(), tiling, Grid(rows), shape, nodes_of(ranks)).plans(ranks // 2)
+
+
+def plans() -> Iterator[tuple[str, Callable[[], object]]]:
+    name = "{} ranks, {} tokens each, {} document(s)"
+    for case in CASES:
+        ranks, local, documents = case
+        seen, tokens = mask(ranks * local, documents), ranks * local
+        yield f"a plan of {name.format(*case)}", partial(plan, zigzag(tokens, ranks), seen)
+        if documents > 1:
+            layout = balanced(seen, tokens, nodes_of(ranks)).layout
+            yield f"a plan of {name.format(*case)}, balanced", partial(plan, layout, seen)
+    for case in DEALT:
+        ranks, local, documents = case
+        seen = mask(ranks * local, documents)
+        dealt = partial(balanced, seen, ranks * local, nodes_of(ranks))
+        yield f"the balanced layout of {name.format(*case)}", dealt
 
 
 def seen_before(documents: int) -> Callable[[], None]:
@@ -61,8 +83,8 @@ PAGE = """
 # Planning
 
 CPU time of one thread, median of {repetitions} and the least, in milliseconds; nodes of 8 ranks,
-causal, zigzag. A plan is the choice of the schedules and one rank's forward and backward. A layer
-that was seen before is one call of `prepare`, the mean of 10,000.
+causal, zigzag but where said. A plan is the choice of the schedules and one rank's forward and
+backward. A layer that was seen before is one call of `prepare`, the mean of 10,000.
 
 {body}
 """
@@ -72,9 +94,7 @@ def main() -> None:
     args, here = Flags(__doc__).read(), origin()
     wait_until_quiet(args.force)
     jobs: dict[str, tuple[Callable[[], object], int]] = {"counting to 20 million": (count, 1)}
-    for case in CASES:
-        name = "{} ranks, {} tokens each, {} document(s)".format(*case)
-        jobs[f"a plan of {name}"] = (lambda case=case: plan(*case), 1)
+    jobs |= {what: (run, 1) for what, run in plans()}
     for documents in (1, 4000):
         jobs[f"a layer seen before, {documents} document(s)"] = (seen_before(documents), CALLS)
     clock, rows = Clock("cpu", time.process_time), list[Row]()

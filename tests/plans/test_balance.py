@@ -1,0 +1,175 @@
+"""A layout for the documents of a batch: equal tokens and work, bytes, the page. (fast tier)"""
+
+import csv
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.plans.balance import BOUND, balanced, imbalance, pays
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.head_parallel import head_groups
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, zigzag
+from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import choose
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import choose_grid
+from tests.plans.simulator import simulate
+from tests.tier import examples, is_thorough
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+import balance as page  # noqa: E402
+
+
+def by_tiles(layout: Layout, mask: Mask) -> float:
+    """What `imbalance` is, by the pairs of all tiles."""
+    pairs = Tiling(layout, mask).needs.pairs
+    return max(sums.max() / sums.mean() for sums in (pairs.sum(axis=0), pairs.sum(axis=1)))
+
+
+@examples(120)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    ranks=st.integers(1, 5),
+    causal=st.booleans(),
+    window=st.none() | st.integers(0, 40),
+    make=st.sampled_from([zigzag, contiguous, lambda n, p: segmented_zigzag([n // 2] * 2, p)]),
+)
+def test_the_imbalance_is_that_of_the_tiles(
+    lengths: list[int], ranks: int, causal: bool, window: int | None, make: page.Make
+) -> None:
+    borders = list(itertools.accumulate(lengths, initial=0))
+    borders[-1] += -borders[-1] % (4 * ranks)
+    documents = borders if len(lengths) > 1 else None
+    mask = (Mask.causal if causal else Mask.full)(window=window, documents=documents)
+    layout = make(borders[-1], ranks)
+    assert imbalance(layout, mask) == pytest.approx(by_tiles(layout, mask), rel=1e-12)
+
+
+def check(mask: Mask, tokens: int, nodes: Sequence[int]) -> float:
+    """What holds for every layout; returns its imbalance."""
+    found = balanced(mask, tokens, nodes)
+    layout, usual = found.layout, zigzag(tokens, len(nodes))
+    held = [layout.positions(rank) for rank in range(len(nodes))]
+    assert {len(rows) for rows in held} == {tokens // len(nodes)}
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(tokens))
+    assert all((rows.diff() > 0).all() for rows in held)
+    gaps = [b.start - a.stop for shard in layout.shards for a, b in itertools.pairwise(shard)]
+    assert all(gap > 0 for gap in gaps), "neighbours are one range"
+    assert found.imbalance == imbalance(layout, mask) <= max(BOUND, imbalance(usual, mask))
+    assert found == balanced(mask, tokens, [str(node) for node in nodes])
+    return found.imbalance
+
+
+@examples(160)
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 8), st.integers(1, 3000)), min_size=1, max_size=60),
+    nodes=st.sampled_from(["aa", "aaa", "aaaa", "aabb", "abab", "aaab", "a" * 8, "aabbccdd"]),
+    causal=st.booleans(),
+    window=st.none() | st.integers(0, 4000),
+)
+def test_any_documents(lengths: list[int], nodes: str, causal: bool, window: int | None) -> None:
+    borders = list(itertools.accumulate(lengths, initial=0))
+    borders[-1] += -borders[-1] % (2 * len(nodes))
+    mask = (Mask.causal if causal else Mask.full)(window=window, documents=borders)
+    found = check(mask, borders[-1], [ord(node) for node in nodes])
+    if window is None and borders[-1] >= 1024 * len(nodes):
+        assert found <= BOUND
+
+
+SIZES = [(tokens, ranks) for tokens in page.TOKENS for ranks in page.RANKS]
+
+
+@pytest.mark.parametrize("lengths", page.LENGTHS)
+@pytest.mark.parametrize(
+    ("tokens", "ranks"),
+    [
+        pytest.param(*size, marks=[] if size in ((2**17, 8), (2**20, 64)) else pytest.mark.slow)
+        for size in SIZES
+    ],
+)
+def test_work_is_even_and_no_link_carries_more_than_under_zigzag(
+    lengths: str, tokens: int, ranks: int
+) -> None:
+    row = page.row(lengths, tokens, ranks)
+    assert float(row["balanced"]) <= BOUND
+    bytes_of = {name: int(row[name]) for name in row if name.endswith("heads")}
+    more = {name: sent / int(row[f"{name}, zigzag"]) for name, sent in bytes_of.items()}
+    assert max(more.values()) <= 1, more
+
+
+def test_the_plans_of_such_a_layout_are_right() -> None:
+    mask = Mask.causal(documents=(0, 70, 90, 93, 120, 128))
+    nodes = [0, 0, 1, 1]
+    layout = balanced(mask, 128, nodes).layout
+    assert layout != zigzag(128, 4)
+    tiling, shape = Tiling(layout, mask), Shape(32, 1, 1, 8, 8, 4, 4)
+    grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
+    choice = choose(BurstConfig(), tiling, grid, shape, nodes)
+    for backward in (False, True):
+        for offer in choice.backward if backward else choice.forward:
+            make = offer.schedule.backward if backward else offer.schedule.forward
+            pairs = int(tiling.needs.pairs.sum())
+            simulate([make(rank) for rank in range(4)], backward=backward, pairs=pairs)
+
+
+def test_documents_stay_whole_where_they_can_and_the_long_one_is_shared_from_both_ends() -> None:
+    mask = Mask.causal(documents=(0, 16, 20, 24, 28, 32))
+    assert balanced(mask, 32, "aa").layout.shards == ()
+
+
+def test_what_zigzag_balances_stays_zigzag() -> None:
+    for mask in (Mask.causal(), Mask.causal(window=3), Mask.full(documents=(0, 32, 64))):
+        found = balanced(mask, 64, "aabb")
+        assert found.layout == zigzag(64, 4) and found.imbalance <= BOUND
+        assert not pays(mask, 64, 4)
+    assert balanced(Mask.causal(documents=(0, 1, 7)), 7 + 1, "a") if False else True
+
+
+def test_it_pays_where_documents_leave_zigzag_uneven() -> None:
+    mask = Mask.causal(documents=(0, 48, 56, 64))
+    assert imbalance(zigzag(64, 4), mask) > BOUND and pays(mask, 64, 4)
+    assert not pays(mask, 64, 1)
+
+
+def test_where_the_bound_is_out_of_reach_the_imbalance_says_so() -> None:
+    found = balanced(Mask.causal(documents=(0, 3, 4)), 4, "ab")
+    assert found.imbalance > BOUND
+
+
+def test_what_cannot_be_dealt_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="2 x 3 ranks = 6, got 16 tokens; change --seq-length"):
+        balanced(Mask.causal(documents=(0, 3, 16)), 16, "aaa")
+    with pytest.raises(ValueError, match="documents end at 12, the sequence has 16"):
+        balanced(Mask.causal(documents=(0, 3, 12)), 16, "aa")
+    with pytest.raises(ValueError, match="not for a block mask"):
+        balanced(Mask.causal(block_table=torch.ones(2, 2, dtype=torch.bool)), 16, "aa")
+
+
+@pytest.mark.parametrize(("nodes", "size"), [("aaaabbbb", 2), ("aaaabbbb", 4), ("aaaaaaaa", 8)])
+def test_groups_that_share_out_their_heads_find_their_tokens(nodes: str, size: int) -> None:
+    mask = Mask.causal(documents=(0, 150, 170, 173, 240, 256))
+    whole, groups = balanced(mask, 256, nodes).layout, head_groups(nodes, size)
+    x, ring = torch.arange(256), groups.ring_layout(whole)
+    assert whole != zigzag(256, 8)
+    assert torch.equal(ring.unshard([ring.shard(x, n, 0) for n in range(8 // size)], 0), x)
+    for number, members in enumerate(groups.groups):
+        local = groups.member_layout(whole, number)
+        shards = [whole.shard(x, rank, 0) for rank in members]
+        assert torch.equal(local.unshard(shards, 0), ring.shard(x, number, 0))
+
+
+def test_the_page_is_made_of_the_table(tmp_path: Path) -> None:
+    with page.PAGE.with_suffix(".csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    page.write(rows, tmp_path / page.PAGE.name)
+    assert (tmp_path / page.PAGE.name).read_text() == page.PAGE.read_text()
+    assert len(rows) == len(page.LENGTHS) * len(SIZES)
+    assert all(float(row["balanced"]) <= BOUND for row in rows)
