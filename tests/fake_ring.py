@@ -63,6 +63,7 @@ def peaks(
     tokens: int = 1024,
     kv_heads: int = 4,
     topology: str = "",
+    kernel: Any = None,
 ) -> Peaks:
     """Count the middle rank's forward and backward in bfloat16, [1, tokens, 4 heads, 128]."""
     topology = topology or ("flat" if nodes == 1 else "double")
@@ -76,7 +77,7 @@ def peaks(
         communicator._watchdog = None  # nothing gets through
         context = BurstContext(config, dist.group.WORLD, grid, node_of, communicator)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-            patch.setattr(contexts, "select_kernel", lambda *_: EmptyKernel())
+            patch.setattr(contexts, "select_kernel", lambda *_: kernel or EmptyKernel())
             q, k, v = (
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
                 for heads in (4, kv_heads, kv_heads)

@@ -32,6 +32,12 @@ class Asked(NamedTuple):
         said += f", layout {hash(self.layout):x}" if self.layout else ""
         return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
 
+    @property
+    def kind(self) -> "Asked":
+        """What it has in common with calls on other documents."""
+        mask = Mask(self.mask.is_causal, self.mask.window)
+        return self._replace(mask=mask, layout=None)
+
     def shape(self, sent_as: GradDtype) -> Shape:
         """Return what decides the bytes that are sent."""
         wide = accumulation_dtype(self.dtype)

@@ -7,9 +7,10 @@ from torch import Tensor
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.rows import DeviceCall, rows_of
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
-from megatron_burst.plans.plan import Item, Kind, Tile
-from megatron_burst.transport.comm import Block, rows_of
+from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.transport.comm import Block
 from megatron_burst.transport.profiling import span
 
 
@@ -34,14 +35,14 @@ def backward(
     transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | sums.hand_on(step.sends))
-        for tile in step.tiles:
-            d_query, d_kv = tile.gradients
-            with span("backward", number, "tile", tile.query_owner, tile.key_owner):
-                dq, dk, dv = _differentiate(tile, blocks, keys, outputs, call)
+        for some in call.backward_calls[number]:
+            d_query, d_kv = some.tile.gradients
+            with span("backward", number, "tile", some.tile.query_owner, some.tile.key_owner):
+                dq, dk, dv = _differentiate(some, blocks, keys, outputs, call)
             with span("backward", number, "merge"):
-                sums.add(d_query, tile.query_slice, (dq,))
-                sums.add(d_kv, tile.key_slice, (dk, dv))
-            del dq, dk, dv  # else they would live beside the next tile's
+                sums.add(d_query, some.queries, (dq,))
+                sums.add(d_kv, some.keys, (dk, dv))
+            del dq, dk, dv  # else they would live beside the next call's
         sums.end_step()
         for item, block in transfers.land(number):
             if item.kind.is_result:
@@ -55,18 +56,18 @@ def backward(
 
 
 def _differentiate(
-    tile: Tile,
+    some: DeviceCall,
     blocks: Mapping[Item, Block],
     keys: Keys,
     outputs: "_Outputs",
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query_item, key_item = tile.blocks
+    query_item, key_item = some.tile.blocks
     q, dout, lse, *_ = blocks[query_item]
     out = outputs.of(query_item, blocks[query_item])
     k, v = keys.read(key_item, blocks[key_item])
-    finished = rows_of((dout, out, lse), tile.query_slice)
-    return call.kernel.backward(call.of_tile(tile, q, k, v), *finished)
+    finished = rows_of((dout, out, lse), some.queries)
+    return call.kernel.backward(call.of_rows(some, q, k, v), *finished)
 
 
 class _Outputs:

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.head_exchange import HeadExchange
+from megatron_burst.attention.log import log_choice, log_wait
+from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import (
     Kernel,
-    Request,
     TileCall,
     check_kernel_name,
-    passed_over,
     select_kernel,
 )
 from megatron_burst.plans.cost import LatentShape, Shape
@@ -27,12 +28,13 @@ from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan, Tile
-from megatron_burst.plans.planning import Choice, choose, make_layout, mib
+from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +54,16 @@ class AttentionCall:
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
+    forward_calls: DeviceCalls = field(kw_only=True)
+    backward_calls: DeviceCalls = field(kw_only=True)
 
-    def of_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
-        """Cut the tile's rows out of the blocks that it reads."""
-        queries, keys = tile.query_slice.rows, tile.key_slice.rows
-        tensors = q[:, queries], k[:, keys], v[:, keys]
-        return TileCall(*tensors, tile.band, self.scale, self.soft_cap)
+    def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+        """Take the rows of a kernel call out of the blocks that it reads."""
+        (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
+        return TileCall(q, k, v, some.band, self.scale, self.soft_cap, some.packing)
+
+
+type Plans = dict[Asked, AttentionCall]
 
 
 class BurstContext:
@@ -91,6 +97,7 @@ class BurstContext:
         self._calls: dict[Asked, AttentionCall] = {}
         self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
         self._exchanges: dict[int | Layout, HeadExchange] = {}
+        self._kinds: dict[tuple[Asked, float | None], None] = {}  # of calls with documents
         self._logged: set[Hashable] = set()
 
     @classmethod
@@ -222,6 +229,31 @@ class BurstContext:
         _keep(self._ready, key, call)
         return call
 
+    def plan_ahead(
+        self, tokens: int, mask_of: Callable[[Mask], Mask], layout: Layout | None
+    ) -> Plans:
+        """Plan for other documents what calls with documents have asked for so far.
+
+        For `adopt`. Nothing changes here, so a thread may plan while another one attends.
+
+        Args:
+            tokens: of the sequence; what was asked of other lengths is left out.
+            mask_of: returns a mask with these documents, and the causality and window of another.
+            layout: of the tokens; None is the configuration's.
+        """
+        plans: Plans = {}
+        for kind, fraction in tuple(self._kinds):
+            if kind.q[1] * self.grid.ranks == tokens:
+                whole = kind._replace(mask=mask_of(kind.mask), layout=layout)
+                for asked in (whole, self._early(whole, fraction)):
+                    plans[asked] = plans.get(asked) or self._plan(asked)
+        return plans
+
+    def adopt(self, plans: Plans) -> None:
+        """Take over what was planned ahead."""
+        for asked, call in plans.items():
+            _keep(self._calls, asked, call)
+
     def exchange(self, local_tokens: int, layout: Layout | None = None) -> HeadExchange:
         """Return the all-to-all of this rank's group, made once for a length or a layout."""
         key = layout or local_tokens
@@ -244,16 +276,28 @@ class BurstContext:
         return layout
 
     def _prepare(self, asked: Asked, scale: float, memory: AttentionMemory | None) -> AttentionCall:
-        call = replace(self._call(asked), scale=scale)
+        second = None if memory is None or memory.saved is None else memory.fraction
+        if asked.mask.documents is not None:
+            _keep(self._kinds, (asked.kind, second), None)
+        whole, early = self._call(asked), self._call(self._early(asked, second))
+        plan, calls = early.forward_plan, early.forward_calls
+        call = replace(whole, forward_plan=plan, forward_calls=calls, scale=scale)
         if memory is None:
             return call
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
         stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
-        if memory.saved is not None and stop != layout.tokens:
-            early = self._call(asked._replace(mask=replace(asked.mask, query_stop=stop)))
-            call = replace(call, forward_plan=early.forward_plan)
         row = first_saved_row(self.heads.ring_layout(layout), number, stop)
         return replace(call, first_saved_row=row)
+
+    def _early(self, asked: Asked, fraction: float | None) -> Asked:
+        """Return what the forward of a second pass needs; `fraction` is None in any other."""
+        if fraction is None:
+            return asked
+        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
+        stop = boundary(layout, fraction)
+        if stop == layout.tokens:
+            return asked
+        return asked._replace(mask=replace(asked.mask, query_stop=stop))
 
     def _call(self, asked: Asked) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
@@ -261,14 +305,23 @@ class BurstContext:
         A rank that has met the shapes and the mask before sends, and does not come to compare: both
         give up within the time limit. If it comes later, the numbers of the calls differ.
         """
-        call = self._calls.pop(asked, None)
-        if call is None:
-            if self._agreement is not None:
-                said = f"call {self._number} of {asked}"
-                limit, what = self.config.timeout_seconds, "the shapes or the mask"
-                check_agreement(self._agreement, what, said, limit, f"attention {said}")
-            call = self._plan(asked)
+        if (call := self._calls.pop(asked, None)) is None:
+            with span("wait for the plan"):
+                call = self._plan_now(asked)
         _keep(self._calls, asked, call)
+        return call
+
+    def _plan_now(self, asked: Asked) -> AttentionCall:
+        begun = time.perf_counter()
+        if self._agreement is not None:
+            said = f"call {self._number} of {asked}"
+            limit, what = self.config.timeout_seconds, "the shapes or the mask"
+            check_agreement(self._agreement, what, said, limit, f"attention {said}")
+        call = self._plan(asked)
+        # What is asked for the first time has to be waited for, but not other documents.
+        is_new = asked.mask.documents is None or self.is_news((asked.kind, asked.mask.query_stop))
+        if not is_new and not self.rank and self.is_news("a wait"):
+            log_wait(time.perf_counter() - begun)
         return call
 
     def _plan(self, asked: Asked) -> AttentionCall:
@@ -282,15 +335,19 @@ class BurstContext:
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
         if self.is_news((shape, replace(mask, documents=mask.documents and (0,)))):
-            self._log(kernel, request, f"{choice}{instead}", shape)
+            said = f"{choice}{instead}"
+            log_choice(self.config, self.heads.size, self.grid, kernel, request, said, shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
-        scale = 1.0  # `prepare` puts in each call's own
+        scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
+        forward, backward = (device_calls(plan, asked.q[0], asked.device) for plan in plans)
         return AttentionCall(
-            *(*choice.plans(number), kernel, scale, messenger, wire_dtype, asked.soft_cap),
+            *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,
+            forward_calls=forward,
+            backward_calls=backward,
         )
 
     def _choose(
@@ -309,27 +366,6 @@ class BurstContext:
             return choose_for(shape), shape, ""
         with_latents = replace(shape, latents=latents, sends_raw=False)  # gradients by a product
         return choose_keys(choose_for, shape, with_latents, self.config.mla)
-
-    def _log(self, kernel: Kernel, request: Request, choice: str, shape: Shape) -> None:
-        reasons = passed_over(kernel, request) if self.config.kernel == "auto" else ""
-        spread = exchanged = ""
-        if self.heads.size > 1:
-            spread = f"heads over {self.heads.size} ranks, "
-            size = mib(shape.exchange_bytes(self.heads.size))
-            exchanged = (
-                f"; the all-to-all over the heads sends {size} a rank forward and backward each"
-            )
-        logger.info(
-            "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
-            self.config.algorithm,
-            self.ranks,
-            self.config.layout,
-            spread,
-            self.grid,
-            f"{kernel.name} ({reasons})" if reasons else kernel.name,
-            choice,
-            exchanged,
-        )
 
 
 def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialOutputs
-from megatron_burst.plans.plan import Item, Kind, Plan, Tile
-from megatron_burst.transport.comm import Block, rows_of
+from megatron_burst.attention.rows import DeviceCall, rows_of
+from megatron_burst.plans.plan import Item, Kind, Plan
+from megatron_burst.transport.comm import Block
 from megatron_burst.transport.profiling import span
 
 
@@ -32,12 +33,12 @@ def forward(
     transfers = call.communicator.begin("forward", plan, template)
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | results.hand_on(step.sends))
-        for tile in step.tiles:
-            with span("forward", number, "tile", tile.query_owner, tile.key_owner):
-                partial = _attend(tile, blocks, keys, call)
+        for some in call.forward_calls[number]:
+            with span("forward", number, "tile", some.tile.query_owner, some.tile.key_owner):
+                partial = _attend(some, blocks, keys, call)
             with span("forward", number, "merge"):
-                results.add(tile.output, tile.query_slice, *partial)
-            del partial  # else it would live beside the next tile's
+                results.add(some.tile.output, some.queries, *partial)
+            del partial  # else it would live beside the next call's
         for item, block in transfers.land(number):
             if item.kind.is_result:
                 with span("forward", number, "merge"):
@@ -48,11 +49,11 @@ def forward(
 
 
 def _attend(
-    tile: Tile, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall
+    some: DeviceCall, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    query_item, key_item = tile.blocks
+    query_item, key_item = some.tile.blocks
     (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
-    return call.kernel.forward(call.of_tile(tile, q, k, v))
+    return call.kernel.forward(call.of_rows(some, q, k, v))
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:

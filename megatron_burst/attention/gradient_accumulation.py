@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_burst.attention.rows import Rows, rows_of, write_rows
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
-from megatron_burst.transport.comm import Block, rows_of
+from megatron_burst.transport.comm import Block
 
 
 @dataclass(slots=True)
 class _Sum:
     """What has been added up of an item; a single partial stays as it came."""
 
-    rows: Interval
+    rows: Rows
     block: Block
     arrived: bool = False  # whether it lies where it arrived
 
@@ -39,8 +40,8 @@ class GradientAccumulator:
             for t in self._shape(item)
         )
 
-    def add(self, item: Item, rows: Interval, parts: Block) -> None:
-        """Add a tile's gradients to the given rows of the item; the tensors become ours."""
+    def add(self, item: Item, rows: Rows, parts: Block) -> None:
+        """Add a kernel call's gradients to these rows of the item; the tensors become ours."""
         if item in self._sums:
             _accumulate(self._whole(item), rows, parts)
         else:
@@ -68,7 +69,7 @@ class GradientAccumulator:
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
 
-    def pop(self, item: Item) -> tuple[Interval, Block]:
+    def pop(self, item: Item) -> tuple[Rows, Block]:
         """Return what was added up of an item, and to which rows; it starts anew."""
         found = self._sums.pop(item)
         return found.rows, found.block
@@ -117,6 +118,8 @@ class GradientAccumulator:
         return rows_of(self._shaped[item.kind], item.part)
 
 
-def _accumulate(total: Block, rows: Interval, parts: Block) -> None:
-    for sums, part in zip(total, parts, strict=True):
-        sums[:, rows.rows] += part
+def _accumulate(total: Block, rows: Rows, parts: Block) -> None:
+    sums = rows_of(total, rows)
+    for some, part in zip(sums, parts, strict=True):
+        some += part
+    write_rows(total, rows, sums)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.rows import Rows, rows_of
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape
-from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind
-from megatron_burst.transport.comm import Block, rows_of
+from megatron_burst.transport.comm import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ExpandedLatents(Keys):
         dk[:, :, :1, self._content_dim :] += drotary  # all heads' is one
         return dk, dv, dlatent[:, :, 0]
 
-    def reduce(self, rows: Interval, visitor: Block, dk: Tensor, dv: Tensor) -> Block:
+    def reduce(self, rows: Rows, visitor: Block, dk: Tensor, dv: Tensor) -> Block:
         """Return gradients of a visitor's latents for those of its k and v; add up dW."""
         wide = accumulation_dtype(dk.dtype)
         latent = rows_of(visitor, rows)[0].flatten(0, 2)
@@ -144,8 +144,8 @@ class _LatentSums(GradientAccumulator):
         self._keys = keys
         self._visitor: tuple[Item, Block] | None = None
 
-    def add(self, item: Item, rows: Interval, parts: Block) -> None:
-        """Add a tile's gradients; its visitor is the one that was read last."""
+    def add(self, item: Item, rows: Rows, parts: Block) -> None:
+        """Add a kernel call's gradients; its visitor is the one that was read last."""
         if item.kind is not Kind.D_KV:
             super().add(item, rows, parts)
             return

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron_burst.attention.rows import Rows, rows_of, write_rows
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
-from megatron_burst.transport.comm import Block, rows_of
+from megatron_burst.transport.comm import Block
 
 
 class PartialOutputs:
@@ -27,8 +28,8 @@ class PartialOutputs:
         lse = q.new_empty((1,), dtype=accumulation_dtype(q.dtype)).expand(batch, heads, tokens)
         return q.new_empty((1,)).expand(batch, tokens, heads, self._value_head_dim), lse
 
-    def add(self, item: Item, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Add a tile's results to the given rows of the item; the tensors become ours."""
+    def add(self, item: Item, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Add a kernel call's results to these rows of the item; the tensors become ours."""
         self._of(item).add(rows, out_BSHD, lse_BHS)
 
     def take(self, item: Item, block: Block) -> None:
@@ -70,22 +71,23 @@ class PartialResults:
         self._shape = (*q.shape[:3], value_head_dim)
         self._totals: tuple[Tensor, Tensor] | None = None
 
-    def add(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Add the result of one tile to the queries in `rows`; the tensors become ours."""
-        if self._totals is None and rows.length == self._shape[1]:
-            self._totals = out_BSHD, lse_BHS  # with one tile it stays at that
+    def add(self, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Add the results of one kernel call to these queries; the tensors become ours."""
+        if self._totals is None and rows == Interval(0, self._shape[1]):
+            self._totals = out_BSHD, lse_BHS  # with one call it stays at that
             return
         self.merge(rows, out_BSHD, lse_BHS)
 
-    def merge(self, rows: Interval, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+    def merge(self, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add results in which rows may have seen nothing; the tensors stay the caller's."""
-        total_out_BSHD, total_lse_BHS = self._totals = self._wide_totals()
-        total_out, total_lse = total_out_BSHD[:, rows.rows], total_lse_BHS[:, :, rows.rows]
+        self._totals = totals = self._wide_totals()
+        total_out, total_lse = some = rows_of(totals, rows)
         merged = torch.logaddexp(total_lse, lse_BHS)
         finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
         total_out.mul_(_per_row((total_lse - finite).exp()))
         total_out.addcmul_(_per_row((lse_BHS - finite).exp()), out_BSHD)
         total_lse.copy_(merged)
+        write_rows(totals, rows, some)
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out in the queries' dtype, lse), each head's sink among the scores."""

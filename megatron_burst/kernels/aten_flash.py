@@ -1,8 +1,11 @@
 """The FlashAttention-2 that is compiled into torch, for NVIDIA GPUs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
 from megatron_burst.kernels.protocol import TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -22,21 +25,15 @@ class AtenFlashKernel(DeclaredKernel):
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        left, right = tile.window
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *tile.qkv,
-            None,  # cumulative lengths of packed queries and keys
-            None,
-            tile.q.shape[1],
-            tile.k.shape[1],
+            *folded(tile, *tile.qkv),
+            *_lengths(tile),
             0.0,
             tile.is_causal,
             False,
-            scale=tile.scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_settings(tile),
         )
-        return out, lse
+        return unfolded(tile, out), unfolded_lse(tile, lse)
 
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
@@ -44,22 +41,27 @@ class AtenFlashKernel(DeclaredKernel):
         """Return (dq, dk, dv); see `Kernel`."""
         # Of dropout, which is 0.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=tile.q.device)
-        left, right = tile.window
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout,
-            *tile.qkv,
-            out,
-            lse.contiguous(),  # the kernel ignores its strides
-            None,  # cumulative lengths of packed queries and keys
-            None,
-            tile.q.shape[1],
-            tile.k.shape[1],
+        gradients = torch.ops.aten._flash_attention_backward(
+            *folded(tile, dout, *tile.qkv, out),
+            folded_lse(tile, lse),
+            *_lengths(tile),
             0.0,
             tile.is_causal,
             rng_state,
             rng_state.new_empty(()),
-            scale=tile.scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_settings(tile),
         )
+        dq, dk, dv = (unfolded(tile, x) for x in gradients)
         return dq, dk, dv
+
+
+def _lengths(tile: TileCall) -> tuple[Any, ...]:
+    """Return where packed queries and keys begin, and the longest of each."""
+    if tile.packing is None:
+        return None, None, tile.q.shape[1], tile.k.shape[1]
+    return tuple(lengths_of(tile).values())
+
+
+def _settings(tile: TileCall) -> dict[str, Any]:
+    left, right = tile.window
+    return {"scale": tile.scale, "window_size_left": left, "window_size_right": right}

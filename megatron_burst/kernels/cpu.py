@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
 from megatron_burst.kernels.protocol import TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 from megatron_burst.plans.layout import Interval
@@ -24,6 +25,8 @@ class CpuKernel(DeclaredKernel):
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        if tile.packing is not None:
+            return forward_one_by_one(self, tile)
         if tile.is_banded:
             parts = [_forward(stripe, mask) for _, _, stripe, mask in _stripes(tile)]
             out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
@@ -35,6 +38,8 @@ class CpuKernel(DeclaredKernel):
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        if tile.packing is not None:
+            return backward_one_by_one(self, tile, dout, out, lse)
         if not tile.is_banded:
             return _backward(tile, dout, out, lse)
         wide = accumulation_dtype(tile.q.dtype)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
 from megatron_burst.kernels.protocol import Request, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -38,6 +39,8 @@ class CudnnKernel(DeclaredKernel):
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        if tile.packing is not None:
+            return forward_one_by_one(self, tile)
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *swapped(*tile.qkv), None, True, 0.0, tile.is_causal, scale=tile.scale
         )
@@ -48,6 +51,8 @@ class CudnnKernel(DeclaredKernel):
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        if tile.packing is not None:
+            return backward_one_by_one(self, tile, dout, out, lse)
         seed = torch.zeros((), dtype=torch.int64, device=tile.q.device)  # of dropout, which is 0
         grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *swapped(dout, *tile.qkv, out),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
+from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
 from megatron_burst.kernels.protocol import TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -23,32 +24,38 @@ class Flash2Kernel(DeclaredKernel):
     always: ClassVar[Mapping[str, Any]] = {"dropout_p": 0.0, "alibi_slopes": None}
     always_forward: ClassVar[Mapping[str, Any]] = {"return_softmax": False}
     causal_backward = "causal"  # what the backward calls it
+    of_several = "_flash_attn_varlen_"  # how the functions' names begin
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        out, lse, *_ = self.package.functions()._flash_attn_forward(
-            *tile.qkv, causal=tile.is_causal, **self._settings(tile), **self.always_forward
+        out, lse, *_ = self._function("forward", tile)(
+            *folded(tile, *tile.qkv),
+            causal=tile.is_causal,
+            **self._settings(tile),
+            **self.always_forward,
         )
-        return out, lse
+        return unfolded(tile, out), unfolded_lse(tile, lse)
 
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        dq, dk, dv = (torch.empty_like(x) for x in tile.qkv)
-        self.package.functions()._flash_attn_backward(
-            dout,
-            *tile.qkv,
-            out,
-            lse.contiguous(),  # the kernel ignores its strides
-            dq=dq,
-            dk=dk,
-            dv=dv,
+        qkv = folded(tile, *tile.qkv)
+        gradients = tuple(torch.empty_like(x) for x in qkv)
+        (dout, out), lse = folded(tile, dout, out), folded_lse(tile, lse)
+        self._function("backward", tile)(
+            *(dout, *qkv, out, lse),
+            **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **{self.causal_backward: tile.is_causal},
             **self._settings(tile),
         )
+        dq, dk, dv = (unfolded(tile, x) for x in gradients)
         return dq, dk, dv
+
+    def _function(self, phase: str, tile: TileCall) -> Any:
+        begin = "_flash_attn_" if tile.packing is None else self.of_several
+        return getattr(self.package.functions(), begin + phase)
 
     def _settings(self, tile: TileCall) -> dict[str, Any]:
         left, right = (-1 if limit is None else limit for limit in tile.window)
@@ -57,5 +64,6 @@ class Flash2Kernel(DeclaredKernel):
             "window_size_left": left,
             "window_size_right": right,
             "softcap": tile.soft_cap or 0.0,
+            **lengths_of(tile),
             **self.always,
         }

@@ -23,6 +23,7 @@ class Flash3Kernel(Flash2Kernel):
     always: ClassVar[Mapping[str, Any]] = {}
     always_forward: ClassVar[Mapping[str, Any]] = {}
     causal_backward = "is_causal"
+    of_several = "_flash_attn_"
 
     def more_reasons(self, request: Request) -> Iterator[str]:
         """Yield what of the head sizes stands against flash-attn 3."""

@@ -1,11 +1,13 @@
 """FlashAttention-4 from the package flash-attn-4, for Hopper and Blackwell GPUs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
+from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
 from megatron_burst.kernels.protocol import Request, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -36,36 +38,35 @@ class Flash4Kernel(DeclaredKernel):
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
-        left, right = tile.window
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
-            *tile.qkv,
-            softmax_scale=tile.scale,
-            causal=tile.is_causal,
-            softcap=tile.soft_cap,
-            window_size_left=left,
-            window_size_right=right,
-            return_lse=True,
+            *folded(tile, *tile.qkv), softcap=tile.soft_cap, return_lse=True, **_settings(tile)
         )
-        return out, lse
+        return unfolded(tile, out), unfolded_lse(tile, lse)
 
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
-        left, right = tile.window
-        dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
-            *tile.qkv,
-            out,
-            dout,
-            lse.contiguous(),
-            softmax_scale=tile.scale,
-            causal=tile.is_causal,
+        gradients = PACKAGE.functions()._flash_attn_bwd(
+            *folded(tile, *tile.qkv, out, dout),
+            folded_lse(tile, lse),
             softcap=tile.soft_cap or 0.0,
-            window_size_left=left,
-            window_size_right=right,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_settings(tile),
         )
+        dq, dk, dv = (unfolded(tile, x) for x in gradients[:3])
         return dq, dk, dv
+
+
+def _settings(tile: TileCall) -> dict[str, Any]:
+    left, right = tile.window
+    return {
+        "softmax_scale": tile.scale,
+        "causal": tile.is_causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        **lengths_of(tile),
+    }
 
 
 def _is_hopper(device: torch.device) -> bool:

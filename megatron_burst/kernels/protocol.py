@@ -1,5 +1,6 @@
-"""What a kernel is: attention of one tile, forward and backward."""
+"""What a kernel is: attention of one tile, or of several together, forward and backward."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,20 +26,32 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How several tiles lie one after the other in the tensors of a call."""
+
+    queries: Sequence[int]  # rows of each
+    keys: Sequence[int]
+    query_begins: Tensor  # int32: where each begins, of all of the batch in turn, and the end
+    key_begins: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TileCall:
-    """The attention of one tile, as a kernel is given it.
+    """The attention of one tile, or of several, as a kernel is given it.
 
     q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
     dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
-    the tokens.
+    the tokens. With a packing the tokens are those of its tiles, and each tile's queries see keys
+    of the tile alone.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    band: Band
+    band: Band  # of several tiles that of a square: each one's, counted from its last corner
     scale: float
     soft_cap: float | None = None
+    packing: Packing | None = None
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,12 +66,27 @@ class TileCall:
     @property
     def window(self) -> tuple[int | None, int | None]:
         """(left, right) as FlashAttention counts them; None is no limit."""
+        if self.packing is not None:
+            return self.band.left, self.band.right
         return self.band.window(self.q.shape[1], self.k.shape[1])
 
     @property
     def is_causal(self) -> bool:
         """Whether FlashAttention calls it causal: nothing to the right of its diagonal."""
         return self.window == (None, 0)
+
+    def tiles(self) -> "Iterator[tuple[slice, TileCall]]":
+        """Yield the tiles one by one, each with its queries, as slices."""
+        if self.packing is None:
+            yield slice(None), self
+            return
+        query = key = 0
+        for queries, keys in zip(self.packing.queries, self.packing.keys, strict=True):
+            rows, seen = slice(query, query + queries), slice(key, key + keys)
+            tensors = self.q[:, rows], self.k[:, seen], self.v[:, seen]
+            band = self.band.of_corner(queries, keys)
+            yield rows, TileCall(*tensors, band, self.scale, self.soft_cap)
+            query, key = rows.stop, seen.stop
 
 
 def swapped(*tensors: Tensor) -> list[Tensor]:
@@ -78,7 +106,8 @@ class Kernel(Protocol):
     finished rows, P = exp(scores - lse), and `out` may be any tensor whose row products with `dout`
     are those of the finished output (delta = rowsum(dout ∘ out)).
 
-    Every query of a tile sees one of its keys, so that every lse is finite.
+    Every query of a tile sees one of its keys, so that every lse is finite. Of several tiles
+    (`TileCall.packing`) all that is given and returned is packed as q, k and v are.
     """
 
     name: str
@@ -88,11 +117,11 @@ class Kernel(Protocol):
         ...
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return the tile's (out, lse), newly made tensors."""
+        """Return (out, lse), newly made tensors."""
         ...
 
     def backward(
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tile's (dq, dk, dv), newly made, of the shapes and dtypes of q, k and v."""
+        """Return (dq, dk, dv), newly made, of the shapes and dtypes of q, k and v."""
         ...

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
 from megatron_burst.kernels.protocol import Request, TileCall
 
 
@@ -18,6 +19,8 @@ class ReferenceKernel:
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
+        if tile.packing is not None:
+            return forward_one_by_one(self, tile)
         scores_BHQK = _masked(_scores(tile), tile)
         lse_BHQ = scores_BHQK.logsumexp(-1)
         weights_BHQK = (scores_BHQK - lse_BHQ[..., None]).exp()
@@ -28,6 +31,8 @@ class ReferenceKernel:
         self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); see `Kernel`."""
+        if tile.packing is not None:
+            return backward_one_by_one(self, tile, dout, out, lse)
         q, k, v = tile.qkv
         scores_BHQK = _scores(tile)
         weights_BHQK = (_masked(scores_BHQK, tile) - lse.double()[..., None]).exp()

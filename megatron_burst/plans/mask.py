@@ -5,7 +5,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -54,6 +54,19 @@ class Band:
         shift = keys - queries
         left = None if self.left is None else self.left + shift
         return left, None if self.right is None else self.right - shift
+
+    def of_corner(self, queries: int, keys: int) -> "Band":
+        """Return the band of a tile of this size that has the window of a square under this band.
+
+        The inverse of `window` for the tiles that `cut` leaves.
+        """
+        shift = keys - queries
+        left = None if self.left is None else self.left - shift
+        right = None if self.right is None else self.right + shift
+        whole = Interval(0, queries), Interval(0, keys)
+        found = Band(left, right).cut(*whole)
+        assert found and found[:2] == whole, "rows or keys that see nothing"
+        return found[2]
 
     def pairs(self, queries: int, keys: int) -> int:
         """Return how many (query, key) pairs of a tile of this size are visible.
@@ -123,15 +136,22 @@ class Mask:
     """A byte for each pair of blocks, row after row; see `blocks`."""
     query_stop: int | None = None
     """Queries at this position and later see nothing: their results are known already."""
-    _hash: int = field(init=False, repr=False, compare=False)
+    _digest: bytes = field(default=b"", init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        """Hash thousands of documents once, not whenever a plan is looked up."""
-        every = self.is_causal, self.window, self.documents, self.block_table, self.query_stop
-        object.__setattr__(self, "_hash", hash(every))
+    @property
+    def digest(self) -> bytes:
+        """What masks are compared by: thousands of documents are read once for it, not a layer."""
+        if not self._digest:
+            every = (getattr(self, part.name) for part in fields(self) if part.init)
+            texts = (x if isinstance(x, bytes) else repr(x).encode() for x in every)
+            object.__setattr__(self, "_digest", hashlib.sha256(b"|".join(texts)).digest())
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self.digest == other.digest
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.digest)
 
     @classmethod
     def causal(
@@ -179,13 +199,13 @@ class Mask:
         if self.window is not None:
             parts.append(f"window {self.window}")
         if self.documents is not None:
-            count = len(self.documents) - 1
-            digest = _digest(repr(self.documents).encode())
-            parts.append(f"{count} packed sequences ({digest})")
+            parts.append(f"{len(self.documents) - 1} packed sequences")
         if self.block_table is not None:
-            parts.append(f"{self.side} blocks ({_digest(self.block_table)})")
+            parts.append(f"{self.side} blocks")
         if self.query_stop is not None:
             parts.append(f"queries before {self.query_stop}")
+        if (self.documents, self.block_table) != (None, None):
+            parts.append(f"digest {self.digest.hex()[:16]}")
         return ", ".join(parts)
 
     def check_length(self, tokens: int) -> None:
@@ -278,7 +298,3 @@ def _bytes_of(table: Tensor) -> bytes:
             f"a block mask is a square table of booleans, got {tuple(table.shape)} of {table.dtype}"
         )
     return table.cpu().numpy().tobytes()
-
-
-def _digest(value: bytes) -> str:
-    return hashlib.sha256(value).hexdigest()[:16]

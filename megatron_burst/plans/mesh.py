@@ -21,7 +21,7 @@ merges partial outputs at the visited rank and again at their owner; so it has t
 the bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -152,13 +152,20 @@ class Mesh(Schedule):
 
     def _around(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
-        stations, useful = _around(self)
-        return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent])
+        of_all = self._used(legs, used, _useful_around)
+        return Route(kind, legs, _around(self), of_all, self._parts[self.sent])
 
     def _visits(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
-        stations, useful = _visits(self)
-        return Route(kind, legs, stations, used(legs, useful), self._parts[self.sent.other])
+        of_all = self._used(legs, used, _useful_visits)
+        return Route(kind, legs, _visits(self), of_all, self._parts[self.sent.other])
+
+    def _used(
+        self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], NDArray[np.bool]]"
+    ) -> NDArray[np.bool]:
+        if self.tiling.all_is_needed:
+            return np.ones((len(legs), self.grid.ranks), bool)
+        return used(legs, useful(self))
 
     @property
     def _parts(self) -> Mapping[Kind, Sequence[Interval | None]]:
@@ -273,28 +280,39 @@ def _pairs(mesh: Mesh) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=2)
-def _around(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
-    """Return who is at the stations of what is sent around and who has a use for it there."""
-    table, owners = mesh.table, np.arange(mesh.grid.ranks)
-    visitors, nodes = np.repeat(table.passes, table.locals, axis=0).T
+def _around(mesh: Mesh) -> NDArray[np.int64]:
+    """Return who is at the stations of what is sent around."""
+    table = mesh.table
+    nodes = np.repeat(table.passes, table.locals, axis=0)[:, 1]
     steps = nodes * table.locals + np.tile(np.arange(table.locals), len(table.passes))
     places = product(range(table.held), (0,), range(table.locals))
-    stations = table.away([*places])[steps]
-    guests = table.away([(0, -visitor, 0) for visitor in range(table.visitors)])
-    useful = mesh.needed[guests[visitors[:, None], stations], owners]
-    for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
-        useful[table.keeper(node)] |= useful[number * table.locals]
-    return stations, useful
+    return table.away([*places])[steps]
 
 
 @lru_cache(maxsize=2)
-def _visits(mesh: Mesh) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
-    """Return the same of what visits."""
+def _useful_around(mesh: Mesh) -> NDArray[np.bool]:
+    """Return who has a use there for what is sent around."""
+    table, owners = mesh.table, np.arange(mesh.grid.ranks)
+    visitors = np.repeat(table.passes, table.locals, axis=0)[:, 0]
+    guests = table.away([(0, -visitor, 0) for visitor in range(table.visitors)])
+    useful = mesh.needed[guests[visitors[:, None], _around(mesh)], owners]
+    for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
+        useful[table.keeper(node)] |= useful[number * table.locals]
+    return useful
+
+
+def _visits(mesh: Mesh) -> NDArray[np.int64]:
+    """Return who is at the stations of what visits."""
+    return mesh.table.away([(0, visitor, 0) for visitor in range(mesh.table.visitors)])
+
+
+@lru_cache(maxsize=2)
+def _useful_visits(mesh: Mesh) -> NDArray[np.bool]:
+    """Return who has a use there for what visits."""
     table, visitors = mesh.table, np.arange(mesh.table.visitors)
     met = table.by_rank(table.by_place(mesh.needed).any(axis=(3, 5)))  # [owner, column]
     columns = (table.places[1] + visitors[:, None]) % table.visitors
-    stations = table.away([(0, visitor, 0) for visitor in visitors.tolist()])
-    return stations, np.take_along_axis(met.T, columns, axis=0)
+    return np.take_along_axis(met.T, columns, axis=0)
 
 
 @lru_cache(maxsize=16)

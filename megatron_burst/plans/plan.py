@@ -102,7 +102,7 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One kernel call: rows of one rank's queries against rows of one rank's keys.
+    """Rows of one rank's queries against rows of one rank's keys: a kernel call, or part of one.
 
     Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
     counted in the whole of what the owner has. Where only a part of it comes, the part is named,

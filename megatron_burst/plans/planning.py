@@ -135,9 +135,11 @@ class _Pass:
         by_cost = attrgetter("order")
         return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
 
-    def _offer(self, schedule: Schedule) -> Offer:
-        messages, sizes = schedule.messages(backward=self.backward), self._sizes(schedule)
-        cost = traffic(messages, sizes, self.nodes, self.tiling.local_tokens)
+    def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
+        sizes = self._sizes(schedule)
+        if cost is None:
+            messages = schedule.messages(backward=self.backward)
+            cost = traffic(messages, sizes, self.nodes, self.tiling.local_tokens)
         return Offer(schedule, cost, schedule.memory(sizes, backward=self.backward))
 
     def _sizes(self, schedule: Schedule) -> Mapping[Kind, int]:
@@ -176,7 +178,14 @@ class _Pass:
             raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
         sent = {mesh: mesh.sends(self._sizes(mesh), backward=self.backward) for mesh in fitting}
         if fitting:
-            yield self._offer(min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh])))
+            best = min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh]))
+            yield self._offer(best, self._by_formula(*sent[best]))
+
+    def _by_formula(self, away: int, within: int) -> Traffic | None:
+        """Return what a mesh sends without counting, if all is needed; None if it is to be."""
+        if not self.tiling.all_is_needed or self.grid.nodes != len(set(self.nodes)):
+            return None
+        return Traffic(away + within, away if self.grid.nodes > 1 else 0)
 
 
 def _compared(offers: Sequence[Offer]) -> str:

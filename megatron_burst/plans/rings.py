@@ -109,9 +109,11 @@ class Ring(Schedule):
         return self._route(self.sent.gradient, [*legs], used_by_results)
 
     def _route(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
-        useful = _useful(self.tiling, self.grid, self.sent)
+        of_all = np.ones((len(legs), self.grid.ranks), bool)
+        if not self.tiling.all_is_needed:
+            of_all = used(legs, _useful(self.tiling, self.grid, self.sent))
         length = self.grid.ranks_per_node
-        return Route(kind, legs, stations(self.grid), used(legs, useful), self._parts, length)
+        return Route(kind, legs, stations(self.grid), of_all, self._parts, length)
 
     @property
     def _parts(self) -> Sequence[Interval | None]:

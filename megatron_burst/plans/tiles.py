@@ -1,9 +1,10 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from megatron_burst.plans.mask import FULLY, PARTLY, Band, Mask
 from megatron_burst.plans.needs import Needs, needs_of
 from megatron_burst.plans.pieces import Pieces, cut_pieces
 from megatron_burst.plans.plan import Kind, Tile
+
+_SMALL = 64  # a tile below this part of the pairs is not cut
 
 
 class _Cell(NamedTuple):
@@ -47,8 +50,7 @@ class Tiling:
         kind = pair if self.kinds is None else int(self.kinds.numbers[pair])
         if (cells := self._known.get(kind)) is None:
             rows = [row for row in self._rows(*pair) if row]
-            whole = _lower_triangle(rows, self.local_tokens)
-            cells = self._known[kind] = [whole] if whole else _joined(rows)
+            cells = self._known[kind] = _joined(_squares(rows))
         return tuple(Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
@@ -67,6 +69,12 @@ class Tiling:
             return needs_of(self._pieces, self.mask, self.layout)
         tiles = [self(*pair) for pair in self.kinds.examples]
         return Needs.of_kinds(self.kinds, tiles, self.mask, self.local_tokens)
+
+    @cached_property
+    def all_is_needed(self) -> bool:
+        """Whether every rank needs all rows of every other."""
+        parts = chain(*self.needs.parts.values())
+        return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
         """What each piece of queries sees, from the first key to the last; full runs as one."""
@@ -116,25 +124,69 @@ def own_tiles_by_step(
     return {0: first, end: second, end + 1: half}
 
 
-def half_and_quarters(tiles: Iterable[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:
-    """Cut tiles into a half and two quarters of their pairs.
+def half_and_quarters(tiles: Sequence[Tile]) -> tuple[list[Tile], list[Tile], list[Tile]]:
+    """Share tiles out into a half and two quarters of their pairs.
+
+    Several go in their order, so that the rows of a part follow each other, and only what lies
+    across a border is cut; if it is small, it stays whole on the side that has more of it. A tile
+    of fewer than four rows, alone, is missing in some parts.
+    """
+    if len(tiles) == 1:
+        return _in_three(*tiles)
+    parts: tuple[list[Tile], list[Tile], list[Tile]] = ([], [], [])
+    total = sum(tile.pairs for tile in tiles)
+    borders, number, before = (total // 2, total * 3 // 4), 0, 0
+    for tile in tiles:
+        row = 0
+        while number < 2 and before + tile.pairs > borders[number]:
+            start, row = row, _border_row(tile, borders[number] - before, total)
+            parts[number].extend(_rows_of(tile, start, row))
+            number += 1
+        parts[number].extend(_rows_of(tile, row, tile.query_rows.length))
+        before += tile.pairs
+    return parts
+
+
+def _in_three(tile: Tile) -> tuple[list[Tile], list[Tile], list[Tile]]:
+    """Cut one tile into a half and two quarters.
 
     A causal square falls into the full square below the diagonal and the two causal ones on it; any
-    other tile into rows. A tile of fewer than four rows is missing in some parts.
+    other tile into rows.
     """
-    parts: tuple[list[Tile], list[Tile], list[Tile]] = ([], [], [])
-    for tile in tiles:
-        rows, keys = tile.query_rows.length, tile.key_rows.length
-        middle, every = rows // 2, Interval(0, keys)
-        low, high = Interval(0, middle), Interval(middle, rows)
-        if tile.band == Band.CAUSAL and rows == keys:
-            pieces = (high, low), (low, low), (high, high)
-        else:
-            cut = middle + (rows - middle) // 2
-            pieces = (low, every), (Interval(middle, cut), every), (Interval(cut, rows), every)
-        for part, piece in zip(parts, pieces, strict=True):
-            part += tile_part(tile, *piece)
-    return parts
+    rows, every = tile.query_rows.length, Interval(0, tile.key_rows.length)
+    middle = rows // 2
+    low, high = Interval(0, middle), Interval(middle, rows)
+    if _is_square(tile):
+        pieces = (high, low), (low, low), (high, high)
+    else:
+        cut = middle + (rows - middle) // 2
+        pieces = (low, every), (Interval(middle, cut), every), (Interval(cut, rows), every)
+    half, first, second = ([*tile_part(tile, *piece)] for piece in pieces)
+    return half, first, second
+
+
+def _border_row(tile: Tile, pairs: int, total: int) -> int:
+    """Return the row of a tile before which are so many of its pairs, as exactly as it pays."""
+    rows = tile.query_rows.length
+    if tile.pairs * _SMALL < total:
+        return rows if 2 * pairs >= tile.pairs else 0
+
+    def before(row: int) -> int:
+        return sum(part.pairs for part in _rows_of(tile, 0, row))
+
+    return bisect_left(range(rows), pairs, key=before)
+
+
+def _rows_of(tile: Tile, start: int, stop: int) -> tuple[Tile, ...]:
+    """Return these rows of a tile; of a causal square what is full, and a causal square."""
+    queries, every = Interval(start, stop), Interval(0, tile.key_rows.length)
+    if not _is_square(tile):
+        return tile_part(tile, queries, every)
+    return (*tile_part(tile, queries, Interval(0, start)), *tile_part(tile, queries, queries))
+
+
+def _is_square(tile: Tile) -> bool:
+    return tile.band == Band.CAUSAL and tile.query_rows.length == tile.key_rows.length
 
 
 def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]:
@@ -148,17 +200,24 @@ def tile_part(tile: Tile, queries: Interval, keys: Interval) -> tuple[Tile, ...]
     return (replace(tile, query_rows=query_rows, key_rows=key_rows, band=band),)
 
 
-def _lower_triangle(rows: Sequence[Sequence[_Cell]], tokens: int) -> _Cell | None:
-    """Return one causal square if the cells make it up, as those of a rank's own tile do."""
-    start = 0
-    for *before, last in rows:
-        square = _Cell(last.queries, last.queries, Band.CAUSAL)
-        left = [_Cell(last.queries, Interval(0, start), Band.FULL)] if start else []
-        if last.queries.start != start or [*before, last] != [*left, square]:
-            return None
-        start = last.queries.stop
-    everything = Interval(0, tokens)
-    return _Cell(everything, everything, Band.CAUSAL) if start == tokens else None
+def _squares(rows: Iterable[Sequence[_Cell]]) -> list[Sequence[_Cell]]:
+    """Join rows that make up a causal square, as those of a document do on one rank."""
+    joined: list[Sequence[_Cell]] = []
+    for row in rows:
+        *before, last = row
+        above = joined[-1] if joined else ()
+        if len(above) == 1 and _are_squares(above[0], last):
+            queries, (start, stop) = last.queries, above[0].queries
+            if queries.start == stop and before == [_Cell(queries, above[0].keys, Band.FULL)]:
+                every = Interval(start, queries.stop)
+                joined[-1] = [_Cell(every, every, Band.CAUSAL)]
+                continue
+        joined.append(row)
+    return joined
+
+
+def _are_squares(*cells: _Cell) -> bool:
+    return all(cell.queries == cell.keys and cell.band == Band.CAUSAL for cell in cells)
 
 
 def _joined(rows: Sequence[Sequence[_Cell]]) -> list[_Cell]:

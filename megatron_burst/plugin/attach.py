@@ -10,6 +10,7 @@ from typing import Any
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
+import megatron.training.training as training
 
 from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
@@ -22,6 +23,7 @@ from megatron_burst.plugin.arguments import (
     refuse_limits,
     settle_dropouts,
 )
+from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.cpu import platform as cpu_platform
@@ -48,9 +50,11 @@ def attach(*, own_entry: bool = False) -> None:
     """
     parse_args = original(arguments.parse_args)
     arguments.parse_args = _with_burst_flags(parse_args, own_entry=own_entry)
+    iterators = DataIterators(original(training.build_train_valid_test_data_iterators))
+    training.build_train_valid_test_data_iterators = iterators
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
         build_config = original(getattr(argument_utils, name))
-        setattr(argument_utils, name, _with_burst_spec(build_config))
+        setattr(argument_utils, name, _with_burst_spec(build_config, iterators))
     gpt.mtp_block_spec = _with_burst_mtp(original(gpt.mtp_block_spec))
 
 
@@ -82,7 +86,9 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
     return parse
 
 
-def _with_burst_spec(config_from_args: Callable[..., Any]) -> Callable[..., Any]:
+def _with_burst_spec(
+    config_from_args: Callable[..., Any], iterators: DataIterators
+) -> Callable[..., Any]:
     @functools.wraps(config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> Any:
         settle_dropouts(args)
@@ -98,7 +104,8 @@ def _with_burst_spec(config_from_args: Callable[..., Any]) -> Callable[..., Any]
         shared = _make_shared_state(args)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)
-        model_config.pre_wrap_hooks += _hooks(args, shared)
+        iterators.ahead = _ahead(args, shared)
+        model_config.pre_wrap_hooks += _hooks(args, shared, iterators.ahead)
         return model_config
 
     build.original = config_from_args  # type: ignore[attr-defined]
@@ -149,12 +156,27 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _hooks(args: argparse.Namespace, shared: SharedState | None) -> Iterator[Callable[..., Any]]:
+def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None:
+    """Return what plans documents one micro-batch ahead, where that can be known.
+
+    An iterator from outside Megatron may save how far it was read. Under --burst-verify every
+    mask is compared over the ranks.
+    """
+    documents = args.dataloader_inter_document_masking and args.dataloader_type != "external"
+    changing_groups = args.hybrid_context_parallel
+    if shared is None or not documents or shared.verification is not None or changing_groups:
+        return None
+    return Ahead(shared, args.seq_length)
+
+
+def _hooks(
+    args: argparse.Namespace, shared: SharedState | None, ahead: Ahead | None
+) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
         if moves or args.dataloader_inter_document_masking:
-            yield SequenceHooks(shared)
+            yield SequenceHooks(shared, ahead)
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         yield name_mtp_layers

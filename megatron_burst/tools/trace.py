@@ -29,7 +29,8 @@ ATTENTION = "attention"
 _MOST_RANKS = 16  # in the printed table
 _RANGE = re.compile(
     PREFIX
-    + r"(forward|backward|head exchange)(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
+    + r"(forward|backward|head exchange|wait for the plan)"
+    + r"(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -80,7 +81,7 @@ def _load(directory: Path) -> dict[int, list[Event]]:
 
 
 class _Call(NamedTuple):
-    """One rank's part in a forward, backward or head exchange; times in microseconds."""
+    """One rank's part in a forward, backward, head exchange or wait; times in microseconds."""
 
     name: str
     time: float

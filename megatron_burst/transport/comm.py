@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
@@ -263,6 +262,24 @@ def gather_objects[T](
     return values
 
 
+def broadcast_object[T](
+    group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
+) -> T:
+    """Return the value of rank `source` of a gloo group, a collective call, as `gather_objects`."""
+    values = [value]
+    with _named_errors(where, purpose):
+        dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
+
+
+def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) -> bool:
+    """Return whether `value` is true on a rank of a gloo group, likewise."""
+    found = torch.tensor(int(value))
+    with _named_errors(where, purpose):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)
+
+
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     """Let all members of every channel meet; all ranks of the job's groups call it together.
 
@@ -292,10 +309,3 @@ def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
         raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
     for send in sends:
         send.wait()
-
-
-def rows_of(block: Block, rows: Interval | None) -> Block:
-    """Return these rows of every tensor, [B, S, H, D] or [B, H, S]; None is all."""
-    if rows is None:
-        return block
-    return tuple(t[:, rows.rows] if t.ndim == 4 else t[:, :, rows.rows] for t in block)

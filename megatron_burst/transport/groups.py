@@ -86,6 +86,24 @@ def make_groups(
     return Groups(channels, agreement)
 
 
+def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
+
+    A collective call of all ranks of the job, each with a group of as many.
+    """
+    if group.size() == 1:
+        return None
+    assert dist.group.WORLD is not None
+    ours, found = tuple(dist.get_process_group_ranks(group)), None
+    purpose = "make process groups with the whole job"
+    everybody = gather_objects(dist.group.WORLD, purpose, ours, timeout_seconds)
+    limit = timedelta(seconds=timeout_seconds)
+    for ranks in dict.fromkeys(everybody):
+        made = dist.new_group(ranks, timeout=limit, backend=dist.Backend.GLOO)
+        found = made if ranks == ours else found
+    return found
+
+
 def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:
     """Return the channels that rings on `grid` use; the reads come first.
 

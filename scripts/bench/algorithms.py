@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.rows import rows_of
 from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.transport.comm import rows_of
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
@@ -129,13 +130,13 @@ class Kernels:
         self.finished = dout, torch.zeros_like(dout), lse
 
     def forward(self) -> None:
-        for tile in self.call.forward_plan.tiles:
-            self.call.kernel.forward(self.call.of_tile(tile, *self.qkv))
+        for some in chain(*self.call.forward_calls):
+            self.call.kernel.forward(self.call.of_rows(some, *self.qkv))
 
     def backward(self) -> None:
-        for tile in self.call.backward_plan.tiles:
-            finished = rows_of(self.finished, tile.query_slice)
-            self.call.kernel.backward(self.call.of_tile(tile, *self.qkv), *finished)
+        for some in chain(*self.call.backward_calls):
+            finished = rows_of(self.finished, some.queries)
+            self.call.kernel.backward(self.call.of_rows(some, *self.qkv), *finished)
 
 
 def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:

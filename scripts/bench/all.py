@@ -60,7 +60,7 @@ STEPS = {
     "tiles": _measured("tiles", 8),
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
-    "many_nodes": _measured("many_nodes", 45, MANY, "attention"),
+    "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
     "schedules": Step(
         3,
         tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),

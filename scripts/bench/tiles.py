@@ -24,6 +24,7 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.rows import device_calls
 from megatron_burst.config import GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.layout import zigzag
@@ -84,7 +85,12 @@ def make_jobs(
     }
     for kind, ring in rings.items():
         plans = rings[Kind.KV].forward(ranks // 2), ring.backward(ranks // 2)
-        call = AttentionCall(*plans, kernel, sizes.head_dim**-0.5, Silence())
+        calls = [device_calls(plan, 1, q.device) for plan in plans]
+        call = AttentionCall(
+            *(*plans, kernel, sizes.head_dim**-0.5, Silence()),
+            forward_calls=calls[0],
+            backward_calls=calls[1],
+        )
         alone = Kernels(call, *qkv, dout)
         result = forward(q, keys, call)
         pairs = sum(tile.pairs for tile in plans[0].tiles)

@@ -189,7 +189,7 @@ def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_burst.attention.context")
+    logger = logging.getLogger("megatron_burst.attention")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield lines

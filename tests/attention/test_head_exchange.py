@@ -9,6 +9,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention import head_exchange
 from megatron_burst.attention.head_exchange import HeadExchange, exchange_plan
 from megatron_burst.plans.plan import Channel, Item, Kind
+from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
 CONFIG = BurstConfig(algorithm="ulysses")
@@ -72,7 +73,7 @@ def exchange_there_and_back(team: Team, heads: int) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "heads"), [(2, 2), (3, 6), (8, 8)])
+@pytest.mark.parametrize(("ranks", "heads"), one_in(2, [(2, 2), (8, 8), (3, 6)]))
 def test_heads_are_whole_and_come_back(workers: WorkerPool, ranks: int, heads: int) -> None:
     for reply in workers.run(ranks, exchange_there_and_back, heads):
         assert all(reply.values()), reply

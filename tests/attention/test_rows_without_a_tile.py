@@ -9,6 +9,7 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialResults
+from megatron_burst.attention.rows import device_calls
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
@@ -23,8 +24,12 @@ TOKENS = 64
 
 def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracle.Result:
     plan = Plan(0, (Step(tiles=tuple(tiles)),))
-    call = AttentionCall(plan, plan, kernel, DIM**-0.5, Communicator((), {}, 1))
     q, k, v, dout = tensors
+    calls = device_calls(plan, len(q), q.device)
+    communicator = Communicator((), {}, 1)
+    call = AttentionCall(
+        *(plan, plan, kernel, DIM**-0.5, communicator), forward_calls=calls, backward_calls=calls
+    )
     out, lse = forward(q, keys := Keys(0, k, v), call)
     return oracle.Result(out, lse, *backward(dout, q, keys, out, lse, call)[:3])
 

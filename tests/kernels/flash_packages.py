@@ -7,8 +7,9 @@ lacks the last name).
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -62,10 +63,21 @@ NAMES = {
     "flash3": ("_flash_attn_forward", "_flash_attn_backward"),
     "flash4": ("_flash_attn_fwd", "_flash_attn_bwd"),
 }
+# flash-attn 2 has functions of their own for sequences of many lengths.
+OF_SEVERAL = {
+    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 "
+    "alibi_slopes=None return_softmax=False block_table=None leftpad_k=None seqused_k=None "
+    "zero_tensors=False",
+    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right "
+    "softcap alibi_slopes deterministic rng_state=None zero_tensors=False",
+}
 # What an adapter has a say in; all else must stay as it is by default, or as flash-attn 2 wants it.
 OURS = frozenset(
     "q k v out dout lse softmax_lse dq dk dv softmax_scale causal is_causal window_size_left "
-    "window_size_right softcap deterministic return_lse".split()
+    "window_size_right softcap deterministic return_lse cu_seqlens_q cu_seqlens_k max_seqlen_q "
+    "max_seqlen_k".split()
 )
 FIXED = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
 
@@ -87,10 +99,15 @@ class StandIn(ModuleType):
     def __init__(self, kernel_name: str) -> None:
         super().__init__(f"stand-in for {kernel_name}")
         self.last: Arguments = {}
+        self.calls = 0
         self._none = None if kernel_name == "flash4" else -1  # says that a side has no limit
         both = zip(NAMES[kernel_name], SIGNATURES[kernel_name], strict=True)
         for (name, text), compute in zip(both, (self._forward, self._backward), strict=True):
             setattr(self, name, self._bound(signature(text), compute))
+        if kernel_name == "flash2":
+            both = zip(OF_SEVERAL.items(), (self._forward, self._backward), strict=True)
+            for (name, text), compute in both:
+                setattr(self, name, self._bound(signature(text), compute))
 
     def _bound(self, expected: Signature, compute: Callable[[Arguments], Any]) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -100,11 +117,28 @@ class StandIn(ModuleType):
                 default = FIXED.get(name, expected.parameters[name].default)
                 assert name in OURS or value == default, (name, value)
             self.last = bound.arguments
+            self.calls += 1
             return compute(bound.arguments)
 
         return function
 
-    def _tile(self, a: Arguments) -> TileCall:
+    def _tiles(self, a: Arguments) -> Iterator[tuple[slice, TileCall]]:
+        """The sequences one by one, each with its queries, [1, S, H, D]."""
+        begins = [a.get("cu_seqlens_q"), a.get("cu_seqlens_k")]
+        if begins[0] is None:
+            assert begins[1] is None and a["q"].ndim == 4
+            yield slice(None), self._tile(a, a["q"], a["k"], a["v"])
+            return
+        assert all(x.dtype == torch.int32 and x.device == a["q"].device for x in begins)
+        queries, keys = ([*pairwise(x.tolist())] for x in begins)
+        for side, x, pairs in (("q", a["q"], queries), ("k", a["k"], keys)):
+            assert (pairs[0][0], pairs[-1][1]) == (0, len(x)) and x.ndim == 3
+            assert a[f"max_seqlen_{side}"] == max(stop - start for start, stop in pairs)
+        for rows, seen in zip(queries, keys, strict=True):
+            of_keys = (a[name][None, slice(*seen)] for name in "kv")
+            yield slice(*rows), self._tile(a, a["q"][None, slice(*rows)], *of_keys)
+
+    def _tile(self, a: Arguments, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
         """Undo what the package does: a window is counted from the last corner's diagonal."""
         left, right = (
             None if a[f"window_size_{side}"] == self._none else a[f"window_size_{side}"]
@@ -114,23 +148,32 @@ class StandIn(ModuleType):
             right = 0
         assert left is None or left >= 0
         assert right is None or right >= 0
-        shift = a["k"].shape[1] - a["q"].shape[1]
+        shift = k.shape[1] - q.shape[1]
         band = Band(
             None if left is None else left - shift, None if right is None else right + shift
         )
-        return TileCall(a["q"], a["k"], a["v"], band, _scale(a), a["softcap"] or None)
+        return TileCall(q, k, v, band, _scale(a), a["softcap"] or None)
 
     def _forward(self, a: Arguments) -> tuple[Tensor | None, ...]:
-        out, lse = KERNELS["reference"].forward(self._tile(a))
+        results = [KERNELS["reference"].forward(tile) for _, tile in self._tiles(a)]
+        out, lse = torch.cat([x for x, _ in results], 1), torch.cat([x for _, x in results], 2)
         assert a.get("return_lse", True)
+        if a["q"].ndim == 3:
+            out, lse = out[0], lse[0]
         return out, lse.float(), None, None
 
     def _backward(self, a: Arguments) -> Any:
-        lse = a.get("lse", a.get("softmax_lse"))
-        batch, tokens, heads, _ = a["q"].shape
-        assert lse.shape == (batch, heads, tokens)
+        lse, is_packed = a.get("lse", a.get("softmax_lse")), a["q"].ndim == 3
+        *batch, tokens, heads, _ = a["q"].shape
+        assert lse.shape == (*batch, heads, tokens)
         assert lse.dtype == torch.float32 and lse.is_contiguous()
-        gradients = KERNELS["reference"].backward(self._tile(a), a["dout"], a["out"], lse)
+        dout, out, lse_BHS = (x[None] if is_packed else x for x in (a["dout"], a["out"], lse))
+        each = [
+            KERNELS["reference"].backward(tile, dout[:, rows], out[:, rows], lse_BHS[:, :, rows])
+            for rows, tile in self._tiles(a)
+        ]
+        gradients = [torch.cat(parts, 1) for parts in zip(*each, strict=True)]
+        gradients = [x[0] if is_packed else x for x in gradients]
         if a["dq"] is None:
             return gradients
         for given, gradient in zip((a["dq"], a["dk"], a["dv"]), gradients, strict=True):

@@ -58,6 +58,20 @@ def test_the_contract(kernel: Kernel, heads: tuple[int, int], band, queries, key
     contract.test_any_out_with_the_same_row_products_serves_the_backward(kernel, *CPU, *tile)
 
 
+@pytest.mark.parametrize("heads", contract.HEADS.values(), ids=contract.HEADS)
+@pytest.mark.parametrize(("band", "lengths"), contract.SEVERAL.values(), ids=contract.SEVERAL)
+def test_several_tiles_are_one_call(
+    kernel: Kernel, stand_in: StandIn, heads, band, lengths
+) -> None:
+    sizes = (contract.DIM,) if kernel.name == "flash2" else (contract.DIM, 8)
+    for value_dim in sizes:
+        contract.test_several_tiles_in_one_call_equal_the_oracle(
+            kernel, *CPU, heads, band, lengths, value_dim
+        )
+        assert stand_in.calls == 2  # forward and backward
+        stand_in.calls = 0
+
+
 def test_a_soft_cap(kernel: Kernel, stand_in: StandIn) -> None:
     contract.test_a_soft_cap(kernel, *CPU)
     assert stand_in.last["softcap"] == contract.SOFT_CAP
@@ -78,11 +92,12 @@ def test_deterministic_mode_is_passed_on(
         contract.test_results_are_new_tensors(kernel, *CPU)  # its last call is a forward
         q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
         lse = torch.zeros(2, 4, 24)
-        tile = TileCall(q, k, v, contract.Band.FULL, 0.25)
-        kernel.backward(tile, dout, dout, lse)
+        for packing in (None, contract.packing([(9, 9), (15, 15)], "cpu")):
+            tile = TileCall(q, k, v, contract.Band.FULL, 0.25, packing=packing)
+            kernel.backward(tile, dout, dout, lse)
+            assert stand_in.last["deterministic"] is deterministic
     finally:
         torch.use_deterministic_algorithms(before)
-    assert stand_in.last["deterministic"] is deterministic
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """The contract of a kernel, for each one on the devices that can run it here. (fast tier)"""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_burst.kernels import (
     select_kernel,
 )
 from megatron_burst.kernels.padded import PaddedKernel
+from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.mask import Band
 from tests import oracle
 
@@ -135,6 +137,62 @@ def test_a_tile_equals_the_oracle(
     for name in oracle.Result._fields:
         error = oracle.relative_error(getattr(found, name), getattr(expected, name))
         assert error < TOLERANCE[dtype], (name, error)
+
+
+SEVERAL = {  # a square's band, and of each tile the queries and the keys
+    "causal": (Band.CAUSAL, ((5, 5), (1, 1), (17, 17), (9, 12))),
+    "full": (Band.FULL, ((3, 7), (11, 2), (1, 1))),
+    "window": (Band(4, 0), ((3, 3), (20, 20), (6, 10))),
+    "one query each": (Band.FULL, ((1, 3), (1, 9))),
+}
+
+
+def packing(lengths: Sequence[tuple[int, int]], device: str, batch: int = 2) -> Packing:
+    queries, keys = zip(*lengths, strict=True)
+    begins = (torch.tensor([0, *side * batch]).cumsum(0) for side in (queries, keys))
+    return Packing(queries, keys, *(x.to(device, torch.int32) for x in begins))
+
+
+def visible_to_several(band: Band, lengths: Sequence[tuple[int, int]], device: str) -> Tensor:
+    """Each tile's queries see keys of the tile alone, counted from its last corner."""
+    left, right = (math.inf if side is None else side for side in (band.left, band.right))
+    tiles = [
+        [[-left <= key - query - keys + queries <= right for key in range(keys)] for query in rows]
+        for queries, keys in lengths
+        for rows in [range(queries)]
+    ]
+    return torch.block_diag(*(torch.tensor(tile, device=device) for tile in tiles)).bool()
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("band", "lengths"), SEVERAL.values(), ids=SEVERAL)
+def test_several_tiles_in_one_call_equal_the_oracle(
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    band: Band,
+    lengths: Sequence[tuple[int, int]],
+    value_dim: int = DIM,
+) -> None:
+    skip_without(kernel, device, dtype, is_banded=band.left is not None)
+    queries, keys = (sum(side) for side in zip(*lengths, strict=True))
+    q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
+    k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
+    dout, v = dout[..., :value_dim], v[..., :value_dim]
+    expected = oracle.attention(q, k, v, dout, visible_to_several(band, lengths, device))
+    call = TileCall(q, k, v, band, DIM**-0.5, packing=packing(lengths, device))
+    out, lse = kernel.forward(call)
+    found = oracle.Result(out, lse, *kernel.backward(call, dout, out, sliced_rows(lse)))
+    for name in oracle.Result._fields[:5]:
+        assert getattr(found, name).shape == getattr(expected, name).shape
+        # A query that sees one key has no gradient but rounding: compared by the size of dv.
+        least = expected.dv.norm().item()
+        error = oracle.relative_error(getattr(found, name), getattr(expected, name), at_least=least)
+        assert error < TOLERANCE[dtype], (name, error)
+    tensors = (q, k, v, dout, *found[:5])
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
 
 
 @EVERY_KERNEL
@@ -323,3 +381,9 @@ def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], band: Band) -
 
 def test_the_table_is_keyed_by_the_kernels_names() -> None:
     assert all(name == kernel.name for name, kernel in KERNELS.items())
+
+
+@pytest.mark.parametrize(("band", "lengths"), SEVERAL.values(), ids=SEVERAL)
+def test_a_padded_kernel_takes_several_tiles(band: Band, lengths: Any) -> None:
+    kernel = PaddedKernel(KERNELS["cpu"], DIM)
+    test_several_tiles_in_one_call_equal_the_oracle(kernel, *CPU, (4, 2), band, lengths, 6)

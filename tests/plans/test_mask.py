@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,8 +166,8 @@ def test_a_mask_of_another_length_is_refused(mask: Mask, message: str) -> None:
         Tiling(LAYOUTS["zigzag"](8, 2), mask)
 
 
-def test_masks_that_differ_have_other_names() -> None:
-    """Ranks compare masks by their names, and plans are kept under them."""
+def test_masks_that_differ_have_other_names_and_digests() -> None:
+    """Ranks compare masks by their names, and plans are kept under their digests."""
     tables = [torch.tensor(bits).view(2, 2) for bits in ([True] * 4, [True, False, True, True])]
     masks = [
         Mask.causal(),
@@ -175,6 +176,9 @@ def test_masks_that_differ_have_other_names() -> None:
         Mask.causal(documents=[0, 3, 8]),
         Mask.causal(documents=[0, 4, 8]),
         *(Mask.causal(block_table=table) for table in tables),
+        Mask.causal(documents=[0, 3, 8], block_table=tables[0]),
+        replace(Mask.causal(documents=[0, 3, 8]), query_stop=4),
     ]
-    assert len(set(map(str, masks))) == len(masks)
-    assert str(Mask.causal(documents=[0, 3, 8])) == str(Mask.causal(documents=[0, 3, 8]))
+    assert len({*map(str, masks)}) == len({*masks}) == len(masks)
+    same = [Mask.causal(documents=[0, 3, 8]) for _ in range(2)]
+    assert same[0] == same[1] and hash(same[0]) == hash(same[1]) and str(same[0]) == str(same[1])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_burst import BurstConfig
+from megatron_burst.config import Topology
 from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
@@ -82,6 +83,20 @@ def test_messages_and_bytes_are_those_of_the_formulas(grid: Grid) -> None:
             away, within = mesh.sends(sizes, backward=backward)
             counted = traffic(mesh.messages(backward=backward), sizes, where, 4 * CHUNK)
             assert (counted.bottleneck, counted.rank) == (away, away + within)
+
+
+@pytest.mark.parametrize("grid", slow_if(LARGE, GRIDS), ids=lambda grid: str(grid.rows))
+def test_a_mesh_is_chosen_by_the_bytes_that_its_messages_have(grid: Grid) -> None:
+    """Whether they are counted, or follow from a formula where all is needed."""
+    apart = [grid.coordinates(rank)[0] for rank in range(grid.ranks)]
+    masks = Mask.causal(), Mask.full(), Mask.causal(window=3 * CHUNK)
+    for mask, nodes in itertools.product(masks, (apart, [*range(grid.ranks)])):
+        tiling = Tiling(zigzag(4 * CHUNK * grid.ranks, grid.ranks), mask)
+        choice = choose(BurstConfig(topology=Topology.MESH), tiling, grid, MHA, nodes)
+        for (offer,), backward in zip((choice.forward, choice.backward), BOTH, strict=True):
+            messages = offer.schedule.messages(backward=backward)
+            sizes = MHA.item_bytes(backward=backward, summed=offer.schedule.sums_on_the_way)
+            assert offer.cost == traffic(messages, sizes, nodes, 4 * CHUNK)
 
 
 @pytest.mark.parametrize("grid", slow_if(LARGE, GRIDS), ids=lambda grid: str(grid.rows))

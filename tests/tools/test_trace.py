@@ -1,6 +1,7 @@
 """The ranges that torch.profiler shows, and how much of communication they hide. (fast tier)"""
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, ring_attention
+from megatron_burst.plans.calls import calls_of
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Plan
 from megatron_burst.tools import command, trace
 from megatron_burst.transport import profiling
+from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
 RANKS = 4
@@ -28,7 +31,8 @@ SETTINGS = {
 
 
 def planned(plan: Plan) -> tuple[int, int, int]:
-    return len(plan.tiles), len(plan.sends), len(plan.receives)
+    calls = sum(len(calls_of(step.tiles)) for step in plan.steps)
+    return calls, len(plan.sends), len(plan.receives)
 
 
 def profiled(team: Team, settings: dict[str, Any], mask: Mask, directory: Path) -> dict[str, Any]:
@@ -67,8 +71,7 @@ def double(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("name", "window"), one_in(3, itertools.product(SETTINGS, [None, 4])))
 def test_the_ranges_are_the_tiles_and_messages_of_the_plan(
     workers: WorkerPool, tmp_path: Path, name: str, window: int | None
 ) -> None:

@@ -1,6 +1,5 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.context import BurstContext, Plans
 from megatron_burst.attention.keys import Latents
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
 from megatron_burst.plans.mask import Mask
@@ -29,7 +28,6 @@ from megatron_burst.plugin.limits import refusals
 from megatron_burst.transport.comm import check_agreement
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-_MASKS_KEPT = 64
 
 
 class SharedState:
@@ -51,7 +49,7 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
-        self.mask = functools.lru_cache(_MASKS_KEPT)(self._make_mask)
+        self._masks: dict[tuple[bool, int | None], Mask] = {}  # without documents
 
     def __deepcopy__(self, _: Any) -> "SharedState":
         """Return itself: Megatron copies specs that hold it."""
@@ -84,19 +82,34 @@ class SharedState:
             )
         return self._contexts[group, algorithm or own]
 
-    def _make_mask(
-        self, is_causal: bool, window: int | None, bounds: tuple[int, ...] | None, samples: int
-    ) -> Mask:
-        """Return the mask of a layer.
+    def mask(self, is_causal: bool, window: int | None, documents: Documents | None) -> Mask:
+        """Return the mask of a layer; a query sees at most `window` keys before it.
 
-        A query sees at most `window` keys before it; documents begin at `bounds` but for the last,
-        its end; each of `samples` parts of the sequence is under the block mask.
+        Each of the samples that a sequence is made of is under the block mask.
         """
-        table = self._block_table
-        if table is not None and samples > 1:
-            table = torch.block_diag(*[table] * samples).bool()
-        make = Mask.causal if is_causal else Mask.full
-        return make(window=window, documents=bounds, block_table=table)
+        masks = self._masks if documents is None else documents.masks
+        if (mask := masks.get((is_causal, window))) is None:
+            bounds, samples = (documents.bounds, documents.samples) if documents else (None, 1)
+            table = self._block_table
+            if table is not None and samples > 1:
+                table = torch.block_diag(*[table] * samples).bool()
+            make = Mask.causal if is_causal else Mask.full
+            mask = make(window=window, documents=bounds, block_table=table)
+            masks[is_causal, window] = mask
+        return mask
+
+    def plan_ahead(self, documents: Documents) -> list[tuple[BurstContext, Plans]]:
+        """Plan for a micro-batch that is to come what the layers have asked for so far.
+
+        A thread may call it.
+        """
+
+        def mask_of(mask: Mask) -> Mask:
+            return self.mask(mask.is_causal, mask.window, documents)
+
+        tokens, layout = documents.bounds[-1], documents.layout
+        contexts = self._contexts.values()
+        return [(each, each.plan_ahead(tokens, mask_of, layout)) for each in contexts]
 
     def _compare_block_masks(self) -> None:
         if self._block_table is not None and dist.is_initialized():
@@ -224,8 +237,7 @@ class BurstCoreAttention(ModuleWithSink):
                 f"{', '.join(m.name for m in _IS_CAUSAL)}"
             )
         left, none_behind = self._window
-        bounds, samples = (documents.bounds, documents.samples) if documents else (None, 1)
-        return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, bounds, samples)
+        return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, documents)
 
     def _refuse(self, mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
         if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:

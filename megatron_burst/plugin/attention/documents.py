@@ -1,12 +1,17 @@
 """The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
+import copy
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.mask import Mask
 
 
 @dataclass
@@ -22,6 +27,36 @@ class Documents(PackedSeqParams):
     samples: int = 1  # how many of the data set's samples the sequence is made of
     brought: Layout | None = None  # in which the caller holds the tokens; None: zigzag of them all
     layout: Layout | None = None  # in which attention runs; None: that of the configuration
+    masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)  # by causality, window
+    longest: int = field(init=False)  # tokens of a document
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.longest = max((end - start for start, end in pairwise(self.bounds)), default=0)
+
+
+def digest_of(packed: PackedSeqParams) -> bytes:
+    """Return what tells the documents of micro-batches apart; one copy to the host a tensor."""
+    given = _tensors(packed)
+    tensors = {id(x): x.cpu().numpy().tobytes() for x in given.values()}
+    order = [*tensors]
+    said: list[object] = [(name, order.index(id(x))) for name, x in given.items()]
+    said += [packed.tokens_per_sample, packed.local_cp_size, packed.cp_group]
+    return hashlib.sha256(b"|".join([*tensors.values(), repr(said).encode()])).digest()
+
+
+def with_tensors(documents: Documents, host: PackedSeqParams, packed: PackedSeqParams) -> Documents:
+    """Return documents that were read from `host`, with the equal tensors of `packed`."""
+    names = {id(x): name for name, x in _tensors(host).items()}
+    ours = copy.copy(documents)
+    for name, x in _tensors(documents).items():
+        setattr(ours, name, getattr(packed, names[id(x)]))
+    return ours
+
+
+def _tensors(packed: PackedSeqParams) -> dict[str, Tensor]:
+    given = {part.name: getattr(packed, part.name) for part in fields(PackedSeqParams)}
+    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
 
 def read_documents(

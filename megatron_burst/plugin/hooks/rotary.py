@@ -9,6 +9,8 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.layout import Layout
 
+_OF_DOCUMENTS = ("bounds", "layout", "longest")
+
 
 @dataclass(frozen=True, slots=True)
 class WholeSequence:
@@ -17,37 +19,46 @@ class WholeSequence:
     tokens: int
     bounds: tuple[int, ...] | None
     layout: Layout | None = None
+    longest: int | None = None  # document; None: not known, so it may be all of it
 
 
 class Positions:
-    """The positions of this rank's rows, each counted from the start of its document."""
+    """The positions of this rank's rows, each counted from the start of its document.
+
+    They are found on the device, so that the host waits for no copy: a micro-batch brings the
+    borders of its documents alone.
+    """
 
     def __init__(self, context: BurstContext) -> None:
         self._context = context
-        self._last: tuple[WholeSequence, Tensor] | None = None  # every layer may ask for the same
-        self._on_device: dict[torch.device, Tensor] = {}  # of the last
-
-    def of(self, sequence: WholeSequence) -> Tensor:
-        """Return int64 [local tokens], on the host."""
-        if self._last is None or self._last[0] != sequence:
-            layout = sequence.layout or self._context.layout(sequence.tokens)
-            positions = layout.positions(self._context.rank)
-            if sequence.bounds is not None:
-                positions = within_documents(positions, sequence.bounds)
-            self._last, self._on_device = (sequence, positions), {}
-        return self._last[1]
+        self._rows: dict[tuple[object, ...], Tensor] = {}  # in the whole sequence, of one layout
+        self._found: tuple[WholeSequence, torch.device, Tensor] | None = None  # last
 
     def on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
-        """Return them on a device, copied once a sequence: the host waits for such a copy."""
-        positions = self.of(sequence)
-        if device not in self._on_device:
-            self._on_device[device] = positions.to(device)
-        return self._on_device[device]
+        """Return int64 [local tokens]; every layer of a micro-batch asks for the same."""
+        if self._found is None or self._found[:2] != (sequence, device):
+            rows = self._in_sequence(device, sequence.tokens, sequence.layout)
+            if sequence.bounds is not None:
+                rows = within_documents(rows, sequence.bounds)
+            self._found = sequence, device, rows
+        return self._found[2]
+
+    def _in_sequence(self, device: torch.device, tokens: int, layout: Layout | None) -> Tensor:
+        key = device, layout or tokens
+        if key not in self._rows:
+            layout = layout or self._context.layout(tokens)
+            self._rows = {key: to_device(layout.positions(self._context.rank), device)}
+        return self._rows[key]
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting for what the device has still to do."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """Count positions in a sequence from the starts of their documents."""
-    starts = torch.tensor(bounds)
+    starts = to_device(torch.tensor(bounds), positions.device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
@@ -82,13 +93,12 @@ class RotaryAtPositions(torch.nn.Module):
         tokens = self.rotary.get_rotary_seq_len(
             None, transformer, transformer_input, transformer_config, None
         )
-        given = (getattr(packed_seq_params, name, None) for name in ("bounds", "layout"))
+        given = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
         return WholeSequence(tokens, *given)
 
     def forward(self, sequence: WholeSequence, **_: Any) -> Any:
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
-        positions = self._positions.of(sequence)
-        table = self.rotary.get_emb(int(positions.max()) + 1)
+        table = self.rotary.get_emb(sequence.longest or sequence.tokens)
         table, *scale = table if isinstance(table, tuple) else (table,)
         rows = table.index_select(0, self._positions.on(table.device, sequence))
         if self._in_layer and sequence.bounds is not None:

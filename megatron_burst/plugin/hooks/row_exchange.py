@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.plans.layout import Layout
+from megatron_burst.plugin.hooks.rotary import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Moves:
 
     def on(self, device: torch.device) -> "Moves":
         """Return them with the rows on a device."""
-        return Moves(self.leave.to(device), self.sent, self.arrive.to(device), self.received)
+        leave, arrive = (to_device(rows, device) for rows in (self.leave, self.arrive))
+        return Moves(leave, self.sent, arrive, self.received)
 
 
 def find_moves(

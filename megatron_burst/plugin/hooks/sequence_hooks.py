@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import make_viewless_tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
@@ -36,10 +38,11 @@ class SequenceHooks:
     Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
     hands the layers the micro-batch's documents, moves what the stage has per token to our layout,
     and moves losses or logits back, so that loss masks and whatever is outside stay Megatron's.
+    `ahead` is told when a forward is done.
     """
 
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedState, ahead: Ahead | None = None) -> None:
+        self._shared, self._ahead = shared, ahead
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -54,9 +57,11 @@ class SequenceHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
             layouts.setdefault(context, Layouts(context, _window_of_all(model.config)))
-            hooks = _StageHooks(model, context, layouts[context])
+            hooks = _StageHooks(model, context, layouts[context], self._ahead)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
+            if self._ahead is not None:
+                model.register_forward_hook(hooks.begin_the_next)
         self._shared.tokens_follow_layout = True
         return models
 
@@ -116,13 +121,27 @@ def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
 class _StageHooks:
     """The two hooks of one pipeline stage."""
 
-    def __init__(self, model: LanguageModel, context: BurstContext, layouts: Layouts) -> None:
-        self._context, self._layouts = context, layouts
+    def __init__(
+        self,
+        model: LanguageModel,
+        context: BurstContext,
+        layouts: Layouts,
+        ahead: Ahead | None = None,
+    ) -> None:
+        self._context, self._layouts, self._ahead = context, layouts, ahead
         config = model.config
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
+
+    def read(self, packed: PackedSeqParams) -> Documents:
+        """Make of what says where a micro-batch's documents are what its layers need to know.
+
+        Everything but plans: `Ahead` makes those of it, and calls this in a thread.
+        """
+        group, layout_of = self._context.group, self._layouts.of
+        return read_documents(packed, group, self._ranks_of_a_sequence, layout_of)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,8 +150,8 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = read_documents(
-                packed, self._context.group, self._ranks_of_a_sequence, self._layouts.of
+            given["packed_seq_params"] = (
+                self._ahead.take(packed, self.read) if self._ahead else self.read(packed)
             )
             _flatten_input(model.decoder)
         tensors = _per_token(given)
@@ -161,6 +180,11 @@ class _StageHooks:
                 f"each token, {tuple(given.shape[:2])}; it returned {tuple(output.shape)}"
             )
         return exchange.to_callers(output)
+
+    def begin_the_next(self, *_: object) -> None:
+        """The device has a forward to run: prepare what comes after it."""
+        if self._ahead is not None:
+            self._ahead.begin(self.read)
 
     def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
         """Return the moves of the micro-batch of x [batch, rows, ...]."""

@@ -1,0 +1,49 @@
+"""What attention says in the log of its plans."""
+
+import logging
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.kernels import Kernel, Request, passed_over
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.planning import mib
+from megatron_burst.plans.topology import Grid
+
+logger = logging.getLogger(__name__)
+
+
+def log_choice(
+    config: BurstConfig,
+    heads: int,
+    grid: Grid,
+    kernel: Kernel,
+    request: Request,
+    choice: str,
+    shape: Shape,
+) -> None:
+    """Say what was chosen for calls of a shape, whose heads are shared among `heads` ranks."""
+    reasons = passed_over(kernel, request) if config.kernel == "auto" else ""
+    spread = exchanged = ""
+    if heads > 1:
+        spread = f"heads over {heads} ranks, "
+        size = mib(shape.exchange_bytes(heads))
+        exchanged = f"; the all-to-all over the heads sends {size} a rank forward and backward each"
+    logger.info(
+        "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
+        config.algorithm,
+        heads * grid.ranks,
+        config.layout,
+        spread,
+        grid,
+        f"{kernel.name} ({reasons})" if reasons else kernel.name,
+        choice,
+        exchanged,
+    )
+
+
+def log_wait(seconds: float) -> None:
+    """Say that attention waited for a plan that nobody could make before."""
+    logger.info(
+        "burst attention: waited %.0f ms for the plan of other documents, and does so wherever "
+        "they are not known a micro-batch before",
+        1e3 * seconds,
+    )

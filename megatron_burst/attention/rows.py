@@ -1,0 +1,90 @@
+"""The kernel calls of a plan as a device runs them: rows by slices or tables, made once a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_burst.kernels.protocol import Packing
+from megatron_burst.plans.calls import KernelCall, calls_of
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.mask import Band
+from megatron_burst.plans.plan import Plan, Tile
+from megatron_burst.transport.comm import Block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Rows that are no slice, none of them twice, in the order in which a kernel has them."""
+
+    index: Tensor  # int64, on the device of the blocks
+
+
+type Rows = Interval | RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCall:
+    """A `KernelCall`: which rows of which blocks it reads, and how they are packed."""
+
+    tile: Tile
+    band: Band
+    queries: Rows
+    keys: Rows
+    packing: Packing | None  # of several sequences
+
+
+type DeviceCalls = Sequence[Sequence[DeviceCall]]  # by step
+
+
+def device_calls(plan: Plan, batch: int, device: torch.device) -> DeviceCalls:
+    """Return the kernel calls of every step, their tables on the device; waits for nothing."""
+    return [[_on_device(c, batch, device) for c in calls_of(step.tiles)] for step in plan.steps]
+
+
+def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall:
+    def table(values: NDArray[np.integer]) -> Tensor:
+        return torch.tensor(values).to(device, non_blocking=True)
+
+    def rows(runs: Sequence[Interval]) -> Rows:
+        if len(runs) == 1:
+            return runs[0]
+        return RowTable(table(np.concatenate([np.arange(*run) for run in runs])))
+
+    def begins(lengths: tuple[int, ...]) -> Tensor:
+        return table(np.array([*accumulate(lengths * batch, initial=0)], np.int32))
+
+    packing = None
+    if len(call.lengths) > 1:
+        queries, keys = zip(*call.lengths, strict=True)
+        packing = Packing(queries, keys, begins(queries), begins(keys))
+    return DeviceCall(call.tile, call.band, rows(call.queries), rows(call.keys), packing)
+
+
+def rows_of(block: Block, rows: Rows | None) -> Block:
+    """Return these rows of every tensor, [B, S, H, D] or [B, H, S]; None is all.
+
+    Views of a slice, copies of what a table says.
+    """
+    return block if rows is None else tuple(_of(t, rows) for t in block)
+
+
+def write_rows(block: Block, rows: Rows, values: Block) -> None:
+    """Write back what was made in place of `rows_of(block, rows)`; nothing to do for views."""
+    if isinstance(rows, RowTable):
+        for t, value in zip(block, values, strict=True):
+            t.index_copy_(_tokens(t), rows.index, value)
+
+
+def _of(t: Tensor, rows: Rows) -> Tensor:
+    if isinstance(rows, RowTable):
+        return t.index_select(_tokens(t), rows.index)
+    return t.narrow(_tokens(t), rows.start, rows.length)
+
+
+def _tokens(t: Tensor) -> int:
+    return 1 if t.ndim == 4 else 2

@@ -1,0 +1,248 @@
+"""Prepares a micro-batch in a thread while the model runs the one before it.
+
+Megatron reads a micro-batch when its forward begins; whatever the host does from then on, the
+device waits for. So data iterators are read one item ahead, and after a forward, when the device
+has enough to do, a thread makes all that the next documents need. What ranks have to tell each
+other for it goes by a gloo group of its own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import flatten_batch_for_packed_sequences
+
+from megatron_burst.attention.context import BurstContext, Plans
+from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
+from megatron_burst.transport.comm import (
+    any_rank,
+    broadcast_object,
+    check_agreement,
+    gather_objects,
+)
+from megatron_burst.transport.groups import make_gloo_group
+from megatron_burst.transport.profiling import span
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 64  # micro-batches: more than a pipeline has in flight
+_WHERE = "one micro-batch ahead"
+_READ_OF_AN_ITEM = ("cu_seqlens", "cu_seqlens_padded", "tokens")
+
+type Read = Callable[[PackedSeqParams], Documents]
+
+
+class _Prepared(NamedTuple):
+    """All that a micro-batch needs, made of its documents."""
+
+    packed: PackedSeqParams  # on the host
+    documents: Documents
+    plans: list[tuple[BurstContext, Plans]]
+
+
+class _Raised(NamedTuple):
+    error: Exception
+
+
+class _Job(NamedTuple):
+    items: list[dict[str, Any]]
+    read: Read
+    done: Future[None]
+
+
+class Ahead:
+    """The micro-batches that are known before they come; all others are planned when they come.
+
+    A micro-batch is found by what it says of its documents. So it does not matter in which order
+    micro-batches come, how often, or whether one that was announced ever does.
+    """
+
+    def __init__(self, shared: SharedState, tokens_per_sample: int) -> None:
+        self._shared, self._tokens_per_sample = shared, tokens_per_sample
+        self._thread: threading.Thread | None = None  # None: nobody knows what comes
+        self._group: dist.ProcessGroup | None = None  # who gets the same micro-batches
+        self._readers: list[bool] | None = None  # which of them know it; the first tells the others
+        self._announced: dict[OneAhead, dict[str, Any]] = {}
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._last: Future[None] | None = None
+        self._waited = self._logged = 0.0  # seconds
+        # The thread's until `_last` is done, then the caller's.
+        self._ready: dict[bytes, _Prepared | _Raised] = {}
+
+    def watch(self, iterators: Sequence[RerunDataIterator], group: dist.ProcessGroup) -> None:
+        """Read Megatron's data iterators one item ahead; a collective call of the whole job.
+
+        `group` has the ranks that get the same micro-batches; those without an iterator learn of
+        them from the first that has one. Consumed samples are counted elsewhere, and what Megatron
+        keeps for repeating a step lies around what is changed here.
+        """
+        if self._readers is None:
+            limit, purpose = self._shared.config.timeout_seconds, "learn who reads data"
+            self._group, self._readers = make_gloo_group(group, limit), [bool(iterators)]
+            if self._group is not None:
+                self._readers = gather_objects(self._group, purpose, bool(iterators), limit)
+            if any(self._readers):
+                self._thread = threading.Thread(target=self._work, name="burst-plans", daemon=True)
+                self._thread.start()
+        for iterator in iterators:
+            iterator.iterable = OneAhead(iterator.iterable, self._announce)
+
+    def begin(self, read: Read) -> None:
+        """Prepare what has been announced, in the thread; all ranks of the group call it together.
+
+        `read` makes documents of what says where they are.
+        """
+        if self._thread is not None:
+            self._last = Future()
+            self._jobs.put(_Job(list(self._announced.values()), read, self._last))
+            self._announced.clear()
+
+    def take(self, packed: PackedSeqParams, read: Read) -> Documents:
+        """Return the documents of a micro-batch that comes now; attention finds its plans.
+
+        Raises:
+            ValueError: as `read` does, or the ranks have different documents.
+            CommunicationError: a rank did not say what documents it has.
+        """
+        if self._last is None:
+            return read(packed)
+        self._wait(self._last)
+        found = self._ready.get(digest_of(packed))
+        if found is None:
+            return read(packed)
+        if isinstance(found, _Raised):
+            raise found.error
+        for context, plans in found.plans:
+            context.adopt(plans)
+        return with_tensors(found.documents, found.packed, packed)
+
+    def _wait(self, last: Future[None]) -> None:
+        if not last.done():
+            begun = time.perf_counter()
+            with span("wait for the plan"):
+                last.exception()
+            self._waited += time.perf_counter() - begun
+            if self._waited > 2 * self._logged + 1e-3 and (
+                not self._group or self._group.rank() == 0
+            ):
+                self._logged = self._waited
+                logger.info("documents: waited %.0f ms in all for plans", 1e3 * self._waited)
+        last.result()
+
+    def _announce(self, reader: "OneAhead", item: Any) -> None:
+        """Note what an iterator gives next."""
+        if isinstance(item, dict) and item.get("cu_seqlens") is not None:
+            self._announced[reader] = {name: item.get(name) for name in _READ_OF_AN_ITEM}
+
+    def _work(self) -> None:
+        failure: Exception | None = None
+        while True:
+            items, read, done = self._jobs.get()
+            try:
+                if failure is None:
+                    for packed in self._agree([self._packed(item) for item in items]):
+                        self._prepare(packed, read)
+            except Exception as error:  # for who takes the next micro-batch, and all after it
+                failure = error
+            if failure is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+    def _packed(self, item: dict[str, Any]) -> PackedSeqParams:
+        """Say of a micro-batch on the host what Megatron's scripts say of it on the device."""
+        item = flatten_batch_for_packed_sequences(item)
+        bounds, padded = (
+            None if (x := item[name]) is None else x.squeeze(0)
+            for name in ("cu_seqlens", "cu_seqlens_padded")
+        )
+        bounds = bounds if padded is None else padded
+        return PackedSeqParams(
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            tokens_per_sample=self._tokens_per_sample,
+        )
+
+    def _agree(self, ours: list[PackedSeqParams]) -> list[PackedSeqParams]:
+        """Return what the source has announced, which every rank with an iterator must have, too.
+
+        Raises:
+            ValueError: one has not.
+        """
+        if self._group is None or self._readers is None:
+            return ours
+        purpose, reads = "learn what documents come next", self._readers[self._group.rank()]
+        theirs = broadcast_object(self._group, purpose, ours, self._readers.index(True), _WHERE)
+        said, expected = (", ".join(digest_of(x).hex() for x in each) for each in (ours, theirs))
+        if any_rank(self._group, purpose, reads and said != expected, _WHERE):
+            what, limit = "the documents of a micro-batch", self._shared.config.timeout_seconds
+            said = said if reads else expected
+            check_agreement(self._group, what, f"digests {said}", limit, _WHERE)
+        return theirs
+
+    def _prepare(self, packed: PackedSeqParams, read: Read) -> None:
+        if (digest := digest_of(packed)) in self._ready:
+            return
+        try:
+            documents = read(packed)
+            plans = self._shared.plan_ahead(documents)
+            self._ready[digest] = _Prepared(packed, documents, plans)
+        except ValueError as error:  # for who takes this one
+            self._ready[digest] = _Raised(error)
+        if len(self._ready) > _KEPT:
+            del self._ready[next(iter(self._ready))]
+
+
+class OneAhead:
+    """An iterator that has read the next item when it gives one; errors come in their turn."""
+
+    def __init__(self, items: Iterator[Any], announce: Callable[["OneAhead", Any], None]) -> None:
+        self._items, self._announce = items, announce
+        self._read: list[Any] = []  # an item, or what was raised in its place
+
+    def __iter__(self) -> "OneAhead":
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next item, and announce the one after it."""
+        item = self._read.pop() if self._read else next(self._items)
+        if isinstance(item, _Raised):
+            raise item.error
+        try:
+            following = next(self._items)
+        except Exception as error:  # StopIteration, too
+            following = _Raised(error)
+        else:
+            self._announce(self, following)
+        self._read.append(following)
+        return item
+
+
+class DataIterators:
+    """Megatron's `build_train_valid_test_data_iterators`, a collective call of the whole job."""
+
+    ahead: Ahead | None = None  # who is to know what they will bring
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Return the iterators for training, validation and test."""
+        built = self.original(*args, **options)
+        if self.ahead is not None:
+            lists = [each if isinstance(each, list) else [each] for each in built]
+            found = [x for each in lists for x in each if isinstance(x, RerunDataIterator)]
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            self.ahead.watch(found, group)
+        return built

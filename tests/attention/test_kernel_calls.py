@@ -1,0 +1,72 @@
+"""Calls of a step under documents and block masks, on fake CUDA tensors. (fast tier)"""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst import Mask
+from megatron_burst.attention.merge import PartialResults
+from megatron_burst.attention.rows import RowTable
+from megatron_burst.kernels import KERNELS, Kernel, TileCall
+from megatron_burst.plans.layout import Interval
+from tests.fake_ring import EmptyKernel, peaks
+
+PLACES = {
+    "kv": {"nodes": 1, "backward_ring": "kv"},
+    "query": {"nodes": 1, "backward_ring": "query"},
+    "double": {"nodes": 4, "backward_ring": "kv"},
+    "mesh": {"nodes": 4, "backward_ring": "query", "topology": "mesh"},
+}
+
+
+class Counted:
+    """A kernel whose calls are counted."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.calls = kernel, Counter[str]()
+
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+        self.calls["forward"] += 1
+        return self.kernel.forward(tile)
+
+    def backward(self, tile: TileCall, *finished: Tensor) -> Any:
+        self.calls["backward"] += 1
+        gradients = self.kernel.backward(tile, *finished)
+        assert [x.shape for x in gradients] == [x.shape for x in tile.qkv]
+        return gradients
+
+
+def thousand_documents(tokens: int) -> Mask:
+    cuts = random.Random(0).sample(range(1, tokens), 999)
+    return Mask.causal(documents=(0, *sorted(cuts), tokens))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_step_of_a_thousand_documents_takes_few_calls(ranks: int, place: str) -> None:
+    kernel = Counted(KERNELS["aten_flash"] if place == "kv" else EmptyKernel())
+    mask = thousand_documents(1024 * ranks)
+    call = peaks(ranks=ranks, mask=mask, kernel=kernel, **PLACES[place]).call
+    forward, backward = ([*map(len, calls)] for calls in (call.forward_calls, call.backward_calls))
+    assert max(forward) <= 2 and max(backward) <= 3
+    assert kernel.calls == {"forward": sum(forward), "backward": sum(backward)}
+    tiles = max(len(step.tiles) for step in call.forward_plan.steps)
+    assert tiles > 1000 // ranks - 10, "the case is of many tiles"
+
+
+def test_rows_of_a_table_are_merged_like_slices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, rows = torch.empty(2, 9, 4, 8), torch.tensor([7, 0, 3, 4])
+    by_table, by_slices = PartialResults(q, 8), PartialResults(q, 8)
+    for _ in range(2):
+        out = torch.randn(2, 4, 4, 8, generator=generator)
+        lse = torch.randn(2, 4, 4, generator=generator)
+        by_table.add(RowTable(rows), out, lse)
+        for i, row in enumerate(rows.tolist()):
+            by_slices.add(Interval(row, row + 1), out[:, i : i + 1], lse[:, :, i : i + 1])
+    torch.testing.assert_close(by_table.finish(), by_slices.finish())
+    assert by_table.finish()[1].isneginf().sum() == 2 * 4 * 5

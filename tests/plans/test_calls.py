@@ -1,0 +1,188 @@
+"""Which tiles share a kernel call: every pair once, no row twice, few calls. (fast tier)"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_burst.plans.calls import KernelCall, calls_of
+from megatron_burst.plans.layout import Interval, segmented_zigzag, zigzag
+from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from tests.plans.masks import LAYOUTS, documents_of, maskings
+from tests.tier import examples
+
+
+def rows_of(intervals: Iterable[Interval]) -> Tensor:
+    return torch.cat([torch.arange(*interval) for interval in intervals])
+
+
+def computed(calls: Iterable[KernelCall], tokens: int) -> Tensor:
+    """How often each pair of rows is computed, by what a kernel is told."""
+    count = torch.zeros(tokens, tokens)
+    for call in calls:
+        queries, keys = rows_of(call.queries), rows_of(call.keys)
+        for of_side in (queries, keys):
+            assert len(of_side.unique()) == len(of_side), "a row is written twice"
+        q = k = 0
+        for height, width in call.lengths:
+            seen = call.band.visible if len(call.lengths) == 1 else partial(from_corner, call.band)
+            some = queries[q : q + height, None], keys[k : k + width]
+            count[some] += seen(height, width)
+            q, k = q + height, k + width
+        assert (q, k) == (len(queries), len(keys))
+    return count
+
+
+def from_corner(band: Band, queries: int, keys: int) -> Tensor:
+    """A window as FlashAttention counts it."""
+    distance = torch.arange(keys) - keys - (torch.arange(queries)[:, None] - queries)
+    left, right = (10**6 if side is None else side for side in (band.left, band.right))
+    return (distance >= -left) & (distance <= right)
+
+
+def by_tiles(tiles: Iterable[Tile], tokens: int) -> Tensor:
+    count = torch.zeros(tokens, tokens)
+    for tile in tiles:
+        rows, keys = tile.query_rows, tile.key_rows
+        count[rows.rows, keys.rows] += tile.band.visible(rows.length, keys.length)
+    return count
+
+
+@examples(200)
+@given(
+    ranks=st.integers(1, 4),
+    chunk=st.integers(1, 6),
+    layout=st.sampled_from([*LAYOUTS]),
+    data=st.data(),
+)
+def test_the_calls_compute_the_tiles(
+    ranks: int, chunk: int, layout: str, data: st.DataObject
+) -> None:
+    tokens = 4 * ranks * chunk
+    tiling = Tiling(LAYOUTS[layout](tokens, ranks), data.draw(maskings(tokens)).mask)
+    for key_owner in range(ranks):
+        tiles = tiling(0, key_owner)
+        steps: list[Sequence[Tile]] = [tiles]
+        if key_owner == 0:
+            half, first, second = half_and_quarters(tiles)
+            expected = by_tiles(tiles, 4 * chunk)
+            assert torch.equal(by_tiles(half + first + second, 4 * chunk), expected)
+            steps += [half, first + second]
+        for some in steps:
+            expected = by_tiles(some, 4 * chunk)
+            assert torch.equal(computed(calls_of(some), 4 * chunk), expected)
+
+
+def documents(tokens: int, count: int, seed: int = 0) -> tuple[int, ...]:
+    cuts = random.Random(seed).sample(range(1, tokens), count - 1)
+    return (0, *sorted(cuts), tokens)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_thousand_documents_take_two_calls_forward_and_three_backward(window: int | None) -> None:
+    ranks, tokens = 8, 64 * 1024
+    tiling = Tiling(
+        zigzag(tokens, ranks), Mask.causal(window=window, documents=documents(tokens, 1000))
+    )
+    most: Counter[str] = Counter()
+    for rank in range(ranks):
+        half, first, second = half_and_quarters(tiling(rank, rank))
+        steps = {"own": tiling(rank, rank), "half": half, "end": first + second}
+        others = (tiling(rank, other) for other in range(ranks) if other != rank)
+        found = {name: len(calls_of(tiles)) for name, tiles in steps.items()}
+        found["visit"] = max(len(calls_of(tiles)) for tiles in others)
+        most |= Counter(found)
+    assert most["own"] <= (2 if window is None else 3) and most["visit"] <= 2
+    assert most["half"] <= 3 and most["end"] <= 3
+
+
+def test_documents_on_their_own_rank_are_causal_squares_of_one_slice() -> None:
+    """One that lies in two chunks of a rank, with others between them or not, is one of them."""
+    tiles = Tiling(zigzag(64, 4), Mask.causal(documents=(0, 3, 60, 64)))(0, 0)
+    assert [(*tile.query_rows, tile.band) for tile in tiles] == [
+        (0, 3, Band.CAUSAL),
+        (3, 12, Band.CAUSAL),
+        (12, 16, Band.CAUSAL),
+    ]
+    (call,) = calls_of(tiles)
+    assert call.queries == call.keys == (Interval(0, 16),)
+    assert call.lengths == ((3, 3), (9, 9), (4, 4)) and call.band == Band.CAUSAL
+
+
+def test_short_documents_under_a_window_go_with_the_long_ones() -> None:
+    mask = Mask.causal(window=5, documents=documents_of([3, 8, 1, 6, 12, 2]))
+    tiles = Tiling(zigzag(32, 1), mask)(0, 0)
+    assert len({tile.band for tile in tiles}) == 3
+    (call,) = calls_of(tiles)
+    assert call.band == Band(5, 0) and len(call.lengths) == 6
+
+
+def test_blocks_that_see_the_same_are_one_sequence() -> None:
+    """Each block sees itself and the first: as many tiles as blocks, and two calls."""
+    table = torch.eye(8, dtype=torch.bool)
+    table[:, 0] = True
+    tiles = Tiling(zigzag(64, 1), Mask.causal(block_table=table))(0, 0)
+    assert len(tiles) == 13
+    squares, full = calls_of(tiles)
+    assert squares.queries == (Interval(0, 64),) and squares.band == Band.CAUSAL
+    assert (full.queries, full.keys) == ((Interval(16, 64),), (Interval(0, 8),))
+
+
+def test_runs_of_keys_are_one_sequence() -> None:
+    table = torch.zeros(8, 8, dtype=torch.bool)
+    table[7, ::2] = True
+    table[7, 7] = True
+    tiles = Tiling(zigzag(64, 1), Mask.full(block_table=table))(0, 0)
+    assert len(tiles) == 4
+    (call,) = calls_of(tiles)
+    assert call.lengths == ((8, 40),)
+    assert call.keys == (Interval(0, 8), Interval(16, 24), Interval(32, 40), Interval(48, 64))
+
+
+def test_what_overlaps_goes_to_a_further_call() -> None:
+    """Three chunks of a document see more and more of another rank's chunks."""
+    tiles = Tiling(segmented_zigzag([16] * 4, 2), Mask.causal())(1, 0)
+    calls = calls_of(tiles)
+    assert len(tiles) > 2 and 1 < len(calls) <= len(tiles)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_one_or_two_tiles_stay_calls_of_their_own(ranks: int) -> None:
+    tiling = Tiling(zigzag(64, ranks), Mask.causal())
+    half, first, second = half_and_quarters(tiling(0, 0))
+    for tiles in (tiling(0, 0), tiling(0, ranks - 1), half, first + second):
+        calls = calls_of(tiles)
+        found = [(call.queries, call.keys, call.band) for call in calls]
+        assert found == [((t.query_slice,), (t.key_slice,), t.band) for t in tiles]
+        assert all(len(call.lengths) == 1 for call in calls)
+
+
+def test_tiles_of_different_blocks_share_no_call() -> None:
+    full = [
+        Tile(0, owner, Interval(i, i + 1), Interval(i, i + 1), Band.FULL)
+        for i in range(4)
+        for owner in (1, 2)
+    ]
+    assert [call.tile.key_owner for call in calls_of(full)] == [1, 2]
+
+
+@pytest.mark.parametrize("lengths", [[64] * 16, [700, 100, 224], [100, 900, 24], [5] * 200 + [24]])
+def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
+    tokens = sum(lengths)
+    tiles = Tiling(zigzag(tokens, 1), Mask.causal(documents=documents_of(lengths)))(0, 0)
+    parts = half_and_quarters(tiles)
+    total = sum(tile.pairs for tile in tiles)
+    shares = [sum(tile.pairs for tile in part) / total for part in parts]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.016)
+    cut = len(sum(parts, [])) - len(tiles)
+    assert cut <= 4  # two borders, and what is full left of the causal squares behind them
+    assert torch.equal(by_tiles(sum(parts, []), tokens), by_tiles(tiles, tokens))
+    assert not any(tile.is_banded for part in parts for tile in part)

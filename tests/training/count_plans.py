@@ -1,0 +1,36 @@
+"""Trains and prints where plans were made, and how often calls were compared; run by tests.
+
+The last word of the command line is `ahead`, or `asked`: then no documents are known beforehand.
+"""
+
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+from megatron_burst import pretrain_gpt
+from megatron_burst.attention import context
+from megatron_burst.attention.context import BurstContext
+
+
+def main() -> None:
+    from megatron_burst.plugin import attach
+
+    counts: Counter[str] = Counter()
+    plan, compare = BurstContext._plan, context.check_agreement
+
+    def counting_plan(self: BurstContext, asked: Any) -> Any:
+        counts[threading.current_thread().name] += 1
+        return plan(self, asked)
+
+    def counting_comparison(*given: Any) -> None:
+        counts["compared"] += given[1] == "the shapes or the mask"
+        compare(*given)
+
+    BurstContext._plan, context.check_agreement = counting_plan, counting_comparison
+    if sys.argv.pop() == "asked":
+        attach._ahead = lambda *_: None
+    pretrain_gpt.main()
+    ahead = counts.pop("burst-plans", 0)
+    compared = counts.pop("compared", 0)
+    sys.stdout.write(f"rank plans: {counts.total()} asked, {ahead} ahead, {compared} compared\n")
