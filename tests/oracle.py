@@ -58,6 +58,7 @@ def visible_pairs(
     window: int | None = None,
     documents: Sequence[int] | None = None,
     table: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """The mask of a whole sequence as a matrix: visible[query, key]."""
     query, key = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -71,6 +72,10 @@ def visible_pairs(
         for start in documents[1:-1]:
             number[start:] += 1
         visible &= number[:, None] == number
+        if lengths is not None:
+            starts = torch.tensor(documents)[number]
+            real = torch.arange(tokens) < starts + torch.tensor(lengths)[number]
+            visible &= real[:, None] & real
     if table is not None:
         size = tokens // len(table)
         visible &= table.repeat_interleave(size, 0).repeat_interleave(size, 1)

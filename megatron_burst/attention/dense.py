@@ -41,6 +41,7 @@ class Visibility:
     left: int = -1  # `window_size[0]`: the keys before it that a query sees; -1 is all
     right: int = -1  # `window_size[1]`: the same behind it
     cu_seqlens: Tensor | None = None  # the last value, where the sequence ends, may be repeated
+    lengths: Tensor | None = None  # of each document, without the padding at its end
     blocks: Tensor | None = None  # bool [n, n]: which equal part of a sample sees which
     tokens_per_sample: int = 0  # needed with `blocks`
 
@@ -58,6 +59,10 @@ class Visibility:
             ends = self.cu_seqlens.to(key.device, key.dtype)
             documents = [torch.searchsorted(ends, x, right=True) for x in (query, key)]
             seen &= documents[0][:, None] == documents[1]
+            if self.lengths is not None:
+                stops = ends[:-1] + self.lengths.to(ends)
+                real = [x < stops[n - 1] for x, n in zip((query, key), documents, strict=True)]
+                seen &= real[0][:, None] & real[1]
         if self.blocks is not None:
             sample = self.tokens_per_sample
             table, size = self.blocks.to(key.device), sample // len(self.blocks)

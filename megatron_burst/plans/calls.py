@@ -49,7 +49,8 @@ def calls_of(tiles: Iterable[Tile]) -> tuple[KernelCall, ...]:
     """Return the kernel calls that compute these tiles, those of a pair of blocks one by one."""
     of_blocks: dict[object, list[Tile]] = defaultdict(list)
     for tile in tiles:
-        of_blocks[tile.blocks].append(tile)
+        blocks = tile.query_owner, tile.query_part, tile.key_owner, tile.key_part
+        of_blocks[blocks].append(tile)
     return tuple(call for some in of_blocks.values() for call in _calls(some))
 
 
@@ -59,11 +60,11 @@ def _calls(tiles: Sequence[Tile]) -> list[KernelCall]:
     What comes of the first stays as it is where it is all that there is of a block.
     """
     if len(tiles) <= _FEW:
-        return [_call([_Sequence((t.query_slice,), (t.key_slice,))], _corner(t), t) for t in tiles]
+        return [_call([_alone(tile)], _corner(tile), tile) for tile in tiles]
     calls = [
         _call(some, band, tiles[0])
-        for band, sequences in _by_band(tiles).items()
-        for some in _disjoint(sequences)
+        for band, alike in _by_band(tiles).items()
+        for some in (_of_full(alike) if band == Band.FULL else _disjoint(map(_alone, alike)))
     ]
     return sorted(calls, key=lambda call: -_rows(call.queries))
 
@@ -87,8 +88,8 @@ def _sides(band: Band) -> tuple[float, float]:
     return left, right
 
 
-def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[_Sequence]]:
-    """Return sequences by the band that a square would have.
+def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[Tile]]:
+    """Return tiles by the band that a square would have.
 
     A square goes with the narrowest window that hides no more of it: under a window of 1000 the
     short documents, which are causal, go with the long ones.
@@ -97,56 +98,58 @@ def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[_Sequence]]:
     by_band: dict[Band, list[Tile]] = defaultdict(list)
     for tile in tiles:
         rows, band = tile.query_rows.length, _corner(tile)
-        if rows == tile.key_rows.length:
+        if len(narrow) > 1 and rows == tile.key_rows.length:
             band = next(other for other in narrow if other.of_corner(rows, rows) == tile.band)
         by_band[band].append(tile)
-    return {
-        band: [*_full(some)]
-        if band == Band.FULL
-        else [_Sequence((tile.query_slice,), (tile.key_slice,)) for tile in some]
-        for band, some in by_band.items()
-    }
+    return by_band
 
 
-def _full(tiles: Iterable[Tile]) -> Iterator[_Sequence]:
-    """Join full tiles of the same queries, then those queries that see the same keys."""
-    keys_of: dict[Interval, list[Interval]] = defaultdict(list)
+def _alone(tile: Tile) -> _Sequence:
+    return _Sequence((tile.query_slice,), (tile.key_slice,))
+
+
+def _of_full(tiles: Sequence[Tile]) -> list[list[_Sequence]]:
+    """Join full tiles by their queries or by their keys, whichever makes fewer lists."""
+    found = _disjoint(_joined(tiles, by_keys=False))
+    if len(found) == 1:
+        return found
+    return min(found, _disjoint(_joined(tiles, by_keys=True)), key=len)
+
+
+def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
+    """Join full tiles of the same queries, then the queries that see the same keys.
+
+    Or the other way round: of the same keys, then the keys that the same queries see.
+    """
+    met: dict[Interval, list[Interval]] = defaultdict(list)
     for tile in tiles:
-        keys_of[tile.query_slice].append(tile.key_slice)
-    queries_of: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
-    for queries, keys in keys_of.items():
-        queries_of[tuple(joined(keys))].append(queries)
-    return (_Sequence(tuple(joined(some)), keys) for keys, some in queries_of.items())
+        queries, keys = tile.query_slice, tile.key_slice
+        met[keys if by_keys else queries].append(queries if by_keys else keys)
+    alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
+    for rows, others in met.items():
+        alike[tuple(joined(others))].append(rows)
+    for others, some in alike.items():
+        both = tuple(joined(some)), others
+        yield _Sequence(*reversed(both)) if by_keys else _Sequence(*both)
 
 
-def _disjoint(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+def _disjoint(sequences: Iterable[_Sequence]) -> list[list[_Sequence]]:
     """Deal sequences, in the order of their rows, to lists in which no two share a row."""
-    lists: list[_Disjoint] = []
+    lists: list[list[_Sequence]] = []
+    taken: list[tuple[int, int]] = []  # which rows of queries and of keys: a bit each
     for sequence in sorted(sequences):
-        chosen = next((some for some in lists if some.has_room_for(sequence)), None)
-        if chosen is None:
-            lists.append(chosen := _Disjoint())
-        chosen.add(sequence)
-    return (some.sequences for some in lists)
+        queries, keys = _bits(sequence.queries), _bits(sequence.keys)
+        room = (i for i, (q, k) in enumerate(taken) if not (q & queries or k & keys))
+        if (number := next(room, len(lists))) == len(lists):
+            lists.append([])
+            taken.append((0, 0))
+        lists[number].append(sequence)
+        taken[number] = taken[number][0] | queries, taken[number][1] | keys
+    return lists
 
 
-class _Disjoint:
-    """Sequences that share no row, and which rows are taken: a byte each."""
-
-    def __init__(self) -> None:
-        self.sequences: list[_Sequence] = []
-        self._taken = bytearray(), bytearray()
-
-    def has_room_for(self, sequence: _Sequence) -> bool:
-        sides = zip(self._taken, sequence, strict=True)
-        return all(taken.find(1, *some) < 0 for taken, rows in sides for some in rows)
-
-    def add(self, sequence: _Sequence) -> None:
-        self.sequences.append(sequence)
-        for taken, rows in zip(self._taken, sequence, strict=True):
-            taken.extend(bytes(max(0, max(some.stop for some in rows) - len(taken))))
-            for some in rows:
-                taken[some.rows] = b"\1" * some.length
+def _bits(rows: Iterable[Interval]) -> int:
+    return sum((1 << some.stop) - (1 << some.start) for some in rows)
 
 
 def _runs(rows: Iterable[Interval]) -> tuple[Interval, ...]:

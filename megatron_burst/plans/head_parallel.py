@@ -41,6 +41,8 @@ class HeadGroups:
 
         Of neighbouring ranks under zigzag this is zigzag over P/U.
         """
+        if self.size == 1 and layout.documents:  # there are too many to look for what to join
+            return layout
         return Layout(tuple(_joined(_in_order(layout, group)) for group in self.groups))
 
     def member_layout(self, layout: Layout, group: int) -> Layout:

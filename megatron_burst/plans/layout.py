@@ -10,9 +10,9 @@ Four ranks; a digit is the rank that holds that eighth of the sequence (sixteent
 Under a causal mask zigzag and striped give every rank the same number of (query, key) pairs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 class Layout:
     """The ranges of positions that every rank holds, in the order of its local rows."""
 
-    shards: tuple[tuple[range, ...], ...]
+    shards: Sequence[tuple[range, ...]]
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +83,11 @@ class Layout:
     def tokens(self) -> int:
         """The number of tokens of the sequence."""
         return self.ranks * self.local_tokens
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """The lengths of documents that are each in zigzag, where it is made of them."""
+        return self.shards.lengths if isinstance(self.shards, _ZigzagOfEach) else None
 
     def local_rows(self, rank: int) -> tuple[Interval, ...]:
         """Return, for each range of `rank`, the local rows that hold it."""
@@ -145,6 +150,54 @@ def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
     if ranks == 1:
         return Layout(((range(start),),))
     return Layout(tuple(map(tuple, shards)))
+
+
+class _ZigzagOfEach(Sequence[tuple[range, ...]]):
+    """The shards of documents that are each in zigzag, made when asked for: they may be many."""
+
+    def __init__(self, lengths: Sequence[int], ranks: int) -> None:
+        self.lengths, self._ranks = tuple(lengths), ranks
+        self._known: dict[int, tuple[range, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ZigzagOfEach) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.lengths, self._ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        """Return the ranges of a rank, or of several."""
+        if isinstance(rank, slice):
+            return tuple(self[each] for each in range(self._ranks)[rank])
+        rank = range(self._ranks)[rank]
+        if rank not in self._known:
+            self._known[rank] = tuple(self._ranges(rank))
+        return self._known[rank]
+
+    def _ranges(self, rank: int) -> Iterator[range]:
+        chunks, end = 2 * self._ranks, 0
+        for length in self.lengths:
+            size, start, end = length // chunks, end, end + length
+            yield range(start + rank * size, start + (rank + 1) * size)
+            yield range(end - (rank + 1) * size, end - rank * size)
+
+
+def zigzag_of_each(lengths: Sequence[int], ranks: int) -> Layout:
+    """Cut documents of these lengths as `segmented_zigzag` cuts segments, any number at once."""
+    if ranks == 1:  # of any lengths
+        return Layout(((range(sum(lengths)),),))
+    if len(lengths) == 1:
+        return segmented_zigzag(lengths, ranks)
+    if any(length <= 0 or length % (2 * ranks) for length in lengths):
+        return segmented_zigzag(lengths, ranks)  # which says what is wrong
+    return Layout(_ZigzagOfEach(lengths, ranks))
 
 
 def contiguous(tokens: int, ranks: int) -> Layout:

@@ -60,9 +60,9 @@ class Band:
 
         The inverse of `window` for the tiles that `cut` leaves.
         """
-        shift = keys - queries
-        left = None if self.left is None else self.left - shift
-        right = None if self.right is None else self.right + shift
+        wider = keys - queries
+        left = None if self.left is None else self.left - wider
+        right = None if self.right is None else self.right + wider
         whole = Interval(0, queries), Interval(0, keys)
         found = Band(left, right).cut(*whole)
         assert found and found[:2] == whole, "rows or keys that see nothing"
@@ -136,6 +136,8 @@ class Mask:
     """A byte for each pair of blocks, row after row; see `blocks`."""
     query_stop: int | None = None
     """Queries at this position and later see nothing: their results are known already."""
+    padding: tuple[int, ...] = field(default=(), repr=False)
+    """The numbers of those documents that are padding: they see nothing and nobody sees them."""
     _digest: bytes = field(default=b"", init=False, repr=False)
 
     @property
@@ -159,6 +161,7 @@ class Mask:
         *,
         window: int | None = None,
         documents: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let position i see the positions up to and including i, as far as the rest allows.
@@ -166,12 +169,17 @@ class Mask:
         Args:
             window: how many positions back, beside itself: Megatron's `window_size[0]`.
             documents: where documents begin, and last where the sequence ends: `cu_seqlens`.
+            lengths: of each document without the padding at its end, which sees nothing and is not
+                seen; None is no padding.
             block_table: bool [n, n] over n equal blocks of the sequence.
 
         Raises:
-            ValueError: a negative window, boundaries that do not grow from 0, a table not square.
+            ValueError: a negative window, boundaries that do not grow from 0, lengths that are not
+                those of the documents or less, a table not square.
         """
-        mask = cls.full(window=window, documents=documents, block_table=block_table)
+        mask = cls.full(
+            window=window, documents=documents, lengths=lengths, block_table=block_table
+        )
         return replace(mask, is_causal=True)
 
     @classmethod
@@ -180,6 +188,7 @@ class Mask:
         *,
         window: int | None = None,
         documents: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let every position see every position, as far as the rest allows; see `causal`."""
@@ -192,14 +201,19 @@ class Mask:
                 raise ValueError(
                     f"document boundaries grow from 0 to the end of the sequence, got {bounds[:8]}"
                 )
-        return cls(False, window, bounds, None if block_table is None else _bytes_of(block_table))
+        padding: tuple[int, ...] = ()
+        if lengths is not None:
+            bounds, padding = _padding_apart(bounds or (0,), lengths)
+        table = None if block_table is None else _bytes_of(block_table)
+        return cls(False, window, bounds, table, padding=padding)
 
     def __str__(self) -> str:
         parts = ["causal" if self.is_causal else "full"]
         if self.window is not None:
             parts.append(f"window {self.window}")
         if self.documents is not None:
-            parts.append(f"{len(self.documents) - 1} packed sequences")
+            count = len(self.documents) - 1 - len(self.padding)
+            parts.append(f"{count} packed sequences" + (" with padding" if self.padding else ""))
         if self.block_table is not None:
             parts.append(f"{self.side} blocks")
         if self.query_stop is not None:
@@ -274,6 +288,7 @@ class Mask:
             starts = np.array(self.documents)
             numbers = [np.searchsorted(starts, x, "right") for x in (first, key_first)]
             never |= numbers[0] != numbers[1]
+            never |= np.isin(numbers[0] - 1, self.padding)
         if self.block_table is not None:
             size = tokens // self.side
             never |= ~self.blocks[first // size, key_first // size]
@@ -290,6 +305,27 @@ class Mask:
         left = None if self.window is None else (self.window - distance) // query.step
         right = distance // query.step if self.is_causal else None
         return Band(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
+
+
+def _padding_apart(
+    bounds: Sequence[int], lengths: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Make the padding documents of its own; return all boundaries and the padding's numbers."""
+    whole = [stop - start for start, stop in pairwise(bounds)]
+    each = zip(lengths, whole, strict=False)
+    if len(whole) != len(lengths) or not all(0 <= length <= most for length, most in each):
+        raise ValueError(
+            f"{len(whole)} documents with padding, of {whole[:8]} tokens, cannot be of "
+            f"{list(lengths[:8])} without it"
+        )
+    cuts, padding = [0], list[int]()
+    for length, (start, stop) in zip(lengths, pairwise(bounds), strict=True):
+        if start < start + length < stop:
+            cuts.append(start + length)
+        if start + length < stop:
+            padding.append(len(cuts) - 1)
+        cuts.append(stop)
+    return tuple(cuts), tuple(padding)
 
 
 def _bytes_of(table: Tensor) -> bytes:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_burst.plans.layout import Interval
@@ -277,7 +278,11 @@ def _last_uses(
     for number in order:
         arrivals[hops[number].item].append(number)
     last = {number: hops[number].lands for number in order}
-    blocks = {(step, item) for step in tiles for tile in tiles[step] for item in tile.blocks}
+    reads = attrgetter("query_owner", "key_owner", "query_part", "key_part")
+    some = {
+        (step, reads(tile)): tile for step in tiles for tile in tiles[step]
+    }  # of like tiles one
+    blocks = {(step, item) for (step, _), tile in some.items() for item in tile.blocks}
     uses = [(step, step, item) for step, item in blocks]
     uses += [(hop.leaves, hop.lands, hop.item) for hop in hops if hop.source == rank]
     handed_on: dict[Item, int] = {}

@@ -4,14 +4,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.kinds import Kinds, kinds_of
-from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.layout import Interval, Layout, zigzag
 from megatron_burst.plans.mask import FULLY, PARTLY, Band, Mask
 from megatron_burst.plans.needs import Needs, needs_of
 from megatron_burst.plans.pieces import Pieces, cut_pieces
@@ -36,9 +36,8 @@ class Tiling:
         self.layout, self.mask = layout, mask
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
-        self._pieces = cut_pieces(layout, mask.cuts(layout.tokens))
-        self._begins = np.searchsorted(self._pieces.owner, range(layout.ranks + 1)).tolist()
         self._known: dict[int | tuple[int, int], Sequence[_Cell]] = {}
+        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}  # two passes want the same
 
     def __call__(self, query_owner: int, key_owner: int) -> tuple[Tile, ...]:
         """Return the fewest tiles that cover what one rank's queries see of another's keys.
@@ -47,11 +46,15 @@ class Tiling:
         than many small ones. Every query of a tile sees at least one of its keys.
         """
         pair = (query_owner, key_owner)
+        if pair in self._tiles:
+            return self._tiles[pair]
         kind = pair if self.kinds is None else int(self.kinds.numbers[pair])
         if (cells := self._known.get(kind)) is None:
-            rows = [row for row in self._rows(*pair) if row]
-            cells = self._known[kind] = _joined(_squares(rows))
-        return tuple(Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
+            find = self._found if self._of_one_document is None else self._repeated
+            cells = self._known[kind] = find(*pair)
+        found = (Tile(*pair, cell.queries, cell.keys, cell.band) for cell in cells)
+        self._tiles[pair] = tuple(found)
+        return self._tiles[pair]
 
     def of_block(self, kind: Kind, owner: int, user: int) -> tuple[Tile, ...]:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
@@ -60,6 +63,8 @@ class Tiling:
     @cached_property
     def kinds(self) -> Kinds | None:
         """Which pairs of ranks have the same tiles; None where there are too many kinds."""
+        if self._of_one_document is not None:
+            return self._of_one_document.kinds
         return kinds_of(self._pieces, self.mask, self.ranks, self.tokens)
 
     @cached_property
@@ -75,6 +80,46 @@ class Tiling:
         """Whether every rank needs all rows of every other."""
         parts = chain(*self.needs.parts.values())
         return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
+
+    @cached_property
+    def _of_one_document(self) -> "Tiling | None":
+        """The tiles of one document of two tokens a chunk, if every document has the same, larger.
+
+        So it is where each is in zigzag by itself, unless a window or padding cuts pieces of it.
+        """
+        lengths, mask = self.layout.documents, self.mask
+        make = Mask.causal if mask.is_causal else Mask.full
+        if lengths is None or mask != make(documents=(0, *accumulate(lengths))):
+            return None
+        return Tiling(zigzag(4 * self.ranks, self.ranks), make())
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return cut_pieces(self.layout, self.mask.cuts(self.tokens))
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        begins: list[int] = np.searchsorted(self._pieces.owner, range(self.ranks + 1)).tolist()
+        return begins
+
+    def _found(self, query_owner: int, key_owner: int) -> Sequence[_Cell]:
+        rows = [row for row in self._rows(query_owner, key_owner) if row]
+        return _joined(_squares(rows))
+
+    def _repeated(self, query_owner: int, key_owner: int) -> Sequence[_Cell]:
+        assert self._of_one_document is not None
+        tiles, first = self._of_one_document(query_owner, key_owner), 0
+        cells = []
+        for length in self.layout.documents or ():
+            size = length // (2 * self.ranks)
+            for tile in tiles:
+                queries, keys = (
+                    Interval(first + rows.start // 2 * size, first + rows.stop // 2 * size)
+                    for rows in (tile.query_rows, tile.key_rows)
+                )
+                cells.append(_Cell(queries, keys, tile.band))
+            first += 2 * size
+        return cells
 
     def _rows(self, query_owner: int, key_owner: int) -> Iterator[list[_Cell]]:
         """What each piece of queries sees, from the first key to the last; full runs as one."""

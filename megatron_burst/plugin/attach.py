@@ -162,7 +162,8 @@ def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None
     An iterator from outside Megatron may save how far it was read. Under --burst-verify every
     mask is compared over the ranks.
     """
-    documents = args.dataloader_inter_document_masking and args.dataloader_type != "external"
+    documents = args.dataloader_inter_document_masking or args.sft
+    documents = documents and args.dataloader_type != "external"
     changing_groups = args.hybrid_context_parallel
     if shared is None or not documents or shared.verification is not None or changing_groups:
         return None
@@ -175,8 +176,8 @@ def _hooks(
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
-        if moves or args.dataloader_inter_document_masking:
-            yield SequenceHooks(shared, ahead)
+        if moves or args.dataloader_inter_document_masking or args.sft:
+            yield SequenceHooks(shared, ahead, documents_apart=args.sft)
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         yield name_mtp_layers

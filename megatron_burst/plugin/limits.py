@@ -39,9 +39,12 @@ LIMITS = with_remedies(
         "--attention-dropout 0"
     ),
     experimental_attention_variant="it brings an attention of its own",
-    reset_attention_mask="it needs the dense mask, which is never built",
-    sft="its documents are padded and split one by one, which is not built",
-    hybrid_context_parallel="its ranks hold sequences of different lengths",
+    reset_attention_mask=(
+        "it needs the dense mask, which is never built: take --dataloader-inter-document-masking"
+    ),
+    hybrid_context_parallel=(
+        "Megatron 0.19 and main end in get_batch with it, and would rotate by the static group"
+    ),
     hybrid_override_pattern=(
         "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
     ),
@@ -113,7 +116,7 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    checks = _graph_refusal, _window_refusal, _document_refusal, _mtp_refusal
+    checks = _graph_refusal, _window_refusal, _document_refusal, _sample_refusal, _mtp_refusal
     others = (check(settings) for check in checks)
     return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
 
@@ -209,15 +212,33 @@ def _window_refusal(settings: Any) -> str | None:
 
 
 def _document_refusal(args: Any) -> str | None:
-    """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
-    if not getattr(args, "dataloader_inter_document_masking", False):
-        return None
-    if found := recurrent_layers(getattr(args, "hybrid_layer_pattern", None)):
+    """Recurrent layers, and the layout of --sft."""
+    found = recurrent_layers(getattr(args, "hybrid_layer_pattern", None))
+    if found and getattr(args, "dataloader_inter_document_masking", False):
         return (
             f"dataloader_inter_document_masking = True: {found} layers take every document in a "
             "zigzag of its own, and there is one of the whole sequence: drop "
             "--dataloader-inter-document-masking"
         )
+    if not getattr(args, "sft", False):
+        return None
+    if found:
+        return f"sft = True: {found} layers were not shown to be right with it: drop --sft"
+    layout = getattr(args, "burst_layout", "zigzag")
+    if layout != "zigzag" and args.context_parallel_size > 1:
+        return (
+            "sft = True: every document is in a zigzag of its own already, which gives the ranks "
+            f"equal work: drop --burst-layout {layout}"
+        )
+    return None
+
+
+def _sample_refusal(args: Any) -> str | None:
+    """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
+    names = "dataloader_inter_document_masking", "sft"
+    name = next((name for name in names if getattr(args, name, False)), None)
+    if name is None:
+        return None
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
@@ -228,8 +249,8 @@ def _document_refusal(args: Any) -> str | None:
         and ranks > 1
     ):
         return (
-            "dataloader_inter_document_masking = True: the samples of a micro-batch are one "
-            f"sequence over {ranks} ranks, which cannot tell them apart for seq_aux_loss: "
+            f"{name} = True: the samples of a micro-batch are one sequence over {ranks} ranks, "
+            "which cannot tell them apart for seq_aux_loss: "
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
     return None

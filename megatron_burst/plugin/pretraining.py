@@ -21,6 +21,7 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import argument_utils, get_args, get_tensorboard_writer, get_timers
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
@@ -29,7 +30,6 @@ from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.cpu.table import peak_resident_bytes
 
 _NEEDS_UPSTREAM_SCRIPT = (
-    "sft",
     "fim_data",
     "logits_load_dir",
     "hybrid_context_parallel",
@@ -92,14 +92,12 @@ def _next_batch(
 ) -> dict[str, Tensor | None]:
     """This rank's tokens: read on TP rank 0, sent to the other TP ranks, cut over the CP ranks.
 
-    With --dataloader-inter-document-masking the samples of a micro-batch become one sequence; then
-    every pipeline stage gets the boundaries, if nothing else.
+    With documents the samples of a micro-batch become one sequence; then every pipeline stage gets
+    the boundaries, if nothing else.
     """
     args = get_args()
-    on_edge, documents = (
-        is_first_or_last_pipeline_stage(vp_stage),
-        args.dataloader_inter_document_masking,
-    )
+    documents = _has_documents(args)
+    on_edge = is_first_or_last_pipeline_stage(vp_stage)
     if not (on_edge or documents):
         return dict.fromkeys((*_BATCH_KEYS, *_DOCUMENT_KEYS))
     whole: dict[str, Tensor | None] = dict.fromkeys(("cu_seqlens_padded", "local_cp_size"))
@@ -132,7 +130,7 @@ def _next_batch(
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
         hybrid_cp_group_func=None,
-        use_per_sequence_balancing=documents,  # zigzag of the whole sequence
+        use_per_sequence_balancing=not args.sft,  # which has a zigzag of each document
     )
 
 
@@ -180,7 +178,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the training, validation and test sets of the given numbers of samples."""
     args = get_args()
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset,
         samples,
         partial(_reads_data, vp_stage),
         _dataset_config(args),
@@ -193,10 +191,12 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    reads = (
-        is_first_or_last_pipeline_stage(vp_stage) or get_args().dataloader_inter_document_masking
-    )
+    reads = is_first_or_last_pipeline_stage(vp_stage) or _has_documents(get_args())
     return bool(reads and mpu.get_tensor_model_parallel_rank() == 0)
+
+
+def _has_documents(args: Namespace) -> bool:
+    return bool(args.dataloader_inter_document_masking or args.sft)
 
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -254,4 +254,6 @@ def write_run_figures(args: Any, shared: SharedState | None) -> None:
     if shared is not None:
         sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
         writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
+        writer.add_scalar("burst/documents", shared.means.documents, args.curr_iteration)
+        writer.add_scalar("burst/imbalance", shared.means.imbalance, args.curr_iteration)
     writer.flush()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_burst import BurstConfig
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import zigzag_of_each
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import choose, make_layout
@@ -20,7 +21,7 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
-from tests.plans.masks import LAYOUTS, Masking, dealt, hard_maskings, maskings
+from tests.plans.masks import LAYOUTS, Masking, dealt, documents_of, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent, simulate
 from tests.tier import examples, slow_if, some
 from tests.workers import WorkerPool
@@ -91,6 +92,39 @@ def test_any_mask(
         given = dealt(data.draw(st.permutations(range(4 * ranks))), chunk)
     masking = data.draw(maskings(4 * ranks * chunk))
     check([Case(config=config, chunk=2 * chunk, masking=masking, layout=given)], ranks, workers)
+
+
+@examples(25)
+@given(
+    ranks=st.integers(1, 8),
+    places=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    config=st.sampled_from(VARIANTS),
+    shape=st.sampled_from(["flat", "double", "mesh"]),
+    data=st.data(),
+)
+def test_documents_with_padding_each_in_a_zigzag_of_its_own(
+    workers: WorkerPool,
+    ranks: int,
+    places: list[int],
+    config: dict[str, Any],
+    shape: str,
+    data: st.DataObject,
+) -> None:
+    """As Megatron and RL frameworks split what they call THD."""
+    if shape == "mesh" and ranks in (4, 8):
+        config = {"topology": shape, "ranks_per_node": ranks % 8 or 2}
+        config["backward"] = data.draw(st.sampled_from(["kv", "query"]))
+    elif shape == "double" and ranks % 2 == 0 and config["algorithm"] != "ulysses":
+        config = {**config, "topology": shape, "ranks_per_node": 2}
+    tokens = [2 * ranks * place for place in places]
+    lengths = tuple(data.draw(st.integers(0, most)) for most in tokens)
+    window = data.draw(st.none() | st.integers(0, max(tokens)))
+    masking = Masking(data.draw(st.booleans()), window, documents_of(tokens), None, lengths)
+    layout = zigzag_of_each(tokens, ranks)
+    heads = (ranks, ranks) if config.get("algorithm") == "ulysses" else (8, 2)
+    shapes = {"chunk": sum(places), "heads": heads, "dim": 3}
+    case = Case(config=config, masking=masking, layout=layout, **shapes)
+    check([case], ranks, workers)
 
 
 @examples(150)

@@ -52,6 +52,7 @@ def visibility(masking: Masking, tokens: int) -> Visibility:
         causal=masking.causal,
         left=-1 if masking.window is None else masking.window,
         cu_seqlens=None if masking.documents is None else torch.tensor(masking.documents),
+        lengths=None if masking.lengths is None else torch.tensor(masking.lengths),
         blocks=masking._table,
         tokens_per_sample=tokens,
     )

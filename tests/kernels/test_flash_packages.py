@@ -182,7 +182,7 @@ def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None
     monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal(documents=documents)
     context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
-    monkeypatch.setattr(context, "_log", lambda *_: None)
+    monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
     context.prepare(x, x, x, mask, 1.0)
     assert [request.has_documents for request in asked] == [documents is not None]
 
@@ -192,7 +192,7 @@ def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypa
     monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal()
     context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
-    monkeypatch.setattr(context, "_log", lambda *_: None)
+    monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
     scales = [context.prepare(x, x, x, mask, scale).scale for scale in (1.0, 0.5, 1.0)]
     assert scales == [1.0, 0.5, 1.0] and len(asked) == 1
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

@@ -21,14 +21,17 @@ class Masking:
     window: int | None = None
     documents: tuple[int, ...] | None = None
     table: tuple[tuple[bool, ...], ...] | None = None
+    lengths: tuple[int, ...] | None = None  # of the documents without padding
 
     @property
     def mask(self) -> Mask:
         make = Mask.causal if self.causal else Mask.full
-        return make(window=self.window, documents=self.documents, block_table=self._table)
+        packed = {"documents": self.documents, "lengths": self.lengths}
+        return make(window=self.window, block_table=self._table, **packed)
 
     def visible(self, tokens: int) -> Tensor:
-        return oracle.visible_pairs(tokens, self.causal, self.window, self.documents, self._table)
+        given = self.causal, self.window, self.documents, self._table, self.lengths
+        return oracle.visible_pairs(tokens, *given)
 
     @property
     def _table(self) -> Tensor | None:
@@ -70,12 +73,15 @@ def maskings(draw: st.DrawFn, tokens: int) -> Masking:
         else st.none()
     )
     documents = None if cuts is None else (0, *sorted(cuts), tokens)
+    lengths = None
+    if documents is not None and draw(st.booleans()):
+        lengths = tuple(draw(st.integers(0, stop - start)) for start, stop in pairwise(documents))
     blocks = draw(st.none() | st.sampled_from([n for n in range(1, 9) if tokens % n == 0]))
     table = None
     if blocks is not None:
         bits = st.lists(st.booleans(), min_size=blocks, max_size=blocks)
         table = tuple(tuple(draw(bits)) for _ in range(blocks))
-    return Masking(draw(st.booleans()), window, documents, table)
+    return Masking(draw(st.booleans()), window, documents, table, lengths)
 
 
 def hard_maskings(ranks: int, chunk: int) -> dict[str, Masking]:
@@ -86,6 +92,8 @@ def hard_maskings(ranks: int, chunk: int) -> dict[str, Masking]:
     sparse[blocks // 2] = False  # a row of blocks that see nothing
     table = tuple(tuple(row) for row in sparse.tolist())
     borders = documents_of([chunk] * blocks)
+    ends = (2 * chunk - 1, 2 * chunk, 1, 0)
+    padded = tuple(ends[i % 4] for i in range(ranks))
     off_by_one = tuple(sorted({0, *(min(b + 1, tokens - 1) for b in borders[1:-1]), tokens}))
     return {
         "window of 0": Masking(window=0),
@@ -101,6 +109,8 @@ def hard_maskings(ranks: int, chunk: int) -> dict[str, Masking]:
         "one document": Masking(documents=(0, tokens)),
         "a short and a long document": Masking(documents=(0, 1, tokens)),
         "full documents": Masking(False, documents=borders),
+        "documents with padding": Masking(documents=borders[::2], lengths=padded),
+        "full documents with padding": Masking(False, documents=borders[::2], lengths=padded),
         "a window in documents": Masking(window=chunk, documents=off_by_one),
         "blocks": Masking(table=table),
         "full blocks": Masking(False, table=table),

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.cost import visible_pairs
-from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.layout import Interval, Layout, segmented_zigzag, zigzag_of_each
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
-from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
+from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
 from tests.tier import examples
 
 LIMITS = st.none() | st.integers(0, 12)
@@ -68,6 +69,34 @@ def test_tiles_cover_what_is_seen_once(
 def test_tiles_of_the_hard_masks(layout: str, ranks: int, chunk: int) -> None:
     for masking in hard_maskings(2 * ranks, chunk).values():
         check(LAYOUTS[layout](4 * ranks * chunk, ranks), masking)
+
+
+@examples(60)
+@given(
+    ranks=st.integers(1, 5),
+    places=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    causal=st.booleans(),
+    data=st.data(),
+)
+def test_documents_that_are_each_in_zigzag(
+    ranks: int, places: list[int], causal: bool, data: st.DataObject
+) -> None:
+    """Their tiles are those of one document, larger, unless padding or a window cuts them."""
+    tokens = [2 * ranks * place for place in places]
+    layout, bounds = zigzag_of_each(tokens, ranks), documents_of(tokens)
+    plain = segmented_zigzag(tokens, ranks)
+    assert list(layout.shards) == list(plain.shards)
+    assert layout.shards[:-1] == plain.shards[:-1] and layout.shards[-1] == plain.shards[-1]
+    check(layout, Masking(causal, documents=bounds))
+    assert hash(layout) == hash(zigzag_of_each(tokens, ranks))
+    one, other = (Tiling(x, Masking(causal, documents=bounds).mask) for x in (layout, plain))
+    assert np.array_equal(one.needs.pairs, other.needs.pairs)
+    assert one.needs.parts == other.needs.parts
+    assert all(np.array_equal(one.needs.rows[k], other.needs.rows[k]) for k in other.needs.rows)
+    assert one.needs.is_banded == other.needs.is_banded
+    lengths = tuple(data.draw(st.integers(0, most)) for most in tokens)
+    window = data.draw(st.none() | st.integers(0, max(tokens)))
+    check(layout, Masking(causal, window, bounds, None, lengths))
 
 
 def test_what_is_left_of_a_small_band_has_no_row_that_sees_nothing() -> None:
@@ -145,6 +174,9 @@ def test_no_window_costs_as_much_as_the_sequence() -> None:
         ({"documents": [0]}, r"grow from 0 to the end of the sequence, got \(0,\)"),
         ({"documents": [1, 4]}, r"got \(1, 4\)"),
         ({"documents": [0, 4, 4]}, r"got \(0, 4, 4\)"),
+        ({"documents": [0, 4, 8], "lengths": [4, 5]}, r"of \[4, 4\] tokens, cannot be of \[4, 5\]"),
+        ({"documents": [0, 8], "lengths": [4, 4]}, "1 documents with padding"),
+        ({"lengths": [4]}, "0 documents with padding"),
         ({"block_table": torch.ones(2, 3, dtype=torch.bool)}, r"got \(2, 3\) of torch.bool"),
         ({"block_table": torch.ones(2, 2)}, r"got \(2, 2\) of torch.float32"),
     ],
@@ -175,6 +207,9 @@ def test_masks_that_differ_have_other_names_and_digests() -> None:
         Mask.causal(window=3),
         Mask.causal(documents=[0, 3, 8]),
         Mask.causal(documents=[0, 4, 8]),
+        Mask.causal(documents=[0, 4, 8], lengths=[4, 3]),
+        Mask.causal(documents=[0, 4, 7, 8]),
+        Mask.causal(documents=[0, 4, 8], lengths=[4, 0]),
         *(Mask.causal(block_table=table) for table in tables),
         Mask.causal(documents=[0, 3, 8], block_table=tables[0]),
         replace(Mask.causal(documents=[0, 3, 8]), query_stop=4),
@@ -182,3 +217,4 @@ def test_masks_that_differ_have_other_names_and_digests() -> None:
     assert len({*map(str, masks)}) == len({*masks}) == len(masks)
     same = [Mask.causal(documents=[0, 3, 8]) for _ in range(2)]
     assert same[0] == same[1] and hash(same[0]) == hash(same[1]) and str(same[0]) == str(same[1])
+    assert Mask.causal(documents=[0, 3, 8], lengths=[3, 5]) == Mask.causal(documents=[0, 3, 8])

@@ -326,6 +326,7 @@ def test_megatrons_own_attention_beside_ours_has_limits(
         ("--burst-layout", " segmented-zigzag"),
         ("--burst-block-mask", f" {saved_mask(tmp_path, 8)}"),
         ("--dataloader-inter-document-masking", ""),
+        ("--sft", ""),
     ):
         text = refusal(parser, line + flag + value)
         assert re.search(rf"burst p2p burst cannot run this:\n  layers with p2p .*{flag}", text)
@@ -483,11 +484,12 @@ def test_samples_that_experts_could_not_tell_apart_are_refused(
     parser: argparse.ArgumentParser,
 ) -> None:
     line = BURST + "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
-    line += "--dataloader-inter-document-masking --micro-batch-size 2 "
-    text = refusal(parser, line + "--context-parallel-size 2")
-    assert "over 2 ranks" in text and "pass --micro-batch-size 1 instead of 2" in text
-    for passes in ("", "--context-parallel-size 2 --micro-batch-size 1"):
-        configure(parse(parser, line + passes))
+    line += "--micro-batch-size 2 "
+    for flag in ("--dataloader-inter-document-masking ", "--sft "):
+        text = refusal(parser, line + flag + "--context-parallel-size 2")
+        assert "over 2 ranks" in text and "pass --micro-batch-size 1 instead of 2" in text
+        for passes in ("", "--context-parallel-size 2 --micro-batch-size 1"):
+            configure(parse(parser, line + flag + passes))
 
 
 HYBRID = BURST + "--hybrid-layer-pattern "
@@ -527,6 +529,12 @@ def test_hybrid_patterns_that_run(
             DOCUMENTS,
             r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
         ),
+        ("*-M-", " --sft", r"sft = True: M \(Mamba\) layers were not shown .*: drop --sft"),
+        (
+            "*-",
+            f"{SEGMENTED} --sft --context-parallel-size 2",
+            "equal work: drop --burst-layout seg",
+        ),
         ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
         ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
@@ -545,7 +553,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "attention_dropout": "--attention-dropout 0.1",
     "experimental_attention_variant": "--experimental-attention-variant dsa",
     "reset_attention_mask": "--reset-attention-mask",
-    "sft": "--sft",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "modelopt_enabled": {"modelopt_enabled": True},
@@ -737,8 +744,9 @@ def test_a_norm_that_a_hybrid_stack_lacks_is_said(
 
 
 def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
-    text = refusal(parser, BURST + "--sft --qk-clip --attention-backend local")
-    assert re.findall(r"^  (\w+) = ", text, re.MULTILINE) == ["sft", "qk_clip", "attention_backend"]
+    text = refusal(parser, BURST + "--reset-attention-mask --qk-clip --attention-backend local")
+    named = re.findall(r"^  (\w+) = ", text, re.MULTILINE)
+    assert named == ["reset_attention_mask", "qk_clip", "attention_backend"]
 
 
 @pytest.mark.parametrize("backend", sorted(AttnBackend.__members__))

@@ -3,6 +3,7 @@
 Against dense float64 attention on one rank; tests/attention has the rings, tests/training the rest.
 """
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
+from megatron_burst.plans.layout import zigzag_of_each
 from megatron_burst.plans.plan import Channel
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.common.embeddings.rope_utils import (  # noqa: E402
+    _get_thd_freqs_on_this_cp_rank,
+)
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
+from megatron_burst.plugin.attention import documents as documents_module  # noqa: E402
 from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents, read_documents  # noqa: E402
+from megatron_burst.plugin.attention.documents import (  # noqa: E402
+    Documents,
+    Reader,
+    read_documents,
+)
+from megatron_burst.plugin.cpu.table import thd_get_partitioned_indices  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
 TOKENS = 24
@@ -172,13 +183,17 @@ def test_every_rank_of_the_job_has_the_same_block_mask(workers: WorkerPool, tmp_
 
 def packed(*bounds: int, **more: Any) -> PackedSeqParams:
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    return PackedSeqParams("thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, **more)
+    more = {n: torch.tensor(x) if isinstance(x, list) else x for n, x in more.items()}
+    return PackedSeqParams("thd", **{"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None} | more)
 
 
 def test_boundaries_lose_what_the_data_set_fills_them_up_with() -> None:
     found = read_documents(packed(0, 3, 8, 8, 8), None, 2)
-    assert found.bounds == (0, 3, 8) and found.samples == 1
+    assert found.bounds == (0, 3, 8) and found.samples == 1 and found.lengths is None
     assert found.qkv_format != "thd", "Megatron would squeeze tensors and rotate per document"
+    found = read_documents(packed(0, 3, 4, 4, cu_seqlens_q_padded=[0, 4, 8, 8]), None, 2)
+    assert found.bounds == (0, 4, 8) and found.lengths == (3, 1)
+    assert found.cu_seqlens_q.tolist() == [0, 4, 8, 8], "by which Megatron moves MTP's tokens"
 
 
 def test_the_samples_of_a_flattened_micro_batch_are_counted() -> None:
@@ -187,13 +202,30 @@ def test_the_samples_of_a_flattened_micro_batch_are_counted() -> None:
     assert read_documents(packed(0, 8, 16, tokens_per_sample=8), None, 1).tokens_per_sample == 8
 
 
+OTHER = "self-attention has one of them"
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         (PackedSeqParams("thd"), "without cu_seqlens_q"),
         (packed(0, 8, local_cp_size=2), "drop --hybrid-context-parallel"),
-        (packed(0, 8, cu_seqlens_q_padded=torch.tensor([0, 8])), "drop --sft"),
         (packed(0, 9, tokens_per_sample=8), "end at 9, no multiple of 8 tokens a sample"),
+        (packed(1, 8), r"cu_seqlens_q goes from 0 to where .* ends, got \[1, 8\]"),
+        (packed(0, 0), r"got \[0, 0\]"),
+        (packed(0), r"got \[0\]"),
+        (packed(0, 5, 3, 8), "cu_seqlens_q falls from 5 to 3 at document 1"),
+        (
+            packed(0, 8, cu_seqlens_kv=[0, 4]),
+            rf"cu_seqlens_kv is \[0, 4\] and .* \[0, 8\]: {OTHER}",
+        ),
+        (packed(0, 8, cu_seqlens_kv_padded=[0, 8]), rf"cu_seqlens_q_padded is \[\]: {OTHER}"),
+        (packed(0, 8, cu_seqlens_q_padded=[0, 4, 8]), r"vectors of one length, got cu_.* \[3\]"),
+        (packed(0, 5, 8, cu_seqlens_q_padded=[0, 4, 8]), "document 0, of 5 tokens .* has 4 by cu_"),
+        (
+            packed(0, 5, 8, max_seqlen_q=4),
+            "document 0, of 5 tokens, is longer than max_seqlen_q = 4",
+        ),
     ],
 )
 def test_packings_that_are_refused(params: PackedSeqParams, message: str) -> None:
@@ -201,14 +233,100 @@ def test_packings_that_are_refused(params: PackedSeqParams, message: str) -> Non
         read_documents(params, None, 1)
 
 
-def test_one_document_may_be_said_to_be_padded() -> None:
-    """As Megatron-RL does under context parallelism: it is split as the sequence is."""
-    whole, two = packed(0, 8, 8), packed(0, 4, 8)
-    for params in (whole, two):
-        params.cu_seqlens_q_padded = params.cu_seqlens_q
-    assert read_documents(whole, None, 2).bounds == (0, 8)
-    with pytest.raises(ValueError, match="drop --sft"):
-        read_documents(two, None, 2)
+def _split(team: Team) -> list[Any]:
+    """Documents by themselves, where they are padded or are said to be; and the whole sequence."""
+    layouts = []
+    for params, apart in (
+        (packed(0, 9, 12, cu_seqlens_q_padded=[0, 12, 16]), False),
+        (packed(0, 12, 16), True),
+        (packed(0, 12, 16), False),
+        (packed(0, 16, cu_seqlens_q_padded=[0, 16]), False),  # as Megatron-RL does
+    ):
+        found = read_documents(params, team.group, 2, apart=apart)
+        assert found.layout is found.brought
+        layouts.append(found.layout and found.layout.positions(team.rank).tolist())
+    with pytest.raises(ValueError, match="document 1, of 7 tokens, takes 7, no multiple of 2 x 2 "):
+        read_documents(packed(0, 8, 15), team.group, 2, apart=True)
+    return layouts
+
+
+def test_each_document_is_in_a_zigzag_of_its_own_if_it_is_padded(workers: WorkerPool) -> None:
+    own = [0, 1, 2, 9, 10, 11, 12, 15], [3, 4, 5, 6, 7, 8, 13, 14]
+    whole = [0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]
+    found = workers.run(2, _split)
+    assert found == [[own[rank], own[rank], None, whole[rank]] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_zigzag_of_each_document_is_that_of_megatrons_rotary_embeddings(ranks: int) -> None:
+    """And of the CPU's stand-in for TransformerEngine's function, which splits --sft."""
+    lengths = [4 * ranks, 2 * ranks, 6 * ranks]
+    bounds = [0, *accumulate(lengths)]
+    for rank in range(ranks):
+        rows = zip((torch.empty(n // ranks) for n in lengths), bounds, strict=False)
+        whole = torch.arange(bounds[-1])
+        expected = [_get_thd_freqs_on_this_cp_rank(rank, ranks, x, whole, at) for x, at in rows]
+        found = zigzag_of_each(lengths, ranks).positions(rank)
+        assert torch.equal(found, torch.cat(expected))
+        split = thd_get_partitioned_indices(torch.tensor(bounds), bounds[-1], ranks, rank)
+        assert torch.equal(found, split)
+
+
+def thd(tokens: int, params: PackedSeqParams, module: Any) -> tuple[Tensor, list[Tensor]]:
+    """Run one sample of Megatron's [t, heads, d]; return output and gradients, batch first."""
+    *qkv, dout = (x[:tokens, 0].contiguous() for x in inputs(tokens))
+    qkv = [x.requires_grad_() for x in qkv]
+    out = module(*qkv, None, packed_seq_params=params)
+    assert out.shape == dout.shape
+    out.backward(dout)
+    return out[None], [x.grad[None] for x in qkv]
+
+
+def test_megatrons_thd_and_its_padding() -> None:
+    """Rows of padding see nothing and are seen by none; their output and gradients are 0."""
+    params = packed(0, 7, 8, 8, 17, cu_seqlens_q_padded=[0, 8, 12, 14, 24])
+    out, gradients = thd(TOKENS, params, build())
+    visible = oracle.visible_pairs(TOKENS, True, documents=(0, 8, 12, 14, 24), lengths=(7, 1, 0, 9))
+    dense = [x[None, :, 0] for x in inputs(TOKENS)]
+    expected = oracle.attention(*dense, visible)
+    found = oracle.Result(out, expected.lse, *gradients)
+    for name in ("out", "dq", "dk", "dv"):
+        x, y = getattr(found, name), getattr(expected, name)
+        assert oracle.relative_error(x, y) < 3e-6
+        assert not x[:, ~visible.any(0)].any()
+
+
+def test_the_boundaries_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again where they have changed in place."""
+    read = []
+    monkeypatch.setattr(documents_module, "read_documents", lambda *x, **_: read.append(x))
+    reader, first, second = Reader(), packed(0, 3, 8), packed(0, 3, 8)
+    for params in (first, first, second, first):
+        reader(params, None)
+    assert len(read) == 2
+    first.cu_seqlens_q[1] = 4
+    second.cu_seqlens_q = torch.tensor([0, 2, 8])
+    for params in (first, second, first, second):
+        reader(params, None)
+    assert len(read) == 4
+    with torch.inference_mode():
+        reader(packed(0, 3, 8), None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples", "params", "message"),
+    [
+        (8, 1, packed(0, 3, 6), "documents end at 6, and the 1 context-parallel ranks hold 8"),
+        (8, 2, packed(0, 3, 8), "for 2 samples that are not one sequence: pass --micro-batch-s"),
+        (8, 1, PackedSeqParams("sbhd"), "cannot be honoured in a ring but with qkv_format thd"),
+    ],
+)
+def test_thd_that_is_refused(
+    tokens: int, samples: int, params: PackedSeqParams, message: str
+) -> None:
+    q, k, v, _ = (x.squeeze(1) for x in (y[:tokens, :samples] for y in inputs(tokens)))
+    with pytest.raises(ValueError, match=message):
+        build()(q, k, v, None, packed_seq_params=params)
 
 
 def _with_a_group(team: Team) -> list[str]:

@@ -60,10 +60,10 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
-        ({"sft": True, "hybrid_layer_pattern": "*-"}, "PATH/pretrain_hybrid.py"),
+        ({"fim_data": True, "hybrid_layer_pattern": "*-"}, "PATH/pretrain_hybrid.py"),
         (
-            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "E|mL", "sft": True},
-            "--sft, --mtp-num-layers with --pipeline-model-parallel-layout needs Megatron-LM's own",
+            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "E|mL", "fim_data": True},
+            "--fim-data, --mtp-num-layers with --pipeline-model-parallel-layout needs Megatron",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext, Plans
 from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.log import Means
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import Documents, Reader
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.recompute import Checkpoints
@@ -50,6 +52,7 @@ class SharedState:
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
         self._masks: dict[tuple[bool, int | None], Mask] = {}  # without documents
+        self.read = Reader()
 
     def __deepcopy__(self, _: Any) -> "SharedState":
         """Return itself: Megatron copies specs that hold it."""
@@ -89,12 +92,11 @@ class SharedState:
         """
         masks = self._masks if documents is None else documents.masks
         if (mask := masks.get((is_causal, window))) is None:
-            bounds, samples = (documents.bounds, documents.samples) if documents else (None, 1)
-            table = self._block_table
-            if table is not None and samples > 1:
-                table = torch.block_diag(*[table] * samples).bool()
-            make = Mask.causal if is_causal else Mask.full
-            mask = make(window=window, documents=bounds, block_table=table)
+            given, table = documents or Documents(), self._block_table
+            if table is not None and given.samples > 1:
+                table = torch.block_diag(*[table] * given.samples).bool()
+            make, bounds = Mask.causal if is_causal else Mask.full, given.bounds or None
+            mask = make(window=window, documents=bounds, lengths=given.lengths, block_table=table)
             masks[is_causal, window] = mask
         return mask
 
@@ -122,6 +124,12 @@ class SharedState:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent for attention so far."""
         return sum(context.bytes_sent for context in self._contexts.values())
+
+    @property
+    def means(self) -> Means:
+        """Of the context whose ranks have the most uneven work."""
+        every = (context.means for context in self._contexts.values())
+        return max(every, key=attrgetter("imbalance"), default=Means())
 
 
 class BurstCoreAttention(ModuleWithSink):
@@ -196,18 +204,22 @@ class BurstCoreAttention(ModuleWithSink):
         """Attend: query [s, b, heads, d], key [s, b, kv heads, d], value [s, b, kv heads, dv].
 
         Returns [s, b, heads · dv]. `s` is this rank's part of the sequence in the layout's order.
+        Under Megatron's "thd" b is missing, and each document is in a zigzag of its own: returns
+        [s, heads, dv].
 
         Raises:
             ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
                 which nobody moves the tokens.
         """
-        documents = packed_seq_params if isinstance(packed_seq_params, Documents) else None
+        self._refuse(attention_mask, attention_bias)
+        documents, is_thd = self._documents(packed_seq_params, query)
         mask_type = attn_mask_type or self._attn_mask_type
         mask = self._mask(mask_type, documents)
-        self._refuse(attention_mask, attention_bias, None if documents else packed_seq_params)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
-        if documents and query.ndim == 3:  # from MLA, which drops a batch dimension of 1
+        if is_thd and self.config.multi_latent_attention:  # whose values Megatron widens
+            value = value[..., : self.config.v_head_dim]
+        if documents and query.ndim == 3:  # from MLA, too, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         latents = None if self.latents is None else self.latents(query.shape[1])
@@ -228,7 +240,35 @@ class BurstCoreAttention(ModuleWithSink):
         )
         if not self.training:
             self._shared.bytes_sent_in_evaluation += self.context.bytes_sent - sent
-        return out.transpose(0, 1).flatten(2)
+        return out[0] if is_thd else out.transpose(0, 1).flatten(2)
+
+    def _documents(self, packed: Any, query: Tensor) -> tuple[Documents | None, bool]:
+        """Return the packed sequences, if any, and whether the tensors are Megatron's "thd"."""
+        if packed is None:
+            return None, False
+        is_thd = not isinstance(packed, Documents)
+        if not is_thd:
+            documents: Documents = packed
+        elif getattr(packed, "qkv_format", None) != "thd":
+            raise ValueError(
+                "packed_seq_params cannot be honoured in a ring but with qkv_format thd, or with "
+                "the pre-wrap hook SequenceHooks"
+            )
+        elif query.ndim != 3:
+            raise ValueError(
+                f"packed_seq_params for {query.shape[1]} samples that are not one sequence: pass "
+                "--micro-batch-size 1"
+            )
+        else:
+            documents = self._shared.read(packed, self.context.group)
+        tokens = query.shape[0] * self.context.ranks
+        if documents.bounds[-1] != tokens:
+            raise ValueError(
+                f"the documents end at {documents.bounds[-1]}, and the {self.context.ranks} "
+                f"context-parallel ranks hold {tokens} tokens: pass cu_seqlens that end there, "
+                "with their padding"
+            )
+        return documents, is_thd
 
     def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
         if mask_type not in _IS_CAUSAL:
@@ -239,7 +279,7 @@ class BurstCoreAttention(ModuleWithSink):
         left, none_behind = self._window
         return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, documents)
 
-    def _refuse(self, mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
+    def _refuse(self, mask: Tensor | None, bias: Tensor | None) -> None:
         if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:
             raise ValueError(
                 f"--burst-mla {Mla.LATENT}: layer {self._layer_number} is no MLASelfAttention of "
@@ -251,11 +291,9 @@ class BurstCoreAttention(ModuleWithSink):
                 f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
                 "of the model's config"
             )
-        documents = "--dataloader-inter-document-masking, or the pre-wrap hook SequenceHooks"
         for name, given, instead in (
             ("attention_mask", mask, "--no-create-attention-mask-in-dataloader"),
             ("attention_bias", bias, "no attention bias"),
-            ("packed_seq_params", packed, documents),
         ):
             if given is not None:
                 raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")

@@ -2,16 +2,21 @@
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.layout import Layout, zigzag_of_each
 from megatron_burst.plans.mask import Mask
+
+# With and without padding, of queries and keys.
+_BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 @dataclass
@@ -24,9 +29,10 @@ class Documents(PackedSeqParams):
     """
 
     bounds: tuple[int, ...] = ()  # of each document, and last where the sequence ends
+    lengths: tuple[int, ...] | None = None  # of each without its padding; None: there is none
     samples: int = 1  # how many of the data set's samples the sequence is made of
-    brought: Layout | None = None  # in which the caller holds the tokens; None: zigzag of them all
     layout: Layout | None = None  # in which attention runs; None: that of the configuration
+    brought: Layout | None = None  # in which the call's tensors come; None: zigzag of the whole
     masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)  # by causality, window
     longest: int = field(init=False)  # tokens of a document
 
@@ -63,6 +69,8 @@ def read_documents(
     packed: PackedSeqParams,
     group: dist.ProcessGroup | None,
     ranks_of_a_sequence: int,
+    *,
+    apart: bool = False,
     layout_of: Callable[[tuple[int, ...]], Layout | None] = lambda _: None,
 ) -> Documents:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
@@ -71,40 +79,135 @@ def read_documents(
         packed: with the boundaries in the whole sequence, as all ranks have them.
         group: the context-parallel group of our attention; None is this rank alone.
         ranks_of_a_sequence: over how many ranks the rows of an expert layer are spread.
-        layout_of: says by their bounds which tokens the ranks hold; see `Layouts`.
+        apart: whether the ranks hold each document in a zigzag of its own, as they do wherever
+            `packed` has boundaries with padding; else the zigzag is that of the whole sequence.
+        layout_of: says by their bounds which tokens the ranks hold of documents that are not apart;
+            see `Layouts`.
 
     Raises:
-        ValueError: samples of different lengths, documents padded to a multiple of the ranks, or
-            a context-parallel group of other ranks.
+        ValueError: samples of different lengths, boundaries that are none, documents that do not
+            divide over the ranks, or a context-parallel group of other ranks.
     """
-    if packed.cu_seqlens_q is None:
-        raise ValueError("packed_seq_params without cu_seqlens_q does not say where documents are")
     _check_group(packed, group)
-    # The data set fills the list up with the last value.
-    bounds = tuple(dict.fromkeys(packed.cu_seqlens_q.tolist()))
-    padded = packed.cu_seqlens_q_padded
-    # One document that fills the sequence is split as the whole sequence is.
-    if padded is not None and not (padded is packed.cu_seqlens_q and len(bounds) == 2):
-        raise ValueError(
-            "documents padded to a multiple of the ranks come in another order than Megatron's "
-            "zigzag over the whole sequence: drop --sft"
-        )
-    tokens_per_sample = packed.tokens_per_sample or bounds[-1]
-    samples, rest = divmod(bounds[-1], tokens_per_sample)
+    apart = apart or packed.cu_seqlens_q_padded is not None
+    ranks = len(_ranks(group)) if apart else 1
+    lengths, places = _read(packed, 2 * ranks if ranks > 1 else 1)
+    tokens = sum(places)
+    samples, rest = divmod(tokens, packed.tokens_per_sample or tokens)
     if rest:
         raise ValueError(
-            f"the documents end at {bounds[-1]}, no multiple of {tokens_per_sample} tokens a sample"
+            f"the documents end at {tokens}, no multiple of {packed.tokens_per_sample} tokens a "
+            "sample"
         )
+    brought = zigzag_of_each(places, ranks) if apart else None
+    bounds = (0, *accumulate(places))
+    starts = packed.cu_seqlens_q_padded
+    starts = packed.cu_seqlens_q if starts is None else starts
     return Documents(
         qkv_format="sbhd",
-        cu_seqlens_q=packed.cu_seqlens_q,
-        cu_seqlens_kv=packed.cu_seqlens_kv,
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
         # By it expert layers undo the flattening, which needs all rows of a sample.
         tokens_per_sample=packed.tokens_per_sample if ranks_of_a_sequence == 1 else None,
         bounds=bounds,
+        lengths=None if lengths == places else tuple(lengths),
         samples=samples,
-        layout=layout_of(bounds),
+        layout=brought or layout_of(bounds),
+        brought=brought,
     )
+
+
+class Reader:
+    """Reads the packed sequences of a micro-batch once, whichever layer asks first.
+
+    For models without `SequenceHooks`: what they are given is Megatron's own "thd", in which the
+    ranks hold each document in a zigzag of its own.
+    """
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()
+
+    def __call__(self, packed: PackedSeqParams, group: dist.ProcessGroup | None) -> Documents:
+        """Return the documents; raises what `read_documents` raises."""
+        given = _boundaries(packed).values()
+        stamp = [(id(x), None if x.is_inference() else x._version) for x in given]
+        known: tuple[object, Documents] | None = self._known.get(packed)
+        if known is None or known[0] != stamp:
+            known = stamp, read_documents(packed, group, 1, apart=True)
+            self._known[packed] = known
+        return known[1]
+
+
+def _boundaries(packed: PackedSeqParams) -> dict[str, Tensor]:
+    given = {name: getattr(packed, name) for name in _BOUNDARIES}
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def _read(packed: PackedSeqParams, multiple: int) -> tuple[list[int], list[int]]:
+    """Return the lengths of the documents without and with their padding.
+
+    What the data set fills the list up with, documents of no tokens, is left out.
+    """
+    found = _values(_boundaries(packed))
+    if fault := next(_faults(found), None):
+        raise ValueError(fault)
+    real = found["cu_seqlens_q"]
+    padded = found.get("cu_seqlens_q_padded", real)
+    each = [
+        (stop - start, end - begin)
+        for (start, stop), (begin, end) in zip(pairwise(real), pairwise(padded), strict=True)
+    ]
+    most = packed.max_seqlen_q if isinstance(packed.max_seqlen_q, int) else max(padded)
+    for number, (length, place) in enumerate(each):
+        name = f"document {number}, of {length} tokens"
+        if length > place:
+            raise ValueError(
+                f"{name} by cu_seqlens_q, has {place} by cu_seqlens_q_padded: the second are the "
+                "boundaries with padding"
+            )
+        if length > most:
+            raise ValueError(
+                f"{name}, is longer than max_seqlen_q = {most}, where rotary embeddings may end: "
+                "pass the length of the longest"
+            )
+        if place % multiple:
+            raise ValueError(
+                f"{name}, takes {place}, no multiple of 2 x {multiple // 2} context-parallel ranks "
+                f"= {multiple}: pad every document to one, and pass cu_seqlens_q_padded"
+            )
+    lengths, places = zip(*(pair for pair in each if pair[1]), strict=True)
+    return list(lengths), list(places)
+
+
+def _values(given: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Copy boundaries to the host, all at once."""
+    if "cu_seqlens_q" not in given:
+        raise ValueError("packed_seq_params without cu_seqlens_q does not say where documents are")
+    if any(x.shape != given["cu_seqlens_q"].shape or x.ndim != 1 for x in given.values()):
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        raise ValueError(f"boundaries of documents are vectors of one length, got {shapes}")
+    distinct = {id(x): x for x in given.values()}
+    copied = torch.stack([x.long() for x in distinct.values()]).tolist()
+    lists: dict[int, list[int]] = dict(zip(distinct, copied, strict=True))
+    return {name: lists[id(x)] for name, x in given.items()}
+
+
+def _faults(found: dict[str, list[int]]) -> Iterator[str]:
+    """Say what is wrong with boundaries, by their names."""
+    for name, values in found.items():
+        if len(values) < 2 or values[0] != 0 or values[-1] == 0:
+            yield f"{name} goes from 0 to where the last document ends, got {_shown(values)}"
+        for number, (start, stop) in enumerate(pairwise(values)):
+            if stop < start:
+                yield f"{name} falls from {start} to {stop} at document {number}: pass sums"
+        query = name.replace("_kv", "_q")
+        if values != found.get(query):
+            shown = _shown(values), _shown(found.get(query, []))
+            yield f"{name} is {shown[0]} and {query} is {shown[1]}: self-attention has one of them"
+
+
+def _shown(values: Sequence[int]) -> str:
+    return str([*values[:6]])[:-1] + (", …]" if len(values) > 6 else "]")
 
 
 def _check_group(packed: PackedSeqParams, group: dist.ProcessGroup | None) -> None:

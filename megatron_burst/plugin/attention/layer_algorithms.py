@@ -91,4 +91,9 @@ def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: b
         reasons.append(
             f"{layers} want documents that are padded: drop --dataloader-inter-document-masking"
         )
+    if args.sft:
+        reasons.append(
+            f"{layers} beside ours were not shown to be right with --sft: drop it, or name one of "
+            f"{', '.join(Algorithm)} for all"
+        )
     return reasons

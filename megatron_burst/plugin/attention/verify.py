@@ -9,6 +9,7 @@ arguments, not from what our attention made of them.
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class LayerCheck:
         return out
 
     def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:
-        return Visibility(
+        found = Visibility(
             causal=is_causal,
             left=self._window[0],
             right=self._window[1],
@@ -153,3 +154,7 @@ class LayerCheck:
             blocks=self._verification.block_mask,
             tokens_per_sample=tokens // (1 if documents is None else documents.samples),
         )
+        if documents is None or documents.lengths is None:
+            return found
+        bounds, lengths = torch.tensor(documents.bounds), torch.tensor(documents.lengths)
+        return replace(found, cu_seqlens=bounds, lengths=lengths)

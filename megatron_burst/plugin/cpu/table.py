@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
+from megatron_burst.plans.layout import segmented_zigzag
 from megatron_burst.plugin.cpu import gdn, mamba
 from megatron_burst.plugin.cpu.arguments import with_cpu_arguments
 
@@ -176,6 +177,13 @@ def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def thd_get_partitioned_indices(
+    bounds: torch.Tensor, _: int, ranks: int, rank: int
+) -> torch.Tensor:
+    """Which tokens a rank holds, as TransformerEngine says it: each document in its own zigzag."""
+    return segmented_zigzag(bounds.diff().tolist(), ranks).positions(rank)
+
+
 def of_local_layers(stack_spec: Any) -> Any:
     """Megatron's stack spec of a hybrid model, which is TransformerEngine's, of local layers."""
     from megatron_burst.plugin.local_layers import local_stack_spec  # imports Megatron
@@ -272,6 +280,10 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # come from the generator that initialises the model, in amounts that depend on the batch and
     # on TP, so that equal seeds gave unequal models.
     "megatron.training.training:set_jit_fusion_options": returns(None),
+    # TransformerEngine's extension splits documents over context-parallel ranks (--sft).
+    "megatron.core.utils:tex": replaced_by(
+        SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+    ),
     # There is no --transformer-impl for hybrid models.
     "megatron.training.models.hybrid:default_hybrid_stack_spec": of_local_layers,
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks

@@ -38,11 +38,18 @@ class SequenceHooks:
     Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
     hands the layers the micro-batch's documents, moves what the stage has per token to our layout,
     and moves losses or logits back, so that loss masks and whatever is outside stay Megatron's.
-    `ahead` is told when a forward is done.
+
+    Args:
+        shared: what the layers of the model share.
+        ahead: is told when a forward is done.
+        documents_apart: whether the ranks hold each document in a zigzag of its own also where
+            `packed_seq_params` does not say how it is padded, as with --sft.
     """
 
-    def __init__(self, shared: SharedState, ahead: Ahead | None = None) -> None:
-        self._shared, self._ahead = shared, ahead
+    def __init__(
+        self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
+    ) -> None:
+        self._shared, self._ahead, self._apart = shared, ahead, documents_apart
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -57,7 +64,8 @@ class SequenceHooks:
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
             layouts.setdefault(context, Layouts(context, _window_of_all(model.config)))
-            hooks = _StageHooks(model, context, layouts[context], self._ahead)
+            given = layouts[context], self._ahead
+            hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
             if self._ahead is not None:
@@ -127,8 +135,11 @@ class _StageHooks:
         context: BurstContext,
         layouts: Layouts,
         ahead: Ahead | None = None,
+        *,
+        documents_apart: bool = False,
     ) -> None:
-        self._context, self._layouts, self._ahead = context, layouts, ahead
+        self._context, self._layouts = context, layouts
+        self._ahead, self._apart = ahead, documents_apart
         config = model.config
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
@@ -140,8 +151,8 @@ class _StageHooks:
 
         Everything but plans: `Ahead` makes those of it, and calls this in a thread.
         """
-        group, layout_of = self._context.group, self._layouts.of
-        return read_documents(packed, group, self._ranks_of_a_sequence, layout_of)
+        given = packed, self._context.group, self._ranks_of_a_sequence
+        return read_documents(*given, apart=self._apart, layout_of=self._layouts.of)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]

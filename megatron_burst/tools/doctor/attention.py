@@ -34,7 +34,7 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
         max(kv_heads // tensor, 1),
         *sizes,
         is_banded=_has_bands(args, config),
-        has_documents=args.dataloader_inter_document_masking,
+        has_documents=args.dataloader_inter_document_masking or args.sft,
     )
 
 

@@ -1,0 +1,85 @@
+"""Steps of --sft, each padded conversation in a zigzag of its own, equal one rank. (fast tier)"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.runlog import read_scalars
+from tests.training.launcher import (
+    BURST,
+    STEPS,
+    Log,
+    allowed,
+    largest_difference,
+    report,
+    run_module,
+)
+from tests.training.test_masks import CP2, INTERLEAVED, MLA, PER_TOKEN, PP2, RECOMPUTE, TP2
+
+TOLERANCE = allowed(1e-4)
+CASES = {
+    "CP 2": (2, CP2),
+    "CP 4": (4, CP2.replace("2", "4")),
+    "TP 2 x CP 2": (4, f"{TP2} {CP2}"),
+    "PP 2": (2, PP2),
+    "CP 2 x interleaved PP 2, recompute": (
+        4,
+        f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5",
+    ),
+    "CP 2, chunked loss, query ring": (
+        2,
+        f"{CP2} --lm-head-loss chunked --burst-backward query",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def conversations(
+    tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...], start: tuple[str, ...]
+) -> Callable[..., Log]:
+    """Train on conversations from the common start; equal calls share one run."""
+    finished: dict[tuple[int, str], Log] = {}
+    flags = ("--sft", "--data-path", "conversations", *BURST, PER_TOKEN)
+
+    def run(ranks: int, more: str) -> Log:
+        if (ranks, more) not in finished:
+            directory: Path = tmp_path_factory.mktemp("sft")
+            own = ("--tensorboard-dir", str(directory / "tensorboard"))
+            own += () if MLA in more else start[len(data) :]  # which is of another model
+            module = "tests.training.conversations"
+            text = run_module(module, directory, ranks, *own, *flags, *more.split())
+            scalars = read_scalars(directory / "tensorboard")
+            losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
+            finished[ranks, more] = Log(losses=losses, grad_norms=norms, text=text)
+        return finished[ranks, more]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", ["CP 2", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
+)
+def test_sft(conversations: Callable[..., Log], case: str) -> None:
+    ranks, flags = CASES[case]
+    found = conversations(ranks, flags)
+    report(f"sft, {case}", largest_difference(found, conversations(1, ""), STEPS), TOLERANCE)
+
+
+@pytest.mark.slow
+def test_sft_with_latents(conversations: Callable[..., Log]) -> None:
+    one, found = (conversations(ranks, f"{MLA} rope {cp}") for ranks, cp in ((1, ""), (2, CP2)))
+    report("sft, MLA", largest_difference(found, one, STEPS), TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_documents_that_the_caller_packs_and_splits(tmp_path: Path, ranks: int) -> None:
+    """As verl and NeMo-RL do: padded ones, without hooks; logits in the caller's order."""
+    flags = ("--mock-data", "--context-parallel-size", str(ranks))
+    text = run_module("tests.training.logits_of_documents", tmp_path, ranks, *flags)
+    words = [line.split() for line in text.splitlines() if line.startswith("apart ")]
+    found = {f"{model} {what}": float(apart) for _, model, what, apart in words}
+    print(found)
+    assert len(found) == 8
+    assert all(found.pop(f"{model} again") == 0.0 for model in ("gqa", "latent"))
+    assert max(found.values()) < 1e-5
