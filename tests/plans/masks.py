@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.mask import Mask
 from tests import oracle
@@ -41,11 +42,18 @@ class Masking:
         return str(self.mask)
 
 
+def _balanced(tokens: int, ranks: int) -> Layout:
+    """Ranges of many lengths, made for documents of a token, a third of the others and the rest."""
+    documents = sorted({0, 1, 1 + (tokens - 1) // 3, tokens})
+    return balanced(Mask.causal(documents=documents), tokens, [0] * ranks).layout
+
+
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
     "segmented zigzag": lambda tokens, ranks: segmented_zigzag([tokens // 2] * 2, ranks),
     "contiguous": contiguous,
     "striped": striped,
+    "balanced": _balanced,
 }
 
 

@@ -3,10 +3,9 @@
 import csv
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,10 +21,12 @@ from megatron_burst.plans.planning import choose
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import choose_grid
 from tests.plans.simulator import simulate
-from tests.tier import examples, is_thorough
+from tests.tier import examples
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 import balance as page  # noqa: E402
+
+type Make = Callable[[int, int], Layout]
 
 
 def by_tiles(layout: Layout, mask: Mask) -> float:
@@ -43,7 +44,7 @@ def by_tiles(layout: Layout, mask: Mask) -> float:
     make=st.sampled_from([zigzag, contiguous, lambda n, p: segmented_zigzag([n // 2] * 2, p)]),
 )
 def test_the_imbalance_is_that_of_the_tiles(
-    lengths: list[int], ranks: int, causal: bool, window: int | None, make: page.Make
+    lengths: list[int], ranks: int, causal: bool, window: int | None, make: Make
 ) -> None:
     borders = list(itertools.accumulate(lengths, initial=0))
     borders[-1] += -borders[-1] % (4 * ranks)
@@ -62,7 +63,7 @@ def check(mask: Mask, tokens: int, nodes: Sequence[int]) -> float:
     assert torch.equal(torch.cat(held).sort().values, torch.arange(tokens))
     assert all((rows.diff() > 0).all() for rows in held)
     gaps = [b.start - a.stop for shard in layout.shards for a, b in itertools.pairwise(shard)]
-    assert all(gap > 0 for gap in gaps), "neighbours are one range"
+    assert all(gap > 0 for gap in gaps) or layout == usual, "neighbours are one range"
     assert found.imbalance == imbalance(layout, mask) <= max(BOUND, imbalance(usual, mask))
     assert found == balanced(mask, tokens, [str(node) for node in nodes])
     return found.imbalance
@@ -84,25 +85,24 @@ def test_any_documents(lengths: list[int], nodes: str, causal: bool, window: int
         assert found <= BOUND
 
 
+# Bytes between nodes over those under zigzag; more where a document has more work than a node.
+MOST = {"mean 1k": 1, "mean 2k": 1, "mean 8k": 1, "mean 30k": 1.3, "lognormal": 1.25}
+FAST = ((2**20, 8), (2**20, 64))
 SIZES = [(tokens, ranks) for tokens in page.TOKENS for ranks in page.RANKS]
 
 
 @pytest.mark.parametrize("lengths", page.LENGTHS)
 @pytest.mark.parametrize(
     ("tokens", "ranks"),
-    [
-        pytest.param(*size, marks=[] if size in ((2**17, 8), (2**20, 64)) else pytest.mark.slow)
-        for size in SIZES
-    ],
+    [pytest.param(*size, marks=[] if size in FAST else pytest.mark.slow) for size in SIZES],
 )
-def test_work_is_even_and_no_link_carries_more_than_under_zigzag(
+def test_work_is_even_and_documents_that_fit_a_node_hardly_leave_it(
     lengths: str, tokens: int, ranks: int
 ) -> None:
     row = page.row(lengths, tokens, ranks)
-    assert float(row["balanced"]) <= BOUND
-    bytes_of = {name: int(row[name]) for name in row if name.endswith("heads")}
-    more = {name: sent / int(row[f"{name}, zigzag"]) for name, sent in bytes_of.items()}
-    assert max(more.values()) <= 1, more
+    assert float(row["balanced"]) <= BOUND < float(row["zigzag"])
+    for heads in page.HEADS:
+        assert float(row[f"8 a node {heads}"]) <= MOST[lengths], row
 
 
 def test_the_plans_of_such_a_layout_are_right() -> None:
@@ -120,9 +120,11 @@ def test_the_plans_of_such_a_layout_are_right() -> None:
             simulate([make(rank) for rank in range(4)], backward=backward, pairs=pairs)
 
 
-def test_documents_stay_whole_where_they_can_and_the_long_one_is_shared_from_both_ends() -> None:
+def test_documents_stay_whole_and_a_long_one_is_shared_from_both_ends() -> None:
     mask = Mask.causal(documents=(0, 16, 20, 24, 28, 32))
-    assert balanced(mask, 32, "aa").layout.shards == ()
+    found = balanced(mask, 32, "aa")
+    outside, inside = (range(0, 4), range(12, 24)), (range(4, 12), range(24, 32))
+    assert found == (Layout((inside, outside)), 8, 1.0)
 
 
 def test_what_zigzag_balances_stays_zigzag() -> None:
@@ -130,7 +132,7 @@ def test_what_zigzag_balances_stays_zigzag() -> None:
         found = balanced(mask, 64, "aabb")
         assert found.layout == zigzag(64, 4) and found.imbalance <= BOUND
         assert not pays(mask, 64, 4)
-    assert balanced(Mask.causal(documents=(0, 1, 7)), 7 + 1, "a") if False else True
+    assert balanced(Mask.causal(documents=(0, 1, 8)), 8, "a").layout == zigzag(8, 1)
 
 
 def test_it_pays_where_documents_leave_zigzag_uneven() -> None:
