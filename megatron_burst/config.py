@@ -21,10 +21,11 @@ FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
-    """Which tokens a rank holds; `plans.layout` shows them."""
+    """Which tokens a rank holds; `plans.layout` shows them. The last two have no flag."""
 
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
+    BALANCED = "balanced"
     CONTIGUOUS = "contiguous"
     STRIPED = "striped"
 
@@ -93,14 +94,12 @@ class BurstConfig:
     of what it sends there with 1 and no kv head is copied; else 1, as under windows, documents and
     block masks, and where latents may travel; logged."""
 
-    layout: LayoutName = field(
-        default=LayoutName.ZIGZAG,
-        metadata={"values": (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)},
-    )
+    layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
-    segmented-zigzag: every one of --burst-segments pieces of the sequence in zigzag by itself, so
-    that packed sequences and block-sparse masks are balanced better; tokens move there and losses
-    back inside the model."""
+    segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
+    packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
+    micro-batch so that all ranks have as much work; else zigzag. In these two, tokens move to their
+    ranks and losses back inside the model."""
 
     segments: int = 2
     """Into how many equal pieces segmented-zigzag cuts the sequence. With

@@ -72,7 +72,7 @@ def test_flags_offer_what_is_built() -> None:
         "algorithm": ("burst", "ring", "allgather", "ulysses"),
         "backward": ("auto", "query", "kv"),
         "topology": ("auto", "flat", "double", "mesh"),
-        "layout": ("zigzag", "segmented-zigzag"),
+        "layout": ("zigzag", "segmented-zigzag", "balanced"),
         "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
     }

@@ -24,6 +24,7 @@ from megatron_burst.plans.layout import Layout
 from megatron_burst.transport.comm import gather_objects
 
 _STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
+_MEGATRONS = LayoutName.ZIGZAG, LayoutName.BALANCED  # of BALANCED what comes without a layout
 
 
 class VerificationError(RuntimeError):
@@ -121,7 +122,7 @@ def spread_of(context: BurstContext, tokens: int, layout: Layout | None = None) 
     The first does not come from our layout, so that a wrong one is found. In the second case any
     order is right if tokens follow it, which position ids show.
     """
-    is_zigzag = layout is None and context.config.layout is LayoutName.ZIGZAG
+    is_zigzag = layout is None and context.config.layout in _MEGATRONS
     if is_zigzag or context.ranks == 1:
         return Spread(megatrons_positions(tokens, context.ranks), context.group)
     layout = layout or context.layout(tokens)

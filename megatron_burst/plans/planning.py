@@ -222,6 +222,7 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         return segmented_zigzag([tokens // config.segments] * config.segments, ranks)
     makers = {
         LayoutName.ZIGZAG: zigzag,
+        LayoutName.BALANCED: zigzag,  # where there are no documents by which to choose
         LayoutName.CONTIGUOUS: contiguous,
         LayoutName.STRIPED: striped,
     }

@@ -12,7 +12,7 @@ import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
 import megatron.training.training as training
 
-from megatron_burst.config import LayoutName
+from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -135,14 +135,25 @@ def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
     # Again: they may have changed since they were parsed.
     refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
     logger.info("%s", config)
-    is_uneven = config.cuts_for_recompute and config.layout is LayoutName.ZIGZAG
-    if is_uneven and args.context_parallel_size > 1:
-        logger.info(
-            "--recompute-attention-fraction %g: under zigzag the ranks recompute unequal parts; "
-            "--burst-layout segmented-zigzag spreads them evenly",
-            config.recompute_fraction,
-        )
+    if args.context_parallel_size > 1:
+        _say_layout(config, has_documents=args.dataloader_inter_document_masking)
     return SharedState(config)
+
+
+def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
+    """Say what the layout leaves undone."""
+    if config.cuts_for_recompute and config.layout is not LayoutName.SEGMENTED_ZIGZAG:
+        logger.info(
+            "--recompute-attention-fraction %g: under %s the ranks recompute unequal parts; "
+            "--burst-layout segmented-zigzag spreads them evenly",
+            *(config.recompute_fraction, config.layout),
+        )
+    if config.layout is LayoutName.BALANCED and not has_documents:
+        logger.info(
+            "--burst-layout %s is zigzag: without --dataloader-inter-document-masking there are no "
+            "documents to balance",
+            config.layout,
+        )
 
 
 def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None:

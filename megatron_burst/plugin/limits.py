@@ -257,20 +257,12 @@ def _sample_refusal(args: Any) -> str | None:
 
 
 def _mtp_refusal(args: Any) -> str | None:
-    """Megatron moves tokens, labels and masks by one from rank to rank as its zigzag has them."""
+    """Megatron moves hidden states from rank to rank without their gradients."""
     ranks = getattr(args, "context_parallel_size", 1)
-    if not getattr(args, "mtp_num_layers", None) or ranks == 1:
-        return None
-    if getattr(args, "mtp_hsm", False):  # of main
-        return (
-            f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
-            "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
-        )
-    layout = getattr(args, "burst_layout", "zigzag")
-    if layout == "zigzag" and not getattr(args, "dataloader_inter_document_masking", False):
+    mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main
+    if not mixes or ranks == 1:
         return None
     return (
-        f"mtp_num_layers = {args.mtp_num_layers}: on {ranks} context-parallel ranks Megatron moves "
-        "tokens as in a zigzag of whole sequences: drop --mtp-num-layers, or --burst-layout and "
-        "--dataloader-inter-document-masking"
+        f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
+        "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
     )

@@ -10,6 +10,7 @@ import torch
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Topology
 from megatron_burst.kernels import KERNELS, Kernel, Request
+from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
@@ -45,6 +46,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "--burst-topology mesh": {"topology": "mesh"},
     "--burst-head-parallel-size 2": {"head_parallel_size": 2},
     "--burst-layout segmented-zigzag": {"layout": "segmented-zigzag"},
+    "--burst-layout balanced": {"layout": "balanced"},
     "--burst-grad-dtype model": {"grad_dtype": "model"},
     "--burst-mla latent": {"mla": "latent"},
     "--recompute-attention-fraction 0.5": {"recompute_fraction": 0.5},
@@ -62,7 +64,7 @@ REQUESTS: Mapping[str, Request] = {
     "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
-FLAG_LAYOUTS = LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG
+FLAG_LAYOUTS = LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG, LayoutName.BALANCED
 LAYERS: Mapping[str, str] = {
     "*": "attention, ours",
     "+": "multi-latent attention, ours",
@@ -79,7 +81,7 @@ _MASKS = """\
 For each cell the plans of four ranks are made, on a flat ring and on a double one, and simulated by
 the tests.
 Ulysses has whole sequences on every rank. `contiguous` and `striped` are layouts of the library,
-without a flag.
+without a flag. `balanced` is zigzag without documents, and refused with a block mask.
 """
 _SETTINGS = "## Settings\n"
 _KERNELS = """\
@@ -112,7 +114,8 @@ def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
 
 def _mask_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:
     for layout, (name, mask) in product(LayoutName, MASKS.items()):
-        yield [f"{name}, {layout}", *(_planned(a, layout, mask) for a in algorithms)]
+        if layout is not LayoutName.BALANCED or name == "documents":
+            yield [f"{name}, {layout}", *(_planned(a, layout, mask) for a in algorithms)]
 
 
 def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
@@ -127,9 +130,11 @@ def choices(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> Iterator[Ch
     shape = Shape(TOKENS // RANKS, 8, 8, 8, 8, 2, 4)
     for topology, grid in () if algorithm is Algorithm.ULYSSES else GRIDS.items():
         config = BurstConfig(algorithm=algorithm, layout=layout, topology=topology)
-        tiling = Tiling(make_layout(config, TOKENS, RANKS), mask)
         nodes = [grid.coordinates(rank)[0] for rank in range(RANKS)]
-        yield choose(config, tiling, grid, shape, nodes)
+        held = make_layout(config, TOKENS, RANKS)
+        if layout is LayoutName.BALANCED and mask.documents and not mask.block_table:
+            held = balanced(mask, TOKENS, nodes).layout
+        yield choose(config, Tiling(held, mask), grid, shape, nodes)
 
 
 def _setting_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:

@@ -15,12 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_burst import BurstConfig
 from megatron_burst.plans.layout import zigzag
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.core.models.gpt")
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
@@ -28,13 +31,16 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     roll_tensor,
 )
 
+from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import MtpLosses  # noqa: E402
+from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from tests.loss.bare_models import KINDS, bare  # noqa: E402
 
 TOKENS, BATCH, ROWS, SIZE, HEADS = 16, 2, 11, 4, 2
 SCALE = 0.3  # of a micro-batch's loss, as Megatron's schedule sets it
 TOKEN_IDS = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) * 5 % ROWS
 LABELS = TOKEN_IDS.roll(-1, 1)
+BOUNDS = (0, 1, 5, 11, BATCH * TOKENS)  # of documents, in the samples one behind the other
 
 
 def masks() -> dict[str, Tensor | None]:
@@ -58,11 +64,14 @@ class Model(torch.nn.Module):
         )
         self.out = torch.nn.Linear(SIZE, ROWS, bias=False, dtype=torch.float64)
         self.post_process, self.share_embeddings_and_output_weights = True, False
+        self.decoder = SimpleNamespace(input_tensor=None)
         self.pg_collection = SimpleNamespace(cp=group)
         self.config = SimpleNamespace(
             mtp_num_layers=HEADS,
             mtp_loss_scaling_factor=0.1,
             mtp_detach_heads=False,
+            sequence_parallel=False,
+            tensor_model_parallel_size=1,
             calculate_per_token_loss=per_token,
         )
 
@@ -71,14 +80,16 @@ class Model(torch.nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        input_ids: Tensor,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        states, moved = [self.embed(ids).transpose(0, 1)], ids
+        states, moved = [self.embed(input_ids).transpose(0, 1)], input_ids
         for step in self.steps:
-            moved, _ = roll_tensor(moved, cp_group=self.pg_collection.cp)
+            moved, _ = multi_token_prediction.roll_tensor(
+                moved, cp_group=self.pg_collection.cp, packed_seq_params=packed_seq_params
+            )
             seen = torch.cat([states[-1], self.embed(moved).transpose(0, 1)], -1)
             states.append(torch.tanh(step(seen)))
         hidden = process_mtp_loss(
@@ -92,36 +103,60 @@ class Model(torch.nn.Module):
             compute_language_model_loss=self.compute_language_model_loss,
             config=self.config,
             cp_group=self.pg_collection.cp,
-            input_ids=ids,
+            packed_seq_params=packed_seq_params,
+            input_ids=input_ids,
         )
         if labels is None:
-            return hidden
+            return hidden.transpose(0, 1)
         return self.compute_language_model_loss(labels, self.out(hidden))
 
 
 def of_rank(whole: Tensor | None, ranks: int, rank: int) -> Tensor | None:
-    return None if whole is None else zigzag(TOKENS, ranks).shard(whole, rank, 1)
+    return None if whole is None else zigzag(whole.shape[1], ranks).shard(whole, rank, 1)
 
 
-def train(team: Team, mended: bool, per_token: bool, has_labels: bool, mask: Any) -> list[Tensor]:
-    """Gradients of MTP's losses as an optimizer gets them, and what Megatron logs."""
+def train(
+    team: Team,
+    mended: bool,
+    per_token: bool,
+    has_labels: bool,
+    mask: Any,
+    layout: str | None = None,
+    bounds: tuple[int, ...] | None = None,
+) -> list[Tensor]:
+    """Gradients of MTP's losses as an optimizer gets them, and what Megatron logs.
+
+    In another layout, or with documents, of which the samples are one sequence.
+    """
     ranks, tracker = team.group.size(), MTPLossLoggingHelper.tracker
     model = Model(team.group, per_token)
+    if mended and layout is not None:
+        _lay_out(model, team, layout)
     if mended:
         MtpLosses()([model])
+    packed = None if bounds is None else PackedSeqParams("thd", cu_seqlens_q=torch.tensor(bounds))
+    ids, targets = (x if bounds is None else x.view(1, -1) for x in (TOKEN_IDS, LABELS))
+    mask = mask if mask is None or bounds is None else mask.view(1, -1)
     local = partial(of_rank, ranks=ranks, rank=team.rank)
     tracker.clear()
     MTPLossAutoScaler.set_loss_scale(torch.tensor(SCALE))
     on_cpu = patch.object(torch.cuda, "current_device", return_value=torch.device("cpu"))
     with on_cpu, patch.object(parallel_state, "get_data_parallel_group", lambda **_: team.group):
-        labels = local(LABELS) if has_labels else None
-        (model(local(TOKEN_IDS), labels, local(mask)) * 0).sum().backward()
+        labels = local(targets) if has_labels else None
+        (model(local(ids), labels, local(mask), packed) * 0).sum().backward()
     gradients = [p.grad for p in model.parameters()]
     sums = [tracker[f"{name}_values"] for name in ("loss", "correct", "total")]
     for x in (*gradients, *sums):
         dist.all_reduce(x, group=team.group)
     sums[0] /= ranks
     return [*(g if per_token else g / ranks for g in gradients), *sums]
+
+
+def _lay_out(model: Model, team: Team, layout: str) -> None:
+    context = team.context(BurstConfig(layout=layout))
+    hooks = _StageHooks(model, context, Layouts(context))
+    model.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    model.register_forward_hook(hooks.after, with_kwargs=True)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +192,31 @@ def test_gradients_and_logs_are_those_of_one_rank(
         # Without a mask Megatron divides its integer counts in float32.
         assert max(gradients) < (1e-12 if mask else 1e-6)
         assert max(loss, correct, total) < 1e-6  # Megatron logs in float32
+
+
+LAID_OUT = [
+    (ranks, layout, bounds, mask, has_labels)
+    for ranks in (2, 4)
+    for layout, bounds in (
+        ("zigzag", BOUNDS),
+        ("balanced", BOUNDS),
+        ("segmented-zigzag", None),
+        ("segmented-zigzag", BOUNDS),
+    )
+    for mask, has_labels in (("uneven", True), ("a rank's alone", True), ("uneven", False))
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "bounds", "mask", "has_labels"), one_in(5, LAID_OUT))
+def test_documents_and_other_layouts_are_those_of_one_rank(
+    workers: WorkerPool, ranks: int, layout: str, bounds: Any, mask: str, has_labels: bool
+) -> None:
+    """Of documents Megatron's own roll on one rank is what is expected."""
+    given = True, has_labels, masks()[mask]
+    wanted = workers.run(1, train, False, *given, None, bounds)[0]
+    for found in workers.run(ranks, train, True, *given, layout, bounds):
+        *gradients, loss, correct, total = differences(found, wanted)
+        assert max(gradients) < 1e-12 and max(loss, correct, total) < 1e-6
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -202,7 +262,7 @@ def _evaluate(team: Team) -> None:
     torch.testing.assert_close(losses, torch.full_like(losses, ROWS).log())
 
 
-def test_documents_are_refused(workers: WorkerPool) -> None:
+def test_documents_without_our_hook_are_refused() -> None:
     model = Model(SimpleNamespace(size=lambda: 2), True)
     MtpLosses()([model])
     with pytest.raises(ValueError, match="documents, MTP and 2 context-parallel ranks"):
@@ -231,7 +291,7 @@ def _roll(team: Team) -> bool:
 
 
 def test_on_one_rank_documents_move_alone() -> None:
-    """Megatron's own, for which documents with MTP are refused on several ranks alone."""
+    """Megatron's own."""
     bounds = torch.tensor([0, 1, 4, 9, TOKENS, TOKENS])
     moved, _ = roll_tensor(LABELS, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
     documents = (LABELS[:, a:b] for a, b in pairwise(bounds.tolist()[:-1]))

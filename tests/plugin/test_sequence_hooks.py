@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
+from tests.plugin.contexts import Context, Copies
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -25,11 +26,13 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
     YarnRotaryEmbedding,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
     RotaryAtPositions,
@@ -37,68 +40,20 @@ from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     within_documents,
 )
 from megatron_burst.plugin.hooks.sequence_hooks import (  # noqa: E402
-    LayoutExchange,
     SequenceHooks,
     _check_core_attention,
     _flatten_input,
     _StageHooks,
     _unflatten_output,
+    _window_of_all,
     replace_rotary,
-    rows_elsewhere,
 )
 
 SEGMENTED = BurstConfig(layout="segmented-zigzag", segments=2)
-LAYOUTS = {
-    "zigzag": zigzag(16, 2),
-    "two segments": segmented_zigzag((8, 8), 2),
-    "uneven segments": segmented_zigzag((4, 12), 2),
-    "contiguous": contiguous(16, 2),
-    "striped": striped(16, 2),
-}
-
-
-@pytest.mark.parametrize("held", LAYOUTS)
-@pytest.mark.parametrize("wanted", LAYOUTS)
-def test_rows_of_one_layout_are_found_in_another(held: str, wanted: str) -> None:
-    x, a, b = torch.arange(16) * 10, LAYOUTS[held], LAYOUTS[wanted]
-    shards = torch.cat([a.shard(x, rank, 0) for rank in range(2)])
-    for rank in range(2):
-        assert torch.equal(shards[rows_elsewhere(a, b, rank)], b.shard(x, rank, 0))
-
-
-def _exchange(team: Team) -> None:
-    context = team.context(SEGMENTED)
-    exchange, ranks = LayoutExchange(context), context.ranks
-    whole = torch.arange(2.0 * 8 * ranks).view(2, -1)
-    theirs = zigzag(whole.shape[1], ranks).shard(whole, context.rank, 1)
-    ours = context.shard(whole, 1)
-    for x, y in ((theirs, ours), (theirs.long(), ours.long()), (theirs > 3, ours > 3)):
-        assert torch.equal(exchange.to_ours(x), y) and torch.equal(exchange.to_megatrons(y), x)
-    # A gradient goes the way back of its row.
-    rows = ours.clone().requires_grad_()
-    weights = theirs**2
-    (exchange.to_megatrons(rows) * weights).sum().backward()
-    assert torch.equal(rows.grad, ours**2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_exchange_between_ranks_and_its_gradient(workers: WorkerPool, ranks: int) -> None:
-    workers.run(ranks, _exchange)
+BALANCED = BurstConfig(layout="balanced")
 
 
 # Positions and rotary embeddings.
-
-
-class Context:
-    """What positions need of a context."""
-
-    def __init__(self, config: BurstConfig, ranks: int, rank: int) -> None:
-        self.config, self.ranks, self.rank = config, ranks, rank
-        self.group, self.asked = None, 0
-
-    def layout(self, tokens: int) -> Layout:
-        self.asked += 1
-        return make_layout(self.config, tokens, self.ranks)
 
 
 def test_positions_start_again_in_every_document() -> None:
@@ -188,18 +143,6 @@ class FakeRotary(torch.nn.Module):
         return torch.zeros(length, 1, 1, 2, device=self.device)
 
 
-class Copies(TorchDispatchMode):
-    """Counts the tensors that go from the host to a device, for which the host may wait."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket is torch.ops.aten._to_copy:
-            self.count += args[0].device != result.device
-        return result
-
-
 def test_positions_go_to_the_device_once_a_sequence() -> None:
     positions = Positions(Context(BurstConfig(), 2, 0))
     layers = [RotaryAtPositions(FakeRotary("meta"), positions) for _ in range(3)]
@@ -208,19 +151,6 @@ def test_positions_go_to_the_device_once_a_sequence() -> None:
             for layer in layers:
                 layer(WholeSequence(16, bounds))
         assert copies.count == 1, number
-
-
-def test_rows_go_to_the_device_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
-    group = SimpleNamespace(size=lambda: 2)
-    layout = lambda tokens: make_layout(SEGMENTED, tokens, 2)  # noqa: E731
-    context = SimpleNamespace(group=group, ranks=2, rank=0, layout=layout)
-    exchange: Any = LayoutExchange(context)
-    with Copies() as copies:
-        for _ in range(3):
-            there = exchange.to_ours(torch.zeros(1, 8, device="meta"))
-            assert exchange.to_megatrons(there).shape == (1, 8)
-    assert copies.count == 2, "one each way"
 
 
 def test_inference_is_refused() -> None:
@@ -296,13 +226,14 @@ class Stage(torch.nn.Module):
         loss_mask: Any = None,
         output: Any = None,
     ) -> Any:
-        self.seen = dict(locals())
+        self.seen = {**locals(), "roll": multi_token_prediction.roll_tensor}
         return labels.float() if output is None else output
 
 
-def hooked(context: Any, post_process: bool = True) -> Stage:
+def hooked(context: Any, post_process: bool = True, mtp: int | None = None) -> Stage:
     stage = Stage(post_process)
-    hooks = _StageHooks(stage, context)
+    stage.config.mtp_num_layers = mtp
+    hooks = _StageHooks(stage, context, Layouts(context))
     stage.register_forward_pre_hook(hooks.before, with_kwargs=True)
     stage.register_forward_hook(hooks.after, with_kwargs=True)
     return stage
@@ -320,10 +251,15 @@ def _hooks(team: Team) -> None:
         assert torch.equal(stage.seen[name], ours + number), name
     stage(None, None, None, labels=theirs)  # the last of several stages
     assert stage.seen["input_ids"] is None
-    with pytest.raises(ValueError, match="without labels the model returns logits"):
-        stage(theirs, theirs, None)
-    with pytest.raises(ValueError, match="moves the losses of tokens"):
+    logits = torch.stack([ours, -ours], -1)
+    for ids in (theirs, None):  # the last of several stages, too
+        assert torch.equal(
+            stage(ids, ids, None, output=logits), torch.stack([theirs, -theirs], -1)
+        ), "logits come back"
+    with pytest.raises(ValueError, match="segmented-zigzag moves what the model returns for each"):
         stage(theirs, theirs, None, labels=theirs, output=torch.zeros(3))
+    with pytest.raises(ValueError, match="decoder_input stays where it is while the tokens move"):
+        stage(theirs, theirs, None, decoder_input=torch.zeros(8, 2, 4))
     first = hooked(context, post_process=False)
     hidden = torch.zeros(3, 2, 5)
     assert first(theirs, theirs, None, output=hidden) is hidden
@@ -332,6 +268,61 @@ def _hooks(team: Team) -> None:
 
 def test_a_stage_moves_what_it_has_and_its_losses_back(workers: WorkerPool) -> None:
     workers.run(2, _hooks)
+
+
+def packed(*bounds: int) -> PackedSeqParams:
+    return PackedSeqParams("thd", cu_seqlens_q=torch.tensor(bounds))
+
+
+def _balanced_hooks(team: Team) -> None:
+    """Every micro-batch has the layout of its documents, whatever came between."""
+    context = team.context(BALANCED)
+    whole = torch.arange(32)[None]
+    theirs = zigzag(32, context.ranks).shard(whole, context.rank, 1)
+    stage, layouts = hooked(context), set()
+    for bounds in ((0, 20, 32), (0, 12, 14, 32), (0, 20, 32)):
+        losses = stage(theirs, theirs, None, labels=theirs, packed_seq_params=packed(*bounds))
+        documents = stage.seen["packed_seq_params"]
+        assert documents.layout == balanced(Mask.causal(documents=bounds), 32, [0] * 2).layout
+        layouts.add(documents.layout)
+        ours = documents.layout.shard(whole, context.rank, 1)
+        assert torch.equal(stage.seen["input_ids"], ours)
+        assert torch.equal(losses, theirs.float())
+    assert len(layouts) == 2 and zigzag(32, 2) not in layouts
+    stage(theirs, theirs, None, labels=theirs)
+    assert torch.equal(stage.seen["input_ids"], theirs), "without documents nothing moves"
+    with pytest.raises(ValueError, match="the documents end at 16, the sequence has 32 tokens"):
+        stage(theirs, theirs, None, labels=theirs, packed_seq_params=packed(0, 16))
+
+
+def test_a_stage_moves_tokens_by_the_documents_of_the_micro_batch(workers: WorkerPool) -> None:
+    workers.run(2, _balanced_hooks)
+
+
+def test_megatrons_roll_is_ours_while_a_stage_with_mtp_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it fails, and no longer."""
+    monkeypatch.setattr(multi_token_prediction, "roll_tensor", "Megatron's")
+    tokens = torch.zeros(1, 8)
+    for layers, ranks in ((2, 2), (None, 2), (2, 1)):
+        context = Context(BurstConfig(), ranks, 0)
+        context.group = SimpleNamespace(rank=lambda: 0) if ranks > 1 else None
+        stage = hooked(context, mtp=layers)
+        stage(tokens, tokens, None, labels=tokens)
+        assert (stage.seen["roll"] != "Megatron's") == (layers == ranks == 2)
+        with pytest.raises(AttributeError):
+            stage(tokens, tokens, None)
+        assert multi_token_prediction.roll_tensor == "Megatron's"
+
+
+@pytest.mark.parametrize(
+    ("size", "skip", "window"),
+    [(None, None, None), ((7, 0), None, 7), ((-1, 0), None, None), ((7, 0), 2, None)],
+)
+def test_the_window_that_all_layers_have(size: Any, skip: Any, window: int | None) -> None:
+    config = SimpleNamespace(window_size=size, window_attn_skip_freq=skip, num_layers=4)
+    assert _window_of_all(config) == window
 
 
 def test_a_stage_in_megatrons_layout_moves_nothing() -> None:
@@ -369,18 +360,3 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="need a GPTModel or HybridModel, not a Stage"):
         SequenceHooks(None)([Stage()])
-
-
-@pytest.mark.parametrize(("heads", "ranks"), [(2, 2), (2, 1), (None, 2)])
-def test_mtp_over_ranks_is_refused(heads: int | None, ranks: int) -> None:
-    """Of a framework, too, whose layout Megatron's settings do not say."""
-    model = GPTModel.__new__(GPTModel)
-    torch.nn.Module.__init__(model)
-    model.config, model.pg_collection = SimpleNamespace(**vars(Stage().config)), None
-    model.config.mtp_num_layers = heads
-    shared: Any = SimpleNamespace(get_megatrons=lambda *_: Context(SEGMENTED, ranks, 0))
-    if heads and ranks > 1:
-        with pytest.raises(ValueError, match="mtp_num_layers = 2: over 2 context-parallel ranks"):
-            SequenceHooks(shared)([model])
-    else:
-        assert SequenceHooks(shared)([model]) == [model]

@@ -1,12 +1,13 @@
 """Runs a tiny GPT of Megatron on documents and on what differs by a document; run by tests.
 
 Prints the largest difference of losses that must not differ, the smallest of those that must, and
-the largest gradient.
+the largest gradient, and how far losses of logits are from those that the model makes of labels.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 BOUNDS = (0, 1, 2, 33, 65, 66, 97, 98, 128)  # of 128 tokens on two ranks with chunks of 32
 CHANGED = (33, 65)
@@ -42,12 +43,14 @@ def main() -> None:
     alone = losses(*(x[:, slice(*ALONE)] for x in (tokens, labels)), None)
     apart = (alone - usual[:, slice(*ALONE)]).detach().abs()
     together = losses(tokens, labels, (0, 128))
+    by_logits = losses(tokens, labels, BOUNDS, from_logits=True)
     if dist.get_rank() == 0:
         print("leak", float(outside.max()))
         print("effect", float(inside.min()))
         print("alone", float(apart.max()))
         print("together", float((together - usual).detach().abs()[0, 2:].min()))
         print("gradient", gradient)
+        print("logits", float((by_logits - usual).detach().abs().max()))
 
 
 class Losses:
@@ -56,7 +59,14 @@ class Losses:
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         self.model, self.group = model, group
 
-    def __call__(self, tokens: Tensor, labels: Tensor, bounds: tuple[int, ...] | None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        bounds: tuple[int, ...] | None,
+        *,
+        from_logits: bool = False,  # of a call without labels
+    ) -> Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         from megatron_burst.plans.layout import zigzag
@@ -69,7 +79,12 @@ class Losses:
             positions = torch.cat([torch.arange(n) for n in starts.diff()])[None]
             packed = PackedSeqParams("thd", cu_seqlens_q=starts.int(), cu_seqlens_kv=starts.int())
         mine = [layout.shard(x, rank, 1) for x in (tokens, positions, labels)]
-        losses = self.model(*mine[:2], None, labels=mine[2], packed_seq_params=packed)
+        if from_logits:
+            options = {"packed_seq_params": packed, "runtime_gather_output": True}
+            logits = self.model(*mine[:2], None, **options)
+            losses = cross_entropy(logits.transpose(1, 2), mine[2], reduction="none")
+        else:
+            losses = self.model(*mine[:2], None, labels=mine[2], packed_seq_params=packed)
         shards = [torch.empty_like(losses) for _ in range(layout.ranks)]
         dist.all_gather(shards, losses.detach(), group=self.group)
         shards[rank] = losses  # with its gradient

@@ -10,6 +10,7 @@ from megatron_burst.tools import trace
 from megatron_burst.tools.runlog import read_scalars
 from tests.training.launcher import BURST, run_module
 from tests.training.test_masks import (
+    BALANCED,
     CP2,
     DOCUMENTS,
     INTERLEAVED,
@@ -29,6 +30,7 @@ CASES = {
     "CP 2": (2, f"{CP2} {PROFILE}", 1),
     "windows, CP 2 x TP 2": (4, f"{CP2} {TP2} {WINDOW}", 2),
     "interleaved PP 2 x CP 2": (4, f"{CP2} {INTERLEAVED}", 1),
+    "balanced, CP 2": (2, f"{CP2} {BALANCED}", 1),
     "PP 4": (4, PP2.replace("2", "4"), 1),
     # The first micro-batch of all evaluations is not known before, either.
     "evaluation": (2, f"{CP2} {EVALUATION}", 2),

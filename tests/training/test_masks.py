@@ -22,7 +22,7 @@ from tests.training.launcher import (
 
 TOLERANCE = allowed(1e-4)
 PER_TOKEN = "--calculate-per-token-loss"
-CP2 = "--context-parallel-size 2"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 MLA = (
     "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
@@ -30,6 +30,7 @@ MLA = (
 )
 PP2 = "--pipeline-model-parallel-size 2"
 SEGMENTED = "--burst-layout segmented-zigzag"
+BALANCED = "--burst-layout balanced"
 WINDOW = "--window-size 15,0 --window-attn-skip-freq 2"
 DOCUMENTS = "--dataloader-inter-document-masking --eod-mask-loss"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -86,11 +87,12 @@ def test_windows_on_alternate_layers(
 
 DOCUMENT_CASES = {
     "CP 2": (2, CP2),
+    "CP 2, balanced": (2, f"{CP2} {BALANCED}"),
 }
 MORE_DOCUMENT_CASES = {
     "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
     "PP 2": (2, PP2),
-    "CP 4": (4, f"{CP2.replace('2', '4')}"),
+    "CP 4": (4, CP4),
     "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
     "PP 4": (4, PP2.replace("2", "4")),
     "CP 2 x PP 2, segmented": (4, f"{CP2} {PP2} {SEGMENTED}"),
@@ -99,6 +101,18 @@ MORE_DOCUMENT_CASES = {
         f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
     ),
     "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
+    "CP 4, balanced": (4, f"{CP4} {BALANCED}"),
+    "TP 2 x CP 2, balanced": (4, f"{CP2} {TP2} {BALANCED}"),
+    "CP 2 x PP 2, balanced": (4, f"{CP2} {PP2} {BALANCED}"),
+    "CP 2 x interleaved PP 2, fraction 0.5, balanced": (
+        4,
+        f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5 {BALANCED}",
+    ),
+    "CP 4 on two nodes, heads over 2, balanced": (
+        4,
+        f"{CP4} --burst-ranks-per-node 2 --burst-head-parallel-size 2 {BALANCED}",
+    ),
+    "CP 2, chunked loss, balanced": (2, f"{CP2} {BALANCED} --lm-head-loss chunked"),
 }
 
 
@@ -109,6 +123,7 @@ def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
     ranks, flags = (DOCUMENT_CASES | MORE_DOCUMENT_CASES)[case]
     one, found = packed_runs(1, DOCUMENTS), packed_runs(ranks, f"{DOCUMENTS} {flags}")
     report(f"documents, {case}", largest_difference(found, one, STEPS), TOLERANCE)
+    assert ("tokens in documents are balanced over" in found.text) == ("balanced" in case)
 
 
 @slow
@@ -154,11 +169,13 @@ def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) ->
     [
         (2, f"{CP2} {SEGMENTED}"),
         pytest.param(1, "", marks=slow),
+        pytest.param(2, f"{CP2} {BALANCED}", marks=slow),
         pytest.param(2, CP2, marks=slow),
-        pytest.param(4, "--context-parallel-size 4", marks=slow),
+        pytest.param(4, CP4, marks=slow),
         pytest.param(2, f"{CP2} {MLA} rope", marks=slow),
         pytest.param(2, f"{CP2} {SEGMENTED} {MLA} yarn", marks=slow),
         pytest.param(4, f"{CP2} {TP2} {SEGMENTED} {MLA} rope", marks=slow),
+        pytest.param(4, f"{CP2} {TP2} {BALANCED} {MLA} rope", marks=slow),
         pytest.param(2, f"{CP2} {SEGMENTED} --position-embedding-type yarn", marks=slow),
     ],
 )
@@ -180,7 +197,8 @@ def test_documents_do_not_see_each_other_axolotl_3608(
     assert found["alone"] < 1e-5
     assert found["together"] > 1e-6
     assert found["gradient"] < 100
+    assert found["logits"] < 1e-5
 
 
 def _is(name: str) -> bool:
-    return name in ("leak", "effect", "alone", "together", "gradient")
+    return name in ("leak", "effect", "alone", "together", "gradient", "logits")

@@ -24,6 +24,9 @@ LINEAR = (
     "--mamba-num-groups 4 --mamba-num-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 8 "
     "--linear-num-key-heads 4 --linear-num-value-heads 8"
 )
+DOCUMENTS = "--dataloader-inter-document-masking"
+SEGMENTED = "--burst-layout segmented-zigzag"
+BALANCED = "--burst-layout balanced"
 CHUNKED = "--lm-head-loss chunked --lm-head-chunk-size 100"
 CP2 = "--context-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -57,6 +60,23 @@ CASES |= {
         (2, f"{HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 --burst-verify"),
         (1, HYBRID),
     ),
+    "GPT, CP 2, documents": (
+        (2, f"{GPT} {DOCUMENTS} {CP2} {CHUNKED}"),
+        (1, f"{GPT} {DOCUMENTS}"),
+    ),
+    "GPT, CP 4, documents, balanced": (
+        (4, f"{GPT} {DOCUMENTS} --context-parallel-size 4 {BALANCED}"),
+        (1, f"{GPT} {DOCUMENTS}"),
+    ),
+    "hybrid, CP 2 x TP 2, documents, balanced, verified": (
+        (4, f"{HYBRID} {DOCUMENTS} {CP2} {TP2} {BALANCED} {CHUNKED} --burst-verify"),
+        (2, f"{HYBRID} {DOCUMENTS} {TP2}"),
+    ),
+    "GPT, CP 2 x PP 2, documents, balanced": (
+        (4, f"{GPT} {DOCUMENTS} {CP2} {PP2} {BALANCED}"),
+        (2, f"{GPT} {DOCUMENTS} {PP2}"),
+    ),
+    "hybrid, CP 2, segmented": ((2, f"{HYBRID} {CP2} {SEGMENTED} {CHUNKED}"), (1, HYBRID)),
     "GPT, CP 2 x DP 2": ((4, f"{GPT} {CP2} {OVERLAP} {CHUNKED}"), (1, GPT)),
 }
 

@@ -38,6 +38,7 @@ CASES = [  # ranks, flags, stages, what of positions is looked at
     (2, f"{CP2} {WINDOW} {GQA} {SINKS} {RECOMPUTE} --bf16", 1, BOTH),
     slow(1, "", 1, BOTH),
     slow(2, f"{CP2} {DOCUMENTS} {SEGMENTED}", 1, BOTH),
+    slow(4, f"{CP2} {PP2} {DOCUMENTS} --burst-layout balanced {RECOMPUTE}", 2, BOTH),
     slow(2, f"{CP2} {DOCUMENTS} {MLA} rope", 1, BOTH),
     slow(2, f"{CP2} {MLA} yarn", 1, BOTH),
     slow(4, f"{CP2} {TP2} {MLA} rope --sequence-parallel --burst-mla latent", 1, BOTH),

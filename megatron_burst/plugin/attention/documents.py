@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
@@ -31,7 +31,7 @@ class Documents(PackedSeqParams):
     bounds: tuple[int, ...] = ()  # of each document, and last where the sequence ends
     lengths: tuple[int, ...] | None = None  # of each without its padding; None: there is none
     samples: int = 1  # how many of the data set's samples the sequence is made of
-    layout: Layout | None = None  # of this micro-batch; None: that of the configuration
+    layout: Layout | None = None  # in which attention runs; None: that of the configuration
     brought: Layout | None = None  # in which the call's tensors come; None: zigzag of the whole
     masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)  # by causality, window
     longest: int = field(init=False)  # tokens of a document
@@ -71,6 +71,7 @@ def read_documents(
     ranks_of_a_sequence: int,
     *,
     apart: bool = False,
+    layout_of: Callable[[tuple[int, ...]], Layout | None] = lambda _: None,
 ) -> Documents:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
 
@@ -80,6 +81,8 @@ def read_documents(
         ranks_of_a_sequence: over how many ranks the rows of an expert layer are spread.
         apart: whether the ranks hold each document in a zigzag of its own, as they do wherever
             `packed` has boundaries with padding; else the zigzag is that of the whole sequence.
+        layout_of: says by their bounds which tokens the ranks hold of documents that are not apart;
+            see `Layouts`.
 
     Raises:
         ValueError: samples of different lengths, boundaries that are none, documents that do not
@@ -97,6 +100,7 @@ def read_documents(
             "sample"
         )
     brought = zigzag_of_each(places, ranks) if apart else None
+    bounds = (0, *accumulate(places))
     starts = packed.cu_seqlens_q_padded
     starts = packed.cu_seqlens_q if starts is None else starts
     return Documents(
@@ -105,10 +109,10 @@ def read_documents(
         cu_seqlens_kv=starts,
         # By it expert layers undo the flattening, which needs all rows of a sample.
         tokens_per_sample=packed.tokens_per_sample if ranks_of_a_sequence == 1 else None,
-        bounds=(0, *accumulate(places)),
+        bounds=bounds,
         lengths=None if lengths == places else tuple(lengths),
         samples=samples,
-        layout=brought,
+        layout=brought or layout_of(bounds),
         brought=brought,
     )
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.compat import is_first_of_its_stage
+from megatron_burst.plugin.hooks.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,37 @@ def _drop_unused_weight(model: Any) -> None:
         model.output_layer.weight = None
 
 
+class Rolls:
+    """Stands in for Megatron's `roll_tensor` while one model runs forward.
+
+    Megatron's own reckons with zigzag, of the whole sequence or of each document. Here every token
+    gets what comes next in its document, as on one rank. Only the calls of this model see it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._exchange: RowExchange | None = None
+        self._megatrons: Any = None
+        model.register_forward_hook(self._end, always_call=True)
+
+    def begin(self, exchange: RowExchange) -> None:
+        """Take the moves of the micro-batch; the end of the model's forward puts all back."""
+        self._exchange, self._megatrons = exchange, multi_token_prediction.roll_tensor
+        multi_token_prediction.roll_tensor = self._roll
+
+    def _roll(
+        self, tensor: Tensor | None, *_: Any, return_sum: bool = True, **__: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return tensor [batch, rows] moved on by one, and its sum; `return_sum` is main's."""
+        assert self._exchange is not None
+        moved = None if tensor is None else self._exchange.next(tensor)
+        return moved, None if moved is None or not return_sum else moved.sum()
+
+    def _end(self, *_: Any) -> None:
+        if self._exchange is not None:
+            multi_token_prediction.roll_tensor = self._megatrons
+            self._exchange = None
+
+
 class _HeadLosses:
     """Stands in for `compute_language_model_loss` of one model."""
 
@@ -63,10 +97,12 @@ class _HeadLosses:
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        if given.get("packed_seq_params") is not None:
+        packed = given.get("packed_seq_params")
+        if not isinstance(packed, Documents | None):
             raise ValueError(
                 f"documents, MTP and {self._group.size()} context-parallel ranks: Megatron moves "
-                "tokens as if every document were in zigzag; drop one of the three"
+                "tokens as if every document were in zigzag: append SequenceHooks(shared) to "
+                "pre_wrap_hooks before MtpLosses()"
             )
         self._labels, self._mask, self._heads = given.get("labels"), given.get("loss_mask"), None
 
@@ -83,7 +119,7 @@ class _HeadLosses:
     def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each head what makes Megatron's figure of its log right, and the gradient."""
         config, ranks = self._config, self._group.size()
-        roll = partial(roll_tensor, shifts=-1, dims=-1, cp_group=self._group)
+        roll = partial(multi_token_prediction.roll_tensor, cp_group=self._group)
         mask = torch.ones_like(losses) if self._mask is None else self._mask
         if self._labels is None:  # Megatron makes them of the tokens
             mask, _ = roll(mask)

@@ -1,19 +1,19 @@
 """Hooks of a model for what concerns whole sequences: documents and layouts of our own."""
 
+import functools
 import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
@@ -21,20 +21,23 @@ from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
 from megatron_burst.plugin.attention.documents import Documents, read_documents
+from megatron_burst.plugin.attention.layouts import Layouts
+from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
+from megatron_burst.plugin.hooks.row_exchange import RowExchange
 from megatron_burst.plugin.limits import recurrent_layers
 from megatron_burst.plugin.models import NAMES, LanguageModel
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+_EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way
 
 
 class SequenceHooks:
     """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
 
     Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
-    hands the layers the micro-batch's documents, moves what the stage has per token to the layout
-    of the configuration, and moves the losses back, so that loss masks and whatever is outside
-    stay Megatron's.
+    hands the layers the micro-batch's documents, moves what the stage has per token to our layout,
+    and moves losses or logits back, so that loss masks and whatever is outside stay Megatron's.
 
     Args:
         shared: what the layers of the model share.
@@ -54,13 +57,15 @@ class SequenceHooks:
         Raises:
             ValueError: a model that cannot follow.
         """
+        layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
         for model in models:
             _check_model(model)
             _check_core_attention(model)
             context = self._shared.get_megatrons(model.config, model.pg_collection)
-            _check_mtp(model.config, context.ranks)
             replace_rotary(model, Positions(context))
-            hooks = _StageHooks(model, context, self._ahead, documents_apart=self._apart)
+            layouts.setdefault(context, Layouts(context, _window_of_all(model.config)))
+            given = layouts[context], self._ahead
+            hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
             if self._ahead is not None:
@@ -70,20 +75,11 @@ class SequenceHooks:
 
 
 def _check_model(model: Any) -> None:
-    what = f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
+    what = "documents, and layouts other than zigzag,"
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
     if found := recurrent_layers(getattr(model, "hybrid_layer_pattern", None)):
         raise ValueError(f"{what} cannot be followed by {found} layers")
-
-
-def _check_mtp(config: Any, ranks: int) -> None:
-    if ranks > 1 and config.mtp_num_layers:
-        raise ValueError(
-            f"mtp_num_layers = {config.mtp_num_layers}: over {ranks} context-parallel ranks "
-            "Megatron moves tokens as in its zigzag of whole sequences; documents and "
-            f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG} have others: drop one of them"
-        )
 
 
 def _check_core_attention(model: torch.nn.Module) -> None:
@@ -93,9 +89,18 @@ def _check_core_attention(model: torch.nn.Module) -> None:
         attention = getattr(module, "core_attention", None)
         if not isinstance(attention, BurstCoreAttention | IdentityOp | None):
             raise ValueError(
-                f"documents and --burst-layout {LayoutName.SEGMENTED_ZIGZAG} need our attention in "
-                f"every layer; layer {module.layer_number} has {type(attention).__name__}"
+                "documents, and layouts other than zigzag, need our attention in every layer; "
+                f"layer {module.layer_number} has {type(attention).__name__}"
             )
+
+
+def _window_of_all(config: Any) -> int | None:
+    """Return how many keys before it a query sees, where a window is on every layer."""
+    size, skip = config.window_size, config.window_attn_skip_freq
+    layers = range(1, config.num_layers + 1)
+    if not all(is_layer_window_attention(size, skip, layer) for layer in layers):
+        return None
+    return None if size[0] == -1 else int(size[0])
 
 
 def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
@@ -128,23 +133,26 @@ class _StageHooks:
         self,
         model: LanguageModel,
         context: BurstContext,
+        layouts: Layouts,
         ahead: Ahead | None = None,
         *,
         documents_apart: bool = False,
     ) -> None:
-        self._group, self._ahead, self._apart = context.group, ahead, documents_apart
-        moves = context.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
-        self._exchange = LayoutExchange(context) if moves else None
+        self._context, self._layouts = context, layouts
+        self._ahead, self._apart = ahead, documents_apart
         config = model.config
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
+        self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
+        self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
 
     def read(self, packed: PackedSeqParams) -> Documents:
         """Make of what says where a micro-batch's documents are what its layers need to know.
 
         Everything but plans: `Ahead` makes those of it, and calls this in a thread.
         """
-        return read_documents(packed, self._group, self._ranks_of_a_sequence, apart=self._apart)
+        given = packed, self._context.group, self._ranks_of_a_sequence
+        return read_documents(*given, apart=self._apart, layout_of=self._layouts.of)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,42 +165,69 @@ class _StageHooks:
                 self._ahead.take(packed, self.read) if self._ahead else self.read(packed)
             )
             _flatten_input(model.decoder)
-        if self._exchange is not None:
-            _check_output(model, given)
-            for name in _PER_TOKEN:
-                if given.get(name) is not None:
-                    given[name] = self._exchange.to_ours(given[name])
+        tensors = _per_token(given)
+        if tensors and self._context.group is not None:
+            exchange = self._exchange_of(next(iter(tensors.values())), given)
+            _check_decoder_input(exchange, given)
+            given |= exchange.to_ours(tensors)
+            if self._rolls is not None:
+                self._rolls.begin(exchange)
         return (), given
 
     def after(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         """Change the output of the model's forward."""
-        if model.post_process:
-            return output if self._exchange is None else self._losses_back(output, kwargs)
-        documents = kwargs.get("packed_seq_params")
-        return output if documents is None else _unflatten_output(output, documents)
+        if not model.post_process:
+            documents = kwargs.get("packed_seq_params")
+            return output if documents is None else _unflatten_output(output, documents)
+        if self._context.group is None:
+            return output
+        given = next(iter(_per_token(kwargs).values()), output)
+        exchange = self._exchange_of(given, kwargs)
+        if exchange.is_needed and output.shape[:2] != given.shape[:2]:
+            raise ValueError(
+                f"--burst-layout {self._context.config.layout} moves what the model returns for "
+                f"each token, {tuple(given.shape[:2])}; it returned {tuple(output.shape)}"
+            )
+        return exchange.to_callers(output)
 
     def begin_the_next(self, *_: object) -> None:
         """The device has a forward to run: prepare what comes after it."""
         if self._ahead is not None:
             self._ahead.begin(self.read)
 
-    def _losses_back(self, losses: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        assert self._exchange is not None
-        if losses.shape != kwargs["labels"].shape:
-            raise ValueError(
-                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG} moves the losses of tokens, "
-                f"{tuple(kwargs['labels'].shape)}; the model returned {tuple(losses.shape)}"
-            )
-        return self._exchange.to_megatrons(losses)
+    def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
+        """Return the moves of the micro-batch of x [batch, rows, ...]."""
+        documents = given.get("packed_seq_params") or Documents()
+        where = documents.bounds, documents.brought, documents.layout
+        return self._exchange(x.shape[1] * self._context.ranks, *where, x.device)
+
+    def _make_exchange(
+        self,
+        tokens: int,
+        bounds: tuple[int, ...],
+        brought: Layout | None,
+        layout: Layout | None,
+        device: torch.device,
+    ) -> RowExchange:
+        if bounds and bounds[-1] != tokens:
+            raise ValueError(f"the documents end at {bounds[-1]}, the sequence has {tokens} tokens")
+        group, ranks = self._context.group, self._context.ranks
+        assert group is not None
+        callers, ours = brought or zigzag(tokens, ranks), layout or self._context.layout(tokens)
+        return RowExchange(group, callers, ours, bounds or (0, tokens), device)
 
 
-def _check_output(model: LanguageModel, given: dict[str, Any]) -> None:
-    if model.post_process and given.get("labels") is None:
+def _per_token(given: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
+
+
+def _check_decoder_input(exchange: RowExchange, given: dict[str, Any]) -> None:
+    if exchange.is_needed and given.get("decoder_input") is not None:
         raise ValueError(
-            f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}: without labels the model returns "
-            f"logits, which are not moved back; take --burst-layout {LayoutName.ZIGZAG}"
+            "decoder_input stays where it is while the tokens move to another layout: let the "
+            f"model embed its tokens, or take --burst-layout {LayoutName.ZIGZAG}"
         )
 
 
@@ -213,67 +248,3 @@ def _unflatten_output(output: Tensor, documents: Documents) -> Tensor:
         return output
     shaped = output.view(-1, documents.samples, output.shape[2])
     return make_viewless_tensor(shaped, requires_grad=shaped.requires_grad, keep_graph=True)
-
-
-def rows_elsewhere(held: Layout, wanted: Layout, rank: int) -> Tensor:
-    """Return where `rank` finds its rows of layout `wanted` in the shards of layout `held`.
-
-    The shards of all ranks stand one behind the other: int64 [local tokens].
-    """
-    where = torch.cat([held.positions(r) for r in range(held.ranks)]).argsort()
-    return where[wanted.positions(rank)]
-
-
-class LayoutExchange:
-    """Moves rows between Megatron's zigzag and our layout; collective calls of a CP group.
-
-    By an all-gather: token numbers and losses are a few bytes a token, attention sends thousands.
-    """
-
-    def __init__(self, context: BurstContext) -> None:
-        self._context = context
-        self._rows: dict[tuple[int, bool, torch.device], Tensor] = {}
-
-    def to_ours(self, x: Tensor) -> Tensor:
-        """Return this rank's rows in our layout of [batch, local tokens] in Megatron's zigzag.
-
-        Differentiable, like its inverse.
-        """
-        return _Exchange.apply(x, self, True)
-
-    def to_megatrons(self, x: Tensor) -> Tensor:
-        """Undo `to_ours`."""
-        return _Exchange.apply(x, self, False)
-
-    def move(self, x: Tensor, to_ours: bool) -> Tensor:
-        """Carry out one exchange."""
-        group = self._context.group
-        if group is None:
-            return x
-        x = x.contiguous()
-        shards = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(shards, x, group=group)
-        rows = self._find(x.shape[1] * group.size(), to_ours, x.device)
-        return torch.cat(shards, dim=1).index_select(1, rows)
-
-    def _find(self, tokens: int, to_ours: bool, device: torch.device) -> Tensor:
-        key = tokens, to_ours, device
-        if key not in self._rows:
-            megatrons = zigzag(tokens, self._context.ranks)
-            ways = (megatrons, self._context.layout(tokens))
-            held, wanted = ways if to_ours else ways[::-1]
-            self._rows[key] = rows_elsewhere(held, wanted, self._context.rank).to(device)
-        return self._rows[key]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: LayoutExchange, to_ours: bool) -> Tensor:
-        ctx.arguments = exchange, to_ours
-        return exchange.move(x, to_ours)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, to_ours = ctx.arguments
-        return exchange.move(grad, not to_ours), None, None

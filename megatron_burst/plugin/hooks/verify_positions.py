@@ -60,31 +60,31 @@ class PositionHooks:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         ids, packed = given.get("position_ids"), given.get("packed_seq_params")
         if ids is not None:
-            documents = packed.cu_seqlens_q if isinstance(packed, Documents) else None
-            expected = _positions(context, ids.shape[1], documents)
-            self._take("position ids", context, (ids.cpu() == expected).all(0))
+            documents = packed if isinstance(packed, Documents) else Documents()
+            own = spread_of(context, ids.shape[1] * context.ranks, documents.layout).own
+            expected = _within(own, documents.cu_seqlens_q)
+            self._take("position ids", context, own, (ids.cpu() == expected).all(0))
 
     def _look_at_angles(
         self, context: BurstContext, module: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
         angles = output[0] if isinstance(output, tuple) else output
-        bounds = None
-        if args and isinstance(args[0], WholeSequence) and args[0].bounds is not None:
-            bounds = torch.tensor(args[0].bounds)
-        positions = _positions(context, angles.shape[0], bounds)
+        asked = args[0] if args and isinstance(args[0], WholeSequence) else WholeSequence(0, None)
+        own = spread_of(context, angles.shape[0] * context.ranks, asked.layout).own
+        positions = _within(own, None if asked.bounds is None else torch.tensor(asked.bounds))
         rotary = module.rotary if isinstance(module, RotaryAtPositions) else module
         whole = rotary.get_emb(int(positions.max()) + 1)
         whole = whole[0] if isinstance(whole, tuple) else whole
         expected = whole[positions.to(whole.device)].to(angles.device)
         same = angles.flatten(1) == expected.flatten(1)
-        self._take("rotary angles", context, same.all(1).cpu())
+        self._take("rotary angles", context, own, same.all(1).cpu())
 
-    def _take(self, what: str, context: BurstContext, same: Tensor) -> None:
-        """Note which rows [local tokens] are as expected."""
+    def _take(self, what: str, context: BurstContext, own: Tensor, same: Tensor) -> None:
+        """Note which rows, at these positions of the sequence [local tokens], are as expected."""
         self._found.setdefault(what, "")
         if same.all():
             return
-        wrong = _positions(context, len(same), None)[~same]
+        wrong = own[~same]
         rank = dist.get_rank() if dist.is_initialized() else 0
         text = (
             f"{what} on rank {rank} (context-parallel rank {context.rank}) are not those of its "
@@ -95,13 +95,12 @@ class PositionHooks:
         self._found[what] = self._found[what] or text
 
 
-def _positions(context: BurstContext, local_tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Return this rank's positions, counted from the beginning of a document if there are any."""
-    own = spread_of(context, local_tokens * context.ranks).own
+def _within(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Count positions from the beginning of a document, if there are any."""
     if cu_seqlens is None:
-        return own
+        return positions
     begin = cu_seqlens.cpu().long()
-    return own - begin[torch.searchsorted(begin, own, right=True) - 1]
+    return positions - begin[torch.searchsorted(begin, positions, right=True) - 1]
 
 
 def _once(module: torch.nn.Module, look: Callable[[Any, Any, Any, Any], None]) -> None:

@@ -1,0 +1,82 @@
+"""Which tokens the context-parallel ranks hold, by the documents of a micro-batch."""
+
+import functools
+import logging
+from collections.abc import Hashable
+
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import LayoutName, refuse
+from megatron_burst.plans.balance import BOUND, balanced, imbalance
+from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.mask import Mask
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 64  # more than the micro-batches that are under way at a time
+
+
+class Layouts:
+    """The layouts of the micro-batches of one context-parallel group.
+
+    The log says what --burst-layout balanced makes of documents, and under zigzag what it would.
+
+    Args:
+        context: of the group.
+        window: how many keys before it a query sees in all layers; None is no limit, or several.
+
+    Raises:
+        ValueError: a block mask, which is not balanced.
+    """
+
+    def __init__(self, context: BurstContext, window: int | None = None) -> None:
+        self._context, self._window = context, window
+        config, ranks = context.config, context.ranks
+        refuse(
+            (
+                config.layout is LayoutName.BALANCED and config.block_mask is not None,
+                f"--burst-layout {config.layout} looks at documents alone: drop "
+                f"--burst-block-mask, or take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
+            )
+        )
+        self._balances = config.layout is LayoutName.BALANCED and ranks > 1
+        self._may_pay = config.layout is LayoutName.ZIGZAG and config.block_mask is None
+        self._may_pay &= context.rank == 0 and context.heads.size < ranks
+        self.of = functools.lru_cache(_KEPT)(self._of)
+
+    def _of(self, bounds: tuple[int, ...]) -> Layout | None:
+        """Return the layout of documents with these bounds; None is that of the configuration."""
+        mask = Mask.causal(window=self._window, documents=bounds)
+        if self._balances:
+            return self._balanced(mask, bounds[-1])
+        if self._may_pay and (now := self._imbalance(mask)) > BOUND:
+            self._may_pay = False
+            then = self._imbalance(mask, balanced(mask, bounds[-1], self._nodes()).layout)
+            logger.info(
+                "burst attention: zigzag leaves the busiest rank %.2f times the mean of these "
+                "documents' work; --burst-layout %s would make it %.2f",
+                *(now, LayoutName.BALANCED, then),
+            )
+        return None
+
+    def _balanced(self, mask: Mask, tokens: int) -> Layout:
+        found = balanced(mask, tokens, self._nodes())
+        if self._context.is_news((LayoutName.BALANCED, tokens)):
+            logger.info(
+                "burst attention: %d tokens in documents are balanced over %d ranks in chunks of "
+                "%d on the mean: the busiest rank has %.2f times the mean work, under zigzag %.2f",
+                *(tokens, self._context.ranks, found.chunk),
+                *(self._imbalance(mask, found.layout), self._imbalance(mask)),
+            )
+        return found.layout
+
+    def _imbalance(self, mask: Mask, layout: Layout | None = None) -> float:
+        """Return max / mean of the pairs of the ranks of a ring; of zigzag without a layout."""
+        assert mask.documents is not None
+        layout = layout or zigzag(mask.documents[-1], self._context.ranks)
+        return imbalance(self._context.heads.ring_layout(layout), mask)
+
+    def _nodes(self) -> list[Hashable]:
+        """Return the node of every rank."""
+        pairs = zip(self._context.heads.groups, self._context.nodes, strict=True)
+        nodes = {rank: node for group, node in pairs for rank in group}
+        return [nodes[rank] for rank in range(self._context.ranks)]

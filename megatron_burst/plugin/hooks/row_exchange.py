@@ -1,0 +1,165 @@
+"""Moves rows between layouts of context-parallel ranks: each to the rank that holds it there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.plans.layout import Layout
+from megatron_burst.plugin.hooks.rotary import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The rows of one rank that leave, in the order of who gets them, and those that arrive."""
+
+    leave: Tensor  # int64: which rows of its shard
+    sent: list[int]  # how many of them each rank gets
+    arrive: Tensor  # int64: which rows of its result
+    received: list[int]  # how many of them come from each rank
+
+    @property
+    def back(self) -> "Moves":
+        """The same the other way round."""
+        return Moves(self.arrive, self.received, self.leave, self.sent)
+
+    def on(self, device: torch.device) -> "Moves":
+        """Return them with the rows on a device."""
+        leave, arrive = (to_device(rows, device) for rows in (self.leave, self.arrive))
+        return Moves(leave, self.sent, arrive, self.received)
+
+
+def find_moves(
+    held: Layout, wanted: Layout, rank: int, bounds: Sequence[int] | None = None
+) -> Moves:
+    """Return how the rows of layout `wanted` get those of layout `held`.
+
+    With the bounds of documents (0 first, the end of the sequence last) each row gets the one
+    behind its own in the sequence, and the last of every document none.
+    """
+    step, borders = int(bounds is not None), torch.tensor(bounds or (), dtype=torch.int64)
+    own, sought = held.positions(rank), wanted.positions(rank) + step
+    leave, arrive = ((~torch.isin(x, borders)).nonzero()[:, 0] for x in (own, sought))
+    targets, rows = _find(wanted, own[leave] - step)
+    sources, _ = _find(held, sought[arrive])
+    by_target = (targets * wanted.local_tokens + rows).argsort()
+    return Moves(
+        leave[by_target],
+        targets.bincount(minlength=held.ranks).tolist(),
+        arrive[sources.argsort(stable=True)],
+        sources.bincount(minlength=held.ranks).tolist(),
+    )
+
+
+def _find(layout: Layout, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rank holds each position, and in which of its rows."""
+    pieces = []
+    for rank, shard in enumerate(layout.shards):
+        for span, rows in zip(shard, layout.local_rows(rank), strict=True):
+            one_by_one = enumerate(span) if span.step > 1 else [(0, span.start)]
+            pieces += [(start, rank, rows.start + row) for row, start in one_by_one]
+    starts, ranks, first_rows = torch.tensor(sorted(pieces)).T.contiguous()
+    piece = torch.searchsorted(starts, positions, right=True) - 1
+    return ranks[piece], first_rows[piece] + positions - starts[piece]
+
+
+class RowExchange:
+    """The moves of a micro-batch between the caller's layout and ours; collective calls.
+
+    An all-to-all: a rank sends its rows once, and takes for a moment three times their memory.
+
+    Args:
+        group: of the context-parallel ranks.
+        callers: which tokens the ranks have before the model and behind it.
+        ours: which they have inside it.
+        bounds: of the documents, 0 first, the end of the sequence last.
+        device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        callers: Layout,
+        ours: Layout,
+        bounds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._group, self._device = group, device
+        self._callers, self._ours, self._bounds = callers, ours, bounds
+        self.is_needed = callers != ours
+
+    @cached_property
+    def _to_ours(self) -> Moves:
+        return find_moves(self._callers, self._ours, self._group.rank()).on(self._device)
+
+    @cached_property
+    def _to_next(self) -> Moves:
+        rank = self._group.rank()
+        return find_moves(self._ours, self._ours, rank, self._bounds).on(self._device)
+
+    def to_ours(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows in our layout of tensors [batch, rows], in one message."""
+        if not self.is_needed:
+            return dict(given)
+        parts = {name: _bytes(x) for name, x in given.items()}
+        carried = _carry(torch.cat([*parts.values()], 1), self._to_ours, self._group)
+        pieces = carried.split([part.shape[1] for part in parts.values()], 1)
+        return {
+            name: piece.contiguous().view(x.dtype).t().contiguous()
+            for (name, x), piece in zip(given.items(), pieces, strict=True)
+        }
+
+    def to_callers(self, x: Tensor) -> Tensor:
+        """Return this rank's rows in the caller's layout of [batch, rows, ...]; differentiable."""
+        if not self.is_needed:
+            return x
+        moved: Tensor = _Exchange.apply(x, self._to_ours.back, self._group)
+        return moved
+
+    def next(self, x: Tensor) -> Tensor:
+        """Return what comes next in its document for each row of [batch, rows] in our layout.
+
+        Zero for the last row of a document.
+        """
+        if x.shape[1] != self._ours.local_tokens:
+            raise ValueError(
+                f"MTP moves tensors of {self._ours.local_tokens} tokens a rank, not "
+                f"{tuple(x.shape)}: a padding mask under --sequence-parallel is cut up before it"
+            )
+        moved = _carry(_bytes(x), self._to_next, self._group)
+        return moved.view(x.dtype).t().contiguous()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return [batch, rows] as bytes [rows, bytes of the batch]."""
+    return x.t().reshape(-1).view(torch.uint8).view(x.shape[1], -1)
+
+
+def _carry(x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows [rows, ...] that arrive; those to which none comes are zero."""
+    leaving = x.index_select(0, moves.leave)
+    arriving = x.new_empty(len(moves.arrive), *x.shape[1:])
+    dist.all_to_all_single(arriving, leaving, moves.received, moves.sent, group=group)
+    return torch.zeros_like(x).index_copy_(0, moves.arrive, arriving)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = moves.back, group
+        return _swapped(_carry(_swapped(x), moves, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _swapped(_carry(_swapped(grad), ctx.back, ctx.group)), None, None
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """Swap batch and rows."""
+    return x.transpose(0, 1).contiguous()
