@@ -15,7 +15,10 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.rows import rows_of
+from megatron_burst.config import LayoutName
+from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.head_parallel import kv_head_copies
+from megatron_burst.plans.layout import Layout
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
@@ -30,6 +33,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "burst mesh": {"topology": "mesh"},
     "burst hybrid": {"head_parallel_size": HEAD_PARALLEL},
     "burst auto": {},
+    "burst balanced": {"layout": "balanced"},
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
 }
@@ -100,12 +104,13 @@ class Attention:
     def __init__(
         self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
     ) -> None:
-        self.context, self.mask = context, mask
+        self.context = context
+        self.how: dict[str, Any] = {"mask": mask, "layout": layout_of(context, mask, sizes)}
         *qkv, self.dout = sizes.draw(device, dtype, context.rank)
         self.qkv = [x.requires_grad_() for x in qkv]
 
     def forward(self) -> None:
-        self.out = ring_attention(*self.qkv, self.context, mask=self.mask)
+        self.out = ring_attention(*self.qkv, self.context, **self.how)
 
     def backward(self) -> None:
         torch.autograd.grad(self.out, self.qkv, self.dout)
@@ -117,6 +122,13 @@ class Attention:
         between = self.context.bytes_sent
         self.backward()
         return between - before, self.context.bytes_sent - between
+
+
+def layout_of(context: BurstContext, mask: Mask, sizes: Sizes) -> Layout | None:
+    """Return which tokens the ranks hold where documents decide it."""
+    if context.config.layout is not LayoutName.BALANCED or mask.documents is None:
+        return None
+    return balanced(mask, context.ranks * sizes.tokens, context.nodes).layout
 
 
 class Kernels:
@@ -152,7 +164,9 @@ def kernels_alone(
     """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
     shared = share_of_heads(sizes, context.heads.size)
     *qkv, dout = shared.draw(device, dtype, context.rank)
-    return Kernels(context.prepare(*qkv, mask, sizes.head_dim**-0.5), *qkv, dout)
+    layout = layout_of(context, mask, sizes)
+    call = context.prepare(*qkv, mask, sizes.head_dim**-0.5, layout=layout)
+    return Kernels(call, *qkv, dout)
 
 
 def once(run: Attention | Kernels, device: str) -> tuple[float, float]:

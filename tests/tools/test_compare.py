@@ -81,6 +81,8 @@ def test_documents_are_told_apart_by_each_in_its_way() -> None:
     for name in (name for name in here if name.startswith("megatron ")):
         assert "MC#6156" in on_gpus[name].why_not, "not even where TransformerEngine is"
     assert not on_gpus["CP=1 megatron"].why_not + here["CP=1 megatron"].why_not
+    assert on_gpus["burst balanced"].flags[-2:] == ("--burst-layout", "balanced")
+    assert "burst balanced" not in why_not(Job(ranks=4, context=4))
     windows = found(without_megatrons="no GPU", has_windows=True)
     assert "windows" in windows["CP=1 megatron"].why_not and not windows["burst"].why_not
 

@@ -153,6 +153,8 @@ def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
         return _refusal(kv_head_copies, *heads, size) if heads else ""
 
     yield "burst", "", ""
+    if job.has_documents:
+        yield "burst balanced", "--burst-layout balanced", ""
     topologies = {"flat": "", "double": _why_no_double(job)}
     for backward in ("kv", "query"):
         for topology, why_not in topologies.items():

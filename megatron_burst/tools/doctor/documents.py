@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.plans.balance import BOUND, imbalance
+from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import make_layout
-from megatron_burst.plans.tiles import Tiling
 from megatron_burst.tools.doctor.finding import Finding, Level
 
 DOCUMENTS = "--dataloader-inter-document-masking"
 _BURST = "--context-parallel-algo burst"
-_UNEVEN = 1.05  # FLOPs max/mean
 _LOOKED_AT, _DRAWN = 64, 4  # documents, micro-batches
 _ERROR, _WRONG, _WARNING, _NOTE = Level
 
@@ -86,9 +85,9 @@ def _ours(
             "a block that all others may see is seen by its own documents alone"
         )
         yield Finding("blocks-of-samples", _WARNING, text, f"drop one of it and {DOCUMENTS}")
-    if indexes and (found := _imbalance(args, config, indexes)) > _UNEVEN:
+    if indexes and (found := _imbalance(args, config, indexes)) > BOUND:
         text = f"with this data's documents the busiest rank computes {found:.2f} times the mean"
-        remedy = f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG} --burst-segments 16"
+        remedy = f"--burst-layout {LayoutName.BALANCED}"
         yield Finding("uneven-documents", _WARNING, text, remedy)
 
 
@@ -100,11 +99,10 @@ def _imbalance(args: Namespace, config: BurstConfig, indexes: list[tuple[str, An
     if not (tokens and is_zigzag):
         return 1.0
     lengths = np.concatenate([index.sequence_lengths for _, index in indexes])
-    layout, rng, found = make_layout(config, tokens, ranks), np.random.default_rng(0), []
+    layout, rng, found = zigzag(tokens, ranks), np.random.default_rng(0), []
     for _ in range(_DRAWN):
         drawn = rng.choice(lengths, 2 * tokens // max(int(lengths.mean()), 1) + 16)
         ends = np.cumsum(drawn, dtype=np.int64)
         mask = Mask.causal(documents=[0, *ends[ends < tokens].tolist(), tokens])
-        pairs = Tiling(layout, mask).needs.pairs.sum(axis=1)
-        found.append(pairs.max() / pairs.mean())
+        found.append(imbalance(layout, mask))
     return float(np.mean(found))
