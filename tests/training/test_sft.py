@@ -46,7 +46,7 @@ def conversations(
         if (ranks, more) not in finished:
             directory: Path = tmp_path_factory.mktemp("sft")
             own = ("--tensorboard-dir", str(directory / "tensorboard"))
-            own += () if MLA in more else start[len(data) :]  # which is of another model
+            own += () if MLA in more or "mtp" in more else start[len(data) :]  # of another model
             module = "tests.training.conversations"
             text = run_module(module, directory, ranks, *own, *flags, *more.split())
             scalars = read_scalars(directory / "tensorboard")
@@ -83,3 +83,10 @@ def test_documents_that_the_caller_packs_and_splits(tmp_path: Path, ranks: int) 
     assert len(found) == 8
     assert all(found.pop(f"{model} again") == 0.0 for model in ("gqa", "latent"))
     assert max(found.values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_sft_with_mtp(conversations: Callable[..., Log]) -> None:
+    mtp = "--mtp-num-layers 1"
+    one, found = (conversations(ranks, f"{mtp} {cp}") for ranks, cp in ((1, ""), (2, CP2)))
+    report("sft, MTP", largest_difference(found, one, STEPS), TOLERANCE)
