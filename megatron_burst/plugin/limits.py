@@ -40,7 +40,8 @@ LIMITS = with_remedies(
     ),
     experimental_attention_variant="it brings an attention of its own",
     reset_attention_mask=(
-        "it needs the dense mask, which is never built: take --dataloader-inter-document-masking"
+        "it needs the dense mask, which is never built: drop --reset-attention-mask, and take "
+        "--dataloader-inter-document-masking"
     ),
     hybrid_context_parallel=(
         "Megatron 0.19 and main end in get_batch with it, and would rotate by the static group"
