@@ -130,7 +130,12 @@ class _Stock:
 
     def of_last(self, tokens: int) -> int:
         """Return the work of so many last tokens: no others have less."""
-        return self.work - int(self.of_first(np.array(self.tokens - tokens))) if tokens else 0
+        if tokens == 0:
+            return 0
+        border = self.tokens - tokens
+        at = int(self.ends.searchsorted(border, "right")) - 1
+        before = self.sums[at] + (border - self.ends[at]) * self.rate[at]
+        return self.work - int(before)
 
     def room(self, tokens: int, work: int, rate: int) -> int:
         """Return for how many tokens of this rate there is work, if the last ones go with them."""
