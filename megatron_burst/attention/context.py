@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.log import log_choice, log_wait
+from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
@@ -100,6 +100,7 @@ class BurstContext:
         self._exchanges: dict[int | Layout, HeadExchange] = {}
         self._kinds: dict[tuple[Asked, float | None], None] = {}  # of calls with documents
         self._logged: set[Hashable] = set()
+        self.means = Means()
 
     @classmethod
     def create(
@@ -336,6 +337,8 @@ class BurstContext:
         tiling = Tiling(self.heads.ring_layout(layout), mask)
         sent_as = self.config.grad_dtype
         choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
+        if mask.query_stop is None:
+            self.means.add(mask, choice.forward[0].schedule.imbalance)
         sends_raw = shape.sends_raw and not choice.backward[0].schedule.sums_on_the_way
         wire_dtype = asked.dtype if sends_raw or sent_as is GradDtype.MODEL else None
         request = asked.request(is_banded=choice.is_banded)

@@ -1,10 +1,12 @@
-"""What attention says in the log of its plans."""
+"""What attention says of its plans: in the log, and in a run's figures."""
 
 import logging
+from dataclasses import dataclass
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, Request, passed_over
 from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import mib
 from megatron_burst.plans.topology import Grid
 
@@ -47,3 +49,19 @@ def log_wait(seconds: float) -> None:
         "they are not known a micro-batch before",
         1e3 * seconds,
     )
+
+
+@dataclass(slots=True)
+class Means:
+    """Of what was planned: documents of a sequence, and how uneven the work of the ranks is."""
+
+    plans: int = 0
+    documents: float = 0.0
+    imbalance: float = 0.0  # FLOPs max/mean
+
+    def add(self, mask: Mask, imbalance: float) -> None:
+        """Count a plan in."""
+        self.plans += 1
+        documents = len(mask.documents or (0, 0)) - 1
+        self.documents += (documents - self.documents) / self.plans
+        self.imbalance += (imbalance - self.imbalance) / self.plans

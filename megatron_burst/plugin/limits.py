@@ -39,9 +39,11 @@ LIMITS = with_remedies(
         "--attention-dropout 0"
     ),
     experimental_attention_variant="it brings an attention of its own",
-    reset_attention_mask="it needs the dense mask, which is never built",
+    reset_attention_mask=(
+        "it needs the dense mask, which is never built: take --dataloader-inter-document-masking"
+    ),
     hybrid_context_parallel=(
-        "Megatron 0.19 and main tell the model neither the boundaries nor the ranks of its samples"
+        "Megatron 0.19 and main end in get_batch with it, and would rotate by the static group"
     ),
     hybrid_override_pattern=(
         "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"

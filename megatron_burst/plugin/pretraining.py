@@ -254,4 +254,6 @@ def write_run_figures(args: Any, shared: SharedState | None) -> None:
     if shared is not None:
         sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
         writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
+        writer.add_scalar("burst/documents", shared.means.documents, args.curr_iteration)
+        writer.add_scalar("burst/imbalance", shared.means.imbalance, args.curr_iteration)
     writer.flush()

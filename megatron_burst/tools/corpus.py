@@ -1,9 +1,10 @@
 """A corpus for a first training: text as bytes, in the .bin and .idx file that Megatron reads.
 
-    python -m megatron_burst.tools.corpus --output DIR [--input PATH ...]
+    python -m megatron_burst.tools.corpus --output DIR [--input PATH ...] [--paragraphs]
 
 Without `--input` the text is the standard library of the running Python, so that nothing is
-downloaded. A file, or a line of a JSONL file, is a document; each ends with a token of its own.
+downloaded. A file, or a line of a JSONL file, is a document, or each of its paragraphs; each ends
+with a token of its own. How long they are decides how packed sequences spread over ranks.
 """
 
 import argparse
@@ -25,14 +26,14 @@ LEAST = 4097
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def prepare(inputs: Sequence[Path], output: Path) -> str:
+def prepare(inputs: Sequence[Path], output: Path, *, paragraphs: bool = False) -> str:
     """Write corpus.bin, .idx and .json to `output`; return what was done, as a line for the log.
 
     Raises:
         ValueError: a file cannot be read, or there is too little text; the message says where.
     """
     texts, used = [], 0
-    for text in documents(inputs):
+    for text in documents(inputs, paragraphs=paragraphs):
         used += len(text)
         if used > LIMIT:
             break
@@ -55,18 +56,22 @@ def prepare(inputs: Sequence[Path], output: Path) -> str:
         "source": digest.hexdigest(),
     }
     prefix.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
+    middle, longest = np.quantile([len(text) + 1 for text in texts], (0.5, 1))
     cut = f", cut at {LIMIT} bytes" if used > LIMIT else ""
-    return f"corpus written: {len(texts)} documents, {tokens} tokens{cut}"
+    lengths = f"mean {tokens / len(texts):.0f}, median {middle:.0f}, longest {longest:.0f}"
+    return f"corpus written: {len(texts)} documents, {tokens} tokens{cut}; {lengths}"
 
 
-def documents(inputs: Sequence[Path]) -> Iterator[bytes]:
+def documents(inputs: Sequence[Path], *, paragraphs: bool = False) -> Iterator[bytes]:
     """Yield the bytes of every document, empty ones left out, in a fixed order."""
     for path in inputs or [Path(sysconfig.get_path("stdlib"))]:
         if not path.exists():
             raise ValueError(f"--input {path}: no such file or directory")
         for file in [path] if path.is_file() else _files(path, is_library=not inputs):
             lines = file.suffix in (".jsonl", ".ndjson")
-            yield from filter(None, _lines(file) if lines else [file.read_bytes()])
+            for text in _lines(file) if lines else [file.read_bytes()]:
+                parts = text.split(b"\n\n") if paragraphs else [text]
+                yield from filter(None, parts)
 
 
 def _files(root: Path, *, is_library: bool) -> list[Path]:
@@ -106,13 +111,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument(
-        "--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH"
-    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR")
+    add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH")
+    add("--paragraphs", action="store_true", help="what is between empty lines is a document")
     args = parser.parse_args(argv)
     try:
-        print(prepare(args.input, args.output))
+        print(prepare(args.input, args.output, paragraphs=args.paragraphs))
     except (ValueError, ModuleNotFoundError) as error:
         print(f"corpus: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,8 @@ LOSS = "lm loss"
 ITERATION_SECONDS = "iteration-time"
 BYTES_SENT = "burst/bytes-sent-per-rank"
 PEAK_MEMORY = "burst/peak-memory-bytes"
+DOCUMENTS = "burst/documents"
+IMBALANCE = "burst/imbalance"
 
 Series = list[tuple[int, float]]
 

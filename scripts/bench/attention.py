@@ -14,6 +14,7 @@ that needs root and iproute2. Under torchrun they are its ranks, on GPUs over NC
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -48,10 +49,10 @@ from shaped_links import NIC, LinkError, bytes_out, refuse_where_impossible, sha
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.cost import visible_pairs
 
-MASKS = ("causal", "full", "window", "documents", "blocks")
+PACKED = "documents:"  # and how many tokens one has in the mean
+MASKS = ("causal", "full", "window", f"{PACKED}256", "blocks")
 RINGS = [name for name in SETTINGS if "flat" in name or "double" in name]
 WINDOW = 8  # a query sees this part of the sequence
-DOCUMENTS = (0, 1, 4, 5, 11, 12, 16)  # where they begin and end, in sixteenths of the sequence
 BLOCKS = 16  # each sees the first, the one before it and itself
 PHASES = {"forward": (1, 0), "backward": (0, 1), "step": (1, 1)}  # what each adds up
 MATMULS = {"forward": 2, "backward": 5, "step": 7}  # of a pair of tokens: 2 FLOPs an element each
@@ -88,14 +89,21 @@ class Found(NamedTuple):
 def mask_of(name: str, tokens: int) -> Mask:
     if name == "window":
         return Mask.causal(window=tokens // WINDOW - 1)
-    if name == "documents":
-        return Mask.causal(documents=[part * tokens // DOCUMENTS[-1] for part in DOCUMENTS])
+    if name.startswith(PACKED):
+        return Mask.causal(documents=bounds(tokens, int(name.removeprefix(PACKED))))
     if name == "blocks":
         sees = torch.eye(BLOCKS, dtype=torch.bool)
         sees |= torch.eye(BLOCKS, dtype=torch.bool).roll(-1, 1)
         sees[:, 0] = True
         return Mask.causal(block_table=sees)
     return Mask.causal() if name == "causal" else Mask.full()
+
+
+def bounds(tokens: int, mean: int) -> list[int]:
+    """Return the bounds of documents of exponential lengths, the same on every rank."""
+    lengths = np.random.default_rng(0).exponential(mean, 4 * tokens // mean + 16)
+    ends = np.cumsum(lengths.astype(np.int64) + 1)
+    return [0, *ends[ends < tokens].tolist(), tokens]
 
 
 def measure(
@@ -186,7 +194,8 @@ def rows(
     mbit: float,
     launches: Sequence[tuple[Mapping[Case, Found], float]],
 ) -> Iterator[Row]:
-    """Yield the forward, the backward and the step of every case and algorithm."""
+    """Yield the forward, the backward and the step of every case and algorithm, causal first."""
+    causal: dict[Any, float] = {}
     for case, (_, sent) in launches[0][0].items():
         tokens = place.ranks * case.sizes.tokens
         pairs = visible_pairs(mask_of(case.mask, tokens), tokens)
@@ -197,6 +206,9 @@ def rows(
             )
             flops = MATMULS[phase] * 2 * case.sizes.heads * case.sizes.head_dim * pairs
             spent = harness.spread(seconds)
+            rate, key = pairs / spent["median_s"], (case.sizes, name, phase)
+            if case.mask == MASKS[0]:
+                causal[key] = rate
             yield {
                 "benchmark": "two_nodes" if args.mbit else "attention",
                 "mask": case.mask,
@@ -218,6 +230,7 @@ def rows(
                 "card_bytes_of_a_step": sent[name][2],
                 "flops": flops,
                 "tflops_a_rank": flops / place.ranks / spent["median_s"] / 1e12,
+                "over_causal": causal.get(key, math.nan) / rate,
             }
 
 
@@ -259,9 +272,10 @@ long as its slowest rank, the algorithms in a new order each time; the ratio is 
 repetitions' ratios, of the last line that of medians. {where} The hybrids share the heads out over
 pairs of ranks.
 
-Masks: window: a query sees one part in {window} of the sequence before it; documents: six, of 1, 3,
-1, 6, 1 and 4 sixteenths of the sequence; blocks: each of {blocks} sees the first, the one before it
-and itself. All but full are causal. Forward and backward apart, quartiles and FLOPs are in the CSV.
+Masks: window: a query sees one part in {window} of the sequence before it; documents:N: of
+some N tokens each (an exponential distribution), with the time over what their FLOPs take at the
+causal rate; blocks: each of {blocks} sees the first, the one before it and itself. All but full are
+causal. Forward and backward apart, quartiles and FLOPs are in the CSV.
 
 {body}
 """
@@ -280,7 +294,8 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     two = [Place(2, 2), Place(4, 2)]
     add("--places", type=_place, nargs="+", default=two, metavar="NODESxRANKS", help="1x2 2x2")
     add("--mbit", type=float, nargs="+", help="of a rank's NIC, in namespaces")
-    add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
+    text = f"of {', '.join(MASKS)}, or documents:N of some N tokens each"
+    add("--masks", type=_mask, nargs="+", default=[*MASKS], metavar="NAME", help=text)
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
     add("--tokens", type=int, nargs="+", help="of a rank")
     add("--head-dim", type=int)
@@ -289,6 +304,7 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kernel", default="auto", help="as --burst-kernel")
     add("--launches", type=int, default=1, help="each with fresh processes")
     args = made.read(given, DEFAULTS)
+    args.masks.sort(key=MASKS[0].__ne__)  # whose rate the others are compared with
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if BASELINE not in args.algorithms:
         made.error(f"--algorithms must name {BASELINE}, which the others are compared with")
@@ -304,6 +320,12 @@ def _place(text: str) -> Place:
     if min(nodes, ranks) < 1:
         raise ValueError
     return Place(nodes * ranks, ranks)
+
+
+def _mask(text: str) -> str:
+    if text not in MASKS and not re.fullmatch(PACKED + r"[1-9]\d*", text):
+        raise ValueError
+    return text
 
 
 def _heads(text: str) -> tuple[int, int]:

@@ -174,14 +174,16 @@ def test_tiles_of_different_blocks_share_no_call() -> None:
     assert [call.tile.key_owner for call in calls_of(full)] == [1, 2]
 
 
-@pytest.mark.parametrize("lengths", [[64] * 16, [700, 100, 224], [100, 900, 24], [5] * 200 + [24]])
+@pytest.mark.parametrize(
+    "lengths", [[64] * 16, [700, 100, 224], [100, 900, 24], [5] * 200 + [24], [64] * 69]
+)
 def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
     tokens = sum(lengths)
     tiles = Tiling(zigzag(tokens, 1), Mask.causal(documents=documents_of(lengths)))(0, 0)
     parts = half_and_quarters(tiles)
     total = sum(tile.pairs for tile in tiles)
     shares = [sum(tile.pairs for tile in part) / total for part in parts]
-    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.016)
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.008)
     cut = len(sum(parts, [])) - len(tiles)
     assert cut <= 4  # two borders, and what is full left of the causal squares behind them
     assert torch.equal(by_tiles(sum(parts, []), tokens), by_tiles(tiles, tokens))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +25,7 @@ from megatron_burst.tools.compare.results import (
     differences,
     measure,
 )
-from megatron_burst.tools.compare.variants import Job, choose, variants
+from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.runlog import read_scalars
 from tests.training.launcher import run_job
@@ -66,6 +67,22 @@ def test_on_two_nodes_of_two_all_of_ours_can_run() -> None:
 )
 def test_what_cannot_run_says_why(job: Job, name: str, reason: str) -> None:
     assert reason in why_not(job)[name]
+
+
+def test_documents_are_told_apart_by_each_in_its_way() -> None:
+    def found(**more: Any) -> dict[str, Variant]:
+        job = Job(ranks=4, context=4, has_documents=True, **more)
+        return {variant.name: variant for variant in variants(job)}
+
+    on_gpus, here = found(), found(without_megatrons="no GPU")
+    assert DOCUMENTS in on_gpus["CP=1 megatron"].flags
+    assert "--reset-attention-mask" in here["CP=1 megatron"].flags
+    assert {name for name, v in here.items() if DOCUMENTS not in v.flags} == {"CP=1 megatron"}
+    for name in (name for name in here if name.startswith("megatron ")):
+        assert "MC#6156" in on_gpus[name].why_not, "not even where TransformerEngine is"
+    assert not on_gpus["CP=1 megatron"].why_not + here["CP=1 megatron"].why_not
+    windows = found(without_megatrons="no GPU", has_windows=True)
+    assert "windows" in windows["CP=1 megatron"].why_not and not windows["burst"].why_not
 
 
 def test_megatrons_hierarchy_is_that_of_the_nodes() -> None:
@@ -126,6 +143,18 @@ def test_a_named_run_brings_its_flags_and_ranks(
     assert command.count("--context-parallel-algo") == 1 and "--train-iters 5 " in command
 
 
+def test_flags_of_documents_are_those_of_the_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
+    words = ["--ranks", "4", "--variants", "CP=1*,burst", "--output", str(tmp_path), "--dry-run"]
+    dense = "--no-create-attention-mask-in-dataloader"
+    assert compare.main([*words, "--", *FLAGS, DOCUMENTS, dense]) == 0
+    megatrons, *ours = (line for line in capsys.readouterr().out.splitlines() if "pretrain" in line)
+    assert DOCUMENTS not in megatrons and dense not in megatrons, "it needs the dense mask"
+    assert [line.count(DOCUMENTS) for line in ours] == [1, 1]
+
+
 # Running, with trainings that only write what trainings write
 
 
@@ -142,6 +171,8 @@ def pretend(directory: Path, factor: float, steps: int = 12) -> None:
             writer.add_scalar("iteration-time", 9.0 if step <= 5 else 0.5, step)
         writer.add_scalar("burst/peak-memory-bytes", 3 * 2**30, 12)
         writer.add_scalar("burst/bytes-sent-per-rank", 5 * 2**20, 12)
+        writer.add_scalar("burst/documents", 7.25, 12)
+        writer.add_scalar("burst/imbalance", 1.5, 12)
 
 
 class Trainings:
@@ -247,8 +278,9 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     page = (tmp_path / "compare.md").read_text()
     assert all(f"| {name} |" in page for name in rows)
     assert "agree with those of CP=1 megatron within 2.0e-05" in page
+    assert "A micro-batch has 7.2 documents in the mean." in page
     assert "| burst | 2.0e-05 | 1.4167 | 500 | 64 |" in page
-    assert "| 3.00 | 5.0 | n/a | n/a | n/a |" in page
+    assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in page
 
 
 def test_losses_that_differ_and_runs_that_fail_are_faults(
@@ -278,7 +310,7 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compare, "make_toy", lambda *_: [*FLAGS])
+    monkeypatch.setattr(compare, "make_toy", lambda *_, **__: [*FLAGS])
     trainings.steps = steps
     trainings.off_by = dict.fromkeys(("cp-1-megatron", "cp-1-burst", "burst", "ring-flat"), factor)
     assert run(tmp_path, "--toy") == bool(faults)
@@ -383,6 +415,23 @@ def test_the_toy_trains_every_variant_that_can_run(
             sent, exposed = row["bytes_sent_per_rank_per_step"], row["exposed"]
             assert exposed["bytes_sent"] == pytest.approx(sent, rel=0.2)
             assert 0 <= exposed["hidden"] <= 1 and exposed["share"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_toy_of_documents_has_the_losses_of_megatrons_dense_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
+    monkeypatch.setattr(running, "_train", train)
+    monkeypatch.setattr(compare, "Signals", lambda: None)
+    words = ["--toy", "--ranks", "2", "--variants", "CP=1*,burst", "--output", str(tmp_path)]
+    assert tool.main(["compare", *words, "--", DOCUMENTS]) == 0, capsys.readouterr()
+    content = json.loads((tmp_path / "compare.json").read_text())
+    rows = {row["name"]: row for row in content["results"] if row["status"] == "ran"}
+    assert content["reference"] == "CP=1 megatron" and len(rows) == 3 and not content["faults"]
+    assert rows["burst"]["documents"] == rows["CP=1 burst"]["documents"] > 4
+    assert rows["burst"]["imbalance"] > rows["CP=1 burst"]["imbalance"] == 1
 
 
 @pytest.mark.parametrize(

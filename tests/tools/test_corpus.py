@@ -78,6 +78,15 @@ def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"one", 256], [*b"two", 256]]
 
 
+def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_file(tmp_path / "x.txt", "a\nb\n\n\n\nccccc\n\ndd")
+    assert run(tmp_path, "--paragraphs", "--input", text) == 0
+    assert tokens_of(facts(tmp_path)["prefix"]) == [[*t, 256] for t in (b"a\nb", b"ccccc", b"dd")]
+    assert "3 documents, 13 tokens; mean 4, median 4, longest 6" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "line", ['{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}']
 )

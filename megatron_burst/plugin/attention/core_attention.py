@@ -1,6 +1,7 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.log import Means
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
@@ -124,6 +126,12 @@ class SharedState:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent for attention so far."""
         return sum(context.bytes_sent for context in self._contexts.values())
+
+    @property
+    def means(self) -> Means:
+        """Of the context whose ranks have the most uneven work."""
+        every = (context.means for context in self._contexts.values())
+        return max(every, key=attrgetter("imbalance"), default=Means())
 
 
 class BurstCoreAttention(ModuleWithSink):

@@ -4,6 +4,7 @@ A truncated file of tokens would else be found at the first sample behind its en
 """
 
 import argparse
+import contextlib
 import os
 import struct
 from collections.abc import Iterator
@@ -34,6 +35,14 @@ def check_data_files(args: argparse.Namespace) -> None:
         raise ValueError("the data set cannot be read:\n  " + "\n  ".join(reasons))
 
 
+def readable_indexes(args: argparse.Namespace) -> Iterator[tuple[str, _IndexReader]]:
+    """Yield the prefix and the index of every data set of documents that is complete here."""
+    for prefix in dict.fromkeys(_prefixes(args)):
+        with contextlib.suppress(ValueError, OSError):
+            if len(index := _check(prefix)):
+                yield prefix, index
+
+
 def _prefixes(args: argparse.Namespace) -> Iterator[str]:
     """What is no number, hence no weight, among the values of Megatron's flags for data."""
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -44,7 +53,7 @@ def _prefixes(args: argparse.Namespace) -> Iterator[str]:
             yield value
 
 
-def _check(prefix: str) -> None:
+def _check(prefix: str) -> _IndexReader:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
         read = _IndexReader(str(index), multimodal=False)
@@ -55,3 +64,4 @@ def _check(prefix: str) -> None:
     with tokens.open("rb") as file:
         if (found := file.seek(0, os.SEEK_END)) < end:
             raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")
+    return read

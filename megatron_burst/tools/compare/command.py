@@ -26,7 +26,7 @@ from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, ma
 from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
-from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.flops import Flags, peak_tflops
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
@@ -37,9 +37,12 @@ _OURS = """
     tensorboard-dir save
 """.split()
 """What the comparison sets itself; with --save the variants would read each other's checkpoints."""
+# Variants say by themselves how documents are told apart; ours never make the dense mask.
+_OF_DOCUMENTS = (DOCUMENTS, "--no-create-attention-mask-in-dataloader")
 _COMPARABLE = ("--calculate-per-token-loss", "--attention-dropout", "0", "--hidden-dropout", "0")
 _EXAMPLES = (
     "megatron-burst compare --toy",
+    f"megatron-burst compare --toy -- {DOCUMENTS}",
     "megatron-burst compare --ranks 8 --output DIR -- MEGATRON-FLAGS",
     "megatron-burst compare --run 14b_1m_32gpu_a800 --variants 'burst,ring *'",
 )
@@ -125,7 +128,8 @@ def _fill(args: argparse.Namespace) -> None:
         args.ranks = args.ranks or ranks_of_the_toy()
         if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
-        args.flags = _named(parsed(make_toy(args.output / "corpus", args.input)), args)
+        toy = make_toy(args.output / "corpus", args.input, paragraphs=DOCUMENTS in args.flags)
+        args.flags = _named(parsed(toy), args)
     if args.run:
         run = Configs.read().run(args.run)
         named = {name: value for name, value in run.flags.items() if name not in _OURS}
@@ -170,10 +174,13 @@ def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
         kv_heads=number("num-query-groups") if "group-query-attention" in given else None,
         ranks_per_node=args.gpus_per_node,
         without_megatrons=_why_no_megatron(),
+        has_documents=DOCUMENTS in args.flags,
+        has_windows="window-size" in given,
     )
+    common = [w for w in args.flags if not job.has_documents or w not in _OF_DOCUMENTS]
     series = Series(
         directory=args.output,
-        flags=[*_COMPARABLE, *args.flags],
+        flags=[*_COMPARABLE, *common],
         ranks=args.ranks,
         launcher=shlex.split(args.launcher),
         peak_tflops=args.peak_tflops or peak_tflops(machine()["device"]),

@@ -16,6 +16,7 @@ _FIGURES = {
     "MFU %": ("mfu", 100, "{:.1f}"),
     "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
     "sent MiB": ("bytes_sent_per_rank_per_step", 2**-20, "{:,.1f}"),
+    "max/mean": ("imbalance", 1, "{:.3f}"),
     "exposed ms": ("exposed", 1e3, "{:,.1f}"),
     "exposed %": ("share", 100, "{:.0f}"),
     "hidden %": ("hidden", 100, "{:.0f}"),
@@ -31,6 +32,7 @@ _WORDS = """
   with experts, MLA, MTP, windows, packed sequences and block masks.
 * **memory**: the peak of the fullest rank: of tensors on the GPU; without a GPU of a whole process.
 * **sent**: payload bytes that attention sends, of a rank and step; Megatron's own paths count none.
+* **max/mean**: attention FLOPs of the busiest rank over the mean, of micro-batches in the mean.
 * **exposed**: communication that nothing is computed beside, of a rank and step, and its share of
   the time of attention; **hidden** is the rest, as a share of communication.
 """
@@ -125,6 +127,8 @@ def _page(comparison: Comparison) -> str:
         why = _table(["not run", "", "why"], [[r.name, r.status, r.reason] for r in others])
         parts += ["## Not in the figures", why]
     made = f"```bash\n{comparison.command}\n```\n\nEvery variant's command is in compare.json."
+    if (documents := max((r.documents or 0 for r in comparison.ran), default=0)) > 1:
+        made += f" A micro-batch has {documents:.1f} documents in the mean."
     parts += ["## How it was made", made, _table(["", ""], comparison.machine.items())]
     return "\n\n".join(parts) + "\n"
 

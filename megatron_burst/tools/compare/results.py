@@ -35,6 +35,8 @@ class Result:
     mfu: float | None = None
     peak_memory_bytes: float | None = None
     bytes_sent_per_rank_per_step: float | None = None
+    documents: float | None = None  # of a micro-batch
+    imbalance: float | None = None  # FLOPs of attention, max/mean over the ranks
     exposed: Mapping[str, float] | None = None
     """Of a rank and step: seconds of attention, exposed ones, their share, what of the
     communication is hidden. See `tools.trace`."""
@@ -62,8 +64,7 @@ def measure(
         raise ValueError(f"{name}: the run logged no {runlog.LOSS!r}; it has {sorted(scalars)}")
     times = [value for _, value in scalars.get(runlog.ITERATION_SECONDS, [])]
     times = times[WARM_UP:] if len(times) >= 2 * WARM_UP else times
-    memory = [value for _, value in scalars.get(runlog.PEAK_MEMORY, [])]
-    sent = [count for _, count in scalars.get(runlog.BYTES_SENT, [])]
+    last = {name: series[-1][1] for name, series in scalars.items()}
     ranks, seconds = int(arguments["world_size"]), median(times) if times else None
     tokens = int(arguments["seq_length"]) * int(arguments["global_batch_size"])
     flops = logged_step_flops(arguments)
@@ -79,8 +80,10 @@ def measure(
         mfu=flops / (seconds * ranks * peak_tflops * 1e12)
         if flops and seconds and peak_tflops
         else None,
-        peak_memory_bytes=memory[-1] if memory else None,
-        bytes_sent_per_rank_per_step=fmean(sent) if sent else None,
+        peak_memory_bytes=last.get(runlog.PEAK_MEMORY),
+        bytes_sent_per_rank_per_step=last.get(runlog.BYTES_SENT),
+        documents=last.get(runlog.DOCUMENTS),
+        imbalance=last.get(runlog.IMBALANCE),
         exposed=_exposed(directory / "torch_profile"),
     )
 

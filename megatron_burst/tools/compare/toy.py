@@ -25,8 +25,8 @@ def ranks() -> int:
     return 2 ** min(gpus().bit_length() - 1, 2) if gpus() else _RANKS
 
 
-def make_toy(directory: Path, inputs: Sequence[Path]) -> list[str]:
-    """Write the corpus; return the toy's flags.
+def make_toy(directory: Path, inputs: Sequence[Path], *, paragraphs: bool = False) -> list[str]:
+    """Write the corpus, of short documents if asked; return the toy's flags.
 
     In a process of its own: Megatron, which writes it, warns of much that is not used here.
 
@@ -35,6 +35,7 @@ def make_toy(directory: Path, inputs: Sequence[Path]) -> list[str]:
     """
     command = [sys.executable, "-m", "megatron_burst.tools.corpus", "--output", str(directory)]
     command += ["--input", *map(str, inputs)] if inputs else []
+    command += ["--paragraphs"] * paragraphs
     environment = {"PYTHONWARNINGS": "ignore::UserWarning", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -10,6 +10,12 @@ from megatron_burst.plans.topology import choose_grid
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
+DOCUMENTS = "--dataloader-inter-document-masking"
+# How Megatron's local attention tells documents apart, on one context-parallel rank.
+_DENSE_MASK = "--reset-attention-mask --reset-position-ids --no-masked-softmax-fusion"
+_OTHER_ZIGZAG = (
+    "Megatron splits the whole sequence, TransformerEngine takes every document for split (MC#6156)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,8 @@ class Job:
     kv_heads: int | None = None
     ranks_per_node: int | None = None  # None: all on one node
     without_megatrons: str = ""  # why Megatron's own context parallelism cannot run
+    has_documents: bool = False
+    has_windows: bool = False
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
@@ -67,8 +75,8 @@ def variants(job: Job) -> list[Variant]:
 
     # One context-parallel rank and no data parallelism: as few ranks as the model allows.
     fewest = job.tensor * job.pipeline
-    alone = (made(name, name.split()[1], "--context-parallel-size 1") for name in REFERENCES)
-    size = f"--context-parallel-size {job.context}"
+    alone = (made(name, name.split()[1], *rest) for name, *rest in _alone(job))
+    size = f"--context-parallel-size {job.context}" + f" {DOCUMENTS}" * job.has_documents
     place = f"{size} --burst-ranks-per-node {job.ranks_per_node}" if job.ranks_per_node else size
     return [
         *(replace(variant, ranks=fewest) for variant in alone),
@@ -96,6 +104,15 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
     ]
 
 
+def _alone(job: Job) -> Iterator[tuple[str, str, str]]:
+    """The references; Megatron's local attention tells documents apart by a dense mask alone."""
+    one, documents = "--context-parallel-size 1", DOCUMENTS if job.has_documents else ""
+    dense = bool(documents and job.without_megatrons)
+    why_not = "windows take the place of the mask" if dense and job.has_windows else ""
+    yield REFERENCES[0], f"{one} {_DENSE_MASK if dense else documents}", why_not
+    yield REFERENCES[1], f"{one} {documents}", ""
+
+
 def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
     """Megatron's own context parallelism, by both backends of TransformerEngine."""
     # Over several levels the heads go over a node's ranks, or on one node over half of them.
@@ -110,10 +127,11 @@ def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
             _why_no_a2a(job, spread),
         ),
     }
+    none = _OTHER_ZIGZAG if job.has_documents else job.without_megatrons
     for way, (more, why_not) in ways.items():
         for backend in ("flash", "fused"):
             flags = f"--cp-comm-type {way} --attention-backend {backend} {size}{more}"
-            yield f"megatron {way} {backend}", flags, job.without_megatrons or why_not
+            yield f"megatron {way} {backend}", flags, none or why_not
 
 
 def _why_no_a2a(job: Job, spread: int) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from megatron_burst.plugin.arguments import asks_for_us
+from megatron_burst.tools.doctor import documents
+from megatron_burst.tools.doctor.documents import DOCUMENTS
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
 
 _BURST = "--context-parallel-algo burst"
-_DOCUMENTS = "--dataloader-inter-document-masking"
 _TE_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _ERROR, _WRONG, _WARNING, _NOTE = Level
 
@@ -37,7 +38,9 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
     yield from _sizes(args)
     yield from _start(args, line, target)
     yield from _losses(args)
-    yield from _masks(args)
+    yield from _windows(args)
+    if not parsed.stops:
+        yield from documents.findings(args, parsed.config)
     if parsed.config is None:
         yield from _megatrons_attention(args)
 
@@ -104,7 +107,7 @@ def _is_missing(module: str) -> bool:
         return True
 
 
-# ---- losses, gradients and masks that are not what was meant
+# ---- losses, gradients and windows that are not what was meant
 
 
 def _losses(args: Namespace) -> Iterator[Finding]:
@@ -125,20 +128,14 @@ def _losses(args: Namespace) -> Iterator[Finding]:
         yield Finding("repeated-dropout", _WARNING, text, "--hidden-dropout 0")
 
 
-def _masks(args: Namespace) -> Iterator[Finding]:
-    meant = args.reset_position_ids or args.eod_mask_loss
-    told_apart = args.dataloader_inter_document_masking or args.mock_data or args.sft
-    if (meant or args.data_path) and not told_apart:
-        text = "every sample is cut from joined documents, and a token attends to all before it"
-        yield Finding("joined-documents", _WARNING if meant else _NOTE, text, _DOCUMENTS)
-    if args.reset_position_ids and args.position_embedding_type in ("rope", "yarn", "mrope"):
-        text = "rotary embeddings do not read position ids, so --reset-position-ids has no effect"
-        yield Finding("idle-positions", _WRONG, text, _DOCUMENTS)
+def _windows(args: Namespace) -> Iterator[Finding]:
     if args.window_attn_skip_freq is not None and args.window_size is None:
         text = "--window-attn-skip-freq without a window: every layer sees all keys"
         yield Finding("idle-window", _WRONG, text, "--window-size LEFT,0")
-    if args.window_size and args.window_size[0] >= 0:
-        text = f"a query sees itself and {args.window_size[0]} keys before it"
+    if args.window_size and (left := args.window_size[0]) >= 0:
+        text = f"a query sees itself and {left} keys before it"
+        if args.seq_length and left >= args.seq_length - 1:
+            text += f", all that a sample of {args.seq_length} tokens has"
         remedy = "for a model card's sliding window of W keys --window-size W-1,0"
         yield Finding("window-width", _NOTE, text, remedy)
 
@@ -152,7 +149,7 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
         yield Finding("sink-norm", _WRONG, text, _BURST)
     if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
         text = "TransformerEngine's causal kernels do not read the mask of --reset-attention-mask"
-        yield Finding("idle-mask", _WRONG, text, _DOCUMENTS)
+        yield Finding("idle-mask", _WRONG, text, DOCUMENTS)
     size = (args.seq_length or 0) ** 2 * (args.micro_batch_size or 1) / 2**30
     if args.create_attention_mask_in_dataloader and size >= 1:
         text = f"the data loader makes a mask of {size:,.0f} GiB for every micro-batch"

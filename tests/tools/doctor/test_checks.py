@@ -5,16 +5,20 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.doctor import checks, machine
+from megatron_burst.tools.doctor import checks, documents, machine
+from megatron_burst.tools.doctor.documents import DOCUMENTS
 from megatron_burst.tools.doctor.finding import Level
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+
 from megatron_burst.plugin import spec  # noqa: E402
 from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
@@ -30,6 +34,7 @@ CLEAN = """
     --context-parallel-size 8 --calculate-per-token-loss --no-create-attention-mask-in-dataloader
 """
 OURS = "--context-parallel-algo burst"
+LEARNED = "--position-embedding-type learned_absolute"
 CLUSTER = Target(2, 8, (9, 0))
 HERE = Target(2, 8)
 W, E, X, N = Level.WARNING, Level.ERROR, Level.WRONG, Level.NOTE
@@ -61,6 +66,7 @@ def look(
 def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -> None:
     assert look(parser, OURS) == look(parser, OURS, drop="--hidden-dropout 0") == {}
     assert look(parser, "") == {}, "of Megatron's own attention"
+    assert look(parser, f"{OURS} {DOCUMENTS} --eod-mask-loss") == {}
 
 
 OF_THE_JOB = {"ranks", "validation", "checkpoint-args"}
@@ -73,6 +79,12 @@ CASES = [
     ("joined-documents", N, f"{OURS} --data-path x", "--mock-data"),
     ("joined-documents", W, f"{OURS} --data-path x --eod-mask-loss", "--mock-data"),
     ("idle-positions", X, f"{OURS} --reset-position-ids", ""),
+    ("idle-positions", X, f"{OURS} --reset-position-ids {LEARNED}", ""),
+    ("idle-positions", N, f"{OURS} --reset-position-ids {DOCUMENTS}", ""),
+    ("idle-positions", E, f"{OURS} --reset-position-ids --sft", ""),
+    ("stock-documents", X, DOCUMENTS, ""),
+    ("stock-documents", E, f"{DOCUMENTS} --transformer-impl local", ""),
+    ("blocks-of-samples", W, f"{OURS} {DOCUMENTS} --burst-block-mask blocks.npy", ""),
     ("dense-mask", W, "", "--no-create-attention-mask-in-dataloader"),
     ("idle-mask", X, "--reset-attention-mask --transformer-impl transformer_engine", ""),
     ("idle-window", X, f"{OURS} --window-attn-skip-freq 4", ""),
@@ -80,7 +92,7 @@ CASES = [
     ("te-spelling", E, "--cp-comm-type allgather", ""),
     ("te-features", E, "--window-size 511,0", ""),
     ("te-features", E, "--softmax-type off-by-one", ""),
-    ("te-features", E, "--dataloader-inter-document-masking --cp-comm-type all_gather", ""),
+    ("te-features", E, f"{DOCUMENTS} --cp-comm-type all_gather", ""),
     ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
     ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
     ("no-length", E, OURS, "--train-iters 10"),
@@ -107,13 +119,47 @@ def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.Argum
     assert "lost-spec" not in look(parser, "--spec json loads", attached=False)
 
 
+def write(prefix: Path, lengths: list[int], last: list[int]) -> Path:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for length, token in zip(lengths, last, strict=True):
+        tokens = numpy.full(length, token, numpy.uint16)
+        builder.add_document(tokens, [length])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_documents_without_end_tokens(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data", [3, 5, 8], [256, 256, 7])
+    flags = f"{OURS} {DOCUMENTS} --data-path {prefix}"
+    assert look(parser, f"{flags} --eod-mask-loss", drop="--mock-data").get("no-end-tokens") == X
+    assert "no-end-tokens" not in look(parser, flags, drop="--mock-data"), "masks need none"
+    prefix = write(tmp_path / "data", [3, 5, 8], [256] * 3)
+    assert "no-end-tokens" not in look(parser, f"{flags} --eod-mask-loss", drop="--mock-data")
+
+
+def test_documents_that_leave_ranks_without_work(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    def found(name: str, lengths: list[int], more: str = "") -> Level | None:
+        prefix = write(tmp_path / name, lengths, [0] * len(lengths))
+        flags = f"{OURS} {DOCUMENTS} --data-path 0.5 {prefix} {more}"
+        return look(parser, flags, drop="--mock-data").get("uneven-documents")
+
+    chunk = 65536 // 16
+    assert found("uneven", [100, 300, 9000, 20000]) == W
+    assert found("even", [chunk]) is None, "every rank holds two of them"
+    assert found("segmented", [100, 9000], "--burst-layout segmented-zigzag") is None
+    assert found("heads", [100, 9000], "--burst-head-parallel-size 8") is None
+    assert found("alone", [100, 9000], "--context-parallel-size 1") is None
+
+
 def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
-    source = Path(checks.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in (checks, documents))
     names = set(re.findall(r'Finding\("([\w-]+)"', source)) - OF_THE_JOB
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(set(rows)) == len(rows) and set(rows) == names
-    others = {"not-attached", "lost-spec"}
+    others = {"not-attached", "lost-spec", "uneven-documents", "no-end-tokens"}
     assert names - {case[0] for case in CASES} == others
 
 
