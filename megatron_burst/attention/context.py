@@ -64,6 +64,7 @@ class AttentionCall:
 
 
 type Plans = dict[Asked, AttentionCall]
+type Kinds = tuple[tuple[Asked, float | None], ...]
 
 
 class BurstContext:
@@ -230,20 +231,26 @@ class BurstContext:
         _keep(self._ready, key, call)
         return call
 
+    @property
+    def kinds(self) -> Kinds:
+        """What calls with documents have asked for so far: at one point, of all ranks the same."""
+        return tuple(self._kinds)
+
     def plan_ahead(
-        self, tokens: int, mask_of: Callable[[Mask], Mask], layout: Layout | None
+        self, kinds: Kinds, tokens: int, mask_of: Callable[[Mask], Mask], layout: Layout | None
     ) -> Plans:
-        """Plan for other documents what calls with documents have asked for so far.
+        """Plan for other documents what these kinds of calls would ask for.
 
         For `adopt`. Nothing changes here, so a thread may plan while another one attends.
 
         Args:
+            kinds: those of this context.
             tokens: of the sequence; what was asked of other lengths is left out.
             mask_of: returns a mask with these documents, and the causality and window of another.
             layout: of the tokens; None is the configuration's.
         """
         plans: Plans = {}
-        for kind, fraction in tuple(self._kinds):
+        for kind, fraction in kinds:
             if kind.q[1] * self.grid.ranks == tokens:
                 whole = kind._replace(mask=mask_of(kind.mask), layout=layout)
                 for asked in (whole, self._early(whole, fraction)):

@@ -62,7 +62,10 @@ class Shared:
         self.planned: list[tuple[int, ...]] = []
         self._seconds = seconds
 
-    def plan_ahead(self, documents: Documents) -> list[Any]:
+    def kinds(self) -> dict[Any, Any]:
+        return {}
+
+    def plan_ahead(self, documents: Documents, _: Any) -> list[Any]:
         time.sleep(self._seconds)
         self.planned.append(documents.bounds)
         return [(SimpleNamespace(adopt=lambda _: None), {})]
@@ -226,9 +229,11 @@ def test_plans_ahead_are_those_that_layers_ask_for(monkeypatch: pytest.MonkeyPat
     def mask_of(mask: Mask) -> Mask:
         return Mask.causal(window=mask.window, documents=next_ones)
 
-    assert context.plan_ahead(2 * TOKENS, mask_of, None) == {}, "a sequence of another length"
+    assert context.plan_ahead(context.kinds, 2 * TOKENS, mask_of, None) == {}, (
+        "a sequence of another length"
+    )
     before = dict(context._calls)
-    plans = context.plan_ahead(TOKENS, mask_of, None)
+    plans = context.plan_ahead(context.kinds, TOKENS, mask_of, None)
     assert len(plans) == 3 and context._calls == before
     context.adopt(plans)
     expected = asked_of(fresh, next_ones)

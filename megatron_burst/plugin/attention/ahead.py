@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
-from megatron_burst.attention.context import BurstContext, Plans
+from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
 from megatron_burst.transport.comm import (
@@ -56,6 +56,7 @@ class _Raised(NamedTuple):
 class _Job(NamedTuple):
     items: list[dict[str, Any]]
     read: Read
+    kinds: dict[BurstContext, Kinds]  # taken where all ranks have the same
     done: Future[None]
 
 
@@ -103,7 +104,8 @@ class Ahead:
         """
         if self._thread is not None:
             self._last = Future()
-            self._jobs.put(_Job(list(self._announced.values()), read, self._last))
+            items, kinds = list(self._announced.values()), self._shared.kinds()
+            self._jobs.put(_Job(items, read, kinds, self._last))
             self._announced.clear()
 
     def take(self, packed: PackedSeqParams, read: Read) -> Documents:
@@ -146,11 +148,11 @@ class Ahead:
     def _work(self) -> None:
         failure: Exception | None = None
         while True:
-            items, read, done = self._jobs.get()
+            items, read, kinds, done = self._jobs.get()
             try:
                 if failure is None:
                     for packed in self._agree([self._packed(item) for item in items]):
-                        self._prepare(packed, read)
+                        self._prepare(packed, read, kinds)
             except Exception as error:  # for who takes the next micro-batch, and all after it
                 failure = error
             if failure is None:
@@ -191,12 +193,14 @@ class Ahead:
             check_agreement(self._group, what, f"digests {said}", limit, _WHERE)
         return theirs
 
-    def _prepare(self, packed: PackedSeqParams, read: Read) -> None:
+    def _prepare(
+        self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, Kinds]
+    ) -> None:
         if (digest := digest_of(packed)) in self._ready:
             return
         try:
             documents = read(packed)
-            plans = self._shared.plan_ahead(documents)
+            plans = self._shared.plan_ahead(documents, kinds)
             self._ready[digest] = _Prepared(packed, documents, plans)
         except ValueError as error:  # for who takes this one
             self._ready[digest] = _Raised(error)

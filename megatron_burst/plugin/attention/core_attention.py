@@ -1,6 +1,6 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.context import BurstContext, Plans
+from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.log import Means
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
@@ -100,18 +100,20 @@ class SharedState:
             masks[is_causal, window] = mask
         return mask
 
-    def plan_ahead(self, documents: Documents) -> list[tuple[BurstContext, Plans]]:
-        """Plan for a micro-batch that is to come what the layers have asked for so far.
+    def kinds(self) -> dict[BurstContext, Kinds]:
+        """Return the kinds of calls with documents that layers have made so far."""
+        return {context: context.kinds for context in self._contexts.values()}
 
-        A thread may call it.
-        """
+    def plan_ahead(
+        self, documents: Documents, kinds: Mapping[BurstContext, Kinds]
+    ) -> list[tuple[BurstContext, Plans]]:
+        """Plan these kinds of calls for a micro-batch that is to come; a thread may call it."""
 
         def mask_of(mask: Mask) -> Mask:
             return self.mask(mask.is_causal, mask.window, documents)
 
         tokens, layout = documents.bounds[-1], documents.layout
-        contexts = self._contexts.values()
-        return [(each, each.plan_ahead(tokens, mask_of, layout)) for each in contexts]
+        return [(c, c.plan_ahead(each, tokens, mask_of, layout)) for c, each in kinds.items()]
 
     def _compare_block_masks(self) -> None:
         if self._block_table is not None and dist.is_initialized():
