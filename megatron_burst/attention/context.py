@@ -244,7 +244,6 @@ class BurstContext:
         For `adopt`. Nothing changes here, so a thread may plan while another one attends.
 
         Args:
-            kinds: those of this context.
             tokens: of the sequence; what was asked of other lengths is left out.
             mask_of: returns a mask with these documents, and the causality and window of another.
             layout: of the tokens; None is the configuration's.
@@ -303,9 +302,8 @@ class BurstContext:
             return asked
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
         stop = boundary(layout, fraction)
-        if stop == layout.tokens:
-            return asked
-        return asked._replace(mask=replace(asked.mask, query_stop=stop))
+        early = replace(asked.mask, query_stop=None if stop == layout.tokens else stop)
+        return asked._replace(mask=early)
 
     def _call(self, asked: Asked) -> AttentionCall:
         """Return what was planned, or plan it and compare it with other ranks' when it is new.
