@@ -1,6 +1,5 @@
 """Chooses the schedules of one attention call by the bytes that they send; counted, not timed."""
 
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 
-_UNEVEN = 1.05  # how much more than in a ring the busiest rank may compute
+_UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
 
 class Offer(NamedTuple):
@@ -121,18 +120,20 @@ class _Pass:
         mesh = [*self._mesh()]
         if mesh and self.config.topology is Topology.MESH:
             return mesh
-        rings = [self._offer(ring) for ring in self._rings()]
-        usual = min(rings, key=attrgetter("order"))
+        rings, by_cost = [self._offer(ring) for ring in self._rings()], attrgetter("order")
+        least = min(ring.schedule.pairs.max() for ring in rings)
+
+        def is_even(offer: Offer) -> bool:
+            return bool(offer.schedule.pairs.max() <= _UNEVEN * least)
 
         def is_worth_it(offer: Offer) -> bool:
             cheap = offer.cost.bottleneck <= offer.schedule.worth * usual.cost.bottleneck
-            even = offer.schedule.pairs.max() <= _UNEVEN * usual.schedule.pairs.max()
-            return cheap and bool(even) and offer.memory <= self.memory_limit
+            return cheap and is_even(offer) and offer.memory <= self.memory_limit
 
+        usual = min(filter(is_even, rings), key=by_cost)
         others = [*map(self._offer, self._direct()), *mesh]
-        taken = [*rings, *filter(is_worth_it, others)]
-        left = itertools.filterfalse(is_worth_it, others)
-        by_cost = attrgetter("order")
+        taken = [*filter(is_even, rings), *filter(is_worth_it, others)]
+        left = [offer for offer in (*rings, *others) if offer not in taken]
         return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:

@@ -149,6 +149,17 @@ def test_plans_of_any_mask_fit_together(
             simulate([way.forward(rank) for rank in ranks], backward=False, pairs=pairs)
 
 
+def test_of_two_rings_one_that_leaves_a_rank_far_more_work_is_not_taken() -> None:
+    """Zigzag of these documents: the busiest has 177 pairs by its queries, 248 by its keys."""
+    tiling = Tiling(LAYOUTS["zigzag"](32, 2), Mask.causal(documents=(0, 7, 31, 32)))
+    given = tiling, flat_grid(2), Shape(16, 8, 8, 64, 64, 2, 4), [0, 0]
+    taken, *others = choose(BurstConfig(), *given).backward
+    assert taken.schedule.pairs.max() == 177
+    assert min(offer.cost.bottleneck for offer in others) < taken.cost.bottleneck
+    asked = choose(BurstConfig(backward="query"), *given).backward[0]
+    assert asked.schedule.pairs.max() == 248
+
+
 def test_under_a_window_of_a_chunk_zigzag_exchanges_two_chunks() -> None:
     """At 8 ranks 2 chunks of a rank's 2 x 7 leave: a seventh of the causal ring."""
     layout, grid = LAYOUTS["zigzag"](16 * 64, 8), flat_grid(8)
