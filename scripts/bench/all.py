@@ -41,6 +41,9 @@ LINKS = "--mbit 200 400 800 2000 inf --places 2x2 --heads 8:8 8:2 --masks causal
 MANY = "--mbit 100 200 inf --places 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal --launches 3"
 MANY += " --algorithms 'ring flat' 'ring double' 'burst query flat' 'burst query double'"
 MANY += f" 'burst kv double' 'burst mesh' 'burst auto' --output {RESULTS}/cpu_many_nodes.md"
+PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal documents:2048"
+PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
+PACKED += f" --output {RESULTS}/cpu_packed.md"
 STEPS = {
     "plans": Step(
         1,
@@ -61,6 +64,7 @@ STEPS = {
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
+    "packed": _measured("packed", 4, PACKED, "attention"),
     "schedules": Step(
         3,
         tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),

@@ -158,6 +158,13 @@ def test_of_two_rings_one_that_leaves_a_rank_far_more_work_is_not_taken() -> Non
     assert min(offer.cost.bottleneck for offer in others) < taken.cost.bottleneck
     asked = choose(BurstConfig(backward="query"), *given).backward[0]
     assert asked.schedule.pairs.max() == 248
+    # Nor does its way decide what a direct exchange has to beat.
+    tiling = Tiling(LAYOUTS["zigzag"](64, 4), Mask.causal(documents=(0, 11, 27, 45, 64)))
+    shape = Shape(16, 8, 8, 64, 64, 2, 4)
+    names = [
+        o.schedule.name for o in choose(BurstConfig(), tiling, flat_grid(4), shape, "aaaa").backward
+    ]
+    assert names[0] == "kv direct exchange" and names.index("query ring") > 0
 
 
 def test_under_a_window_of_a_chunk_zigzag_exchanges_two_chunks() -> None:
