@@ -68,7 +68,7 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: what minimises the bytes on the bottleneck link; logged."""
+    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even; logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical

@@ -241,7 +241,8 @@ class BurstContext:
     ) -> Plans:
         """Plan for other documents what these kinds of calls would ask for.
 
-        For `adopt`. Nothing changes here, so a thread may plan while another one attends.
+        For `adopt`. Until then calls see nothing of it, so a thread may plan while another one
+        attends; all that changes is what was logged and the figures of `means`.
 
         Args:
             tokens: of the sequence; what was asked of other lengths is left out.
