@@ -15,6 +15,7 @@ from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Plan, Tile
 from megatron_burst.transport.comm import Block
+from megatron_burst.transport.pinned import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,7 @@ def device_calls(plan: Plan, batch: int, device: torch.device) -> DeviceCalls:
 
 def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall:
     def table(values: NDArray[np.integer]) -> Tensor:
-        return torch.tensor(values).to(device, non_blocking=True)
+        return to_device(torch.tensor(values), device)
 
     def rows(runs: Sequence[Interval]) -> Rows:
         if len(runs) == 1:

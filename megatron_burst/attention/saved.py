@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.config import check_fraction
+from megatron_burst.transport.pinned import pinned_like
 
 
 @dataclass(slots=True)
@@ -95,8 +96,7 @@ class HostMemory:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for x in (out_BSHD, lse_BHS):
-                copies.append(torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
-                copies[-1].copy_(x, non_blocking=True)
+                copies.append(pinned_like(x).copy_(x, non_blocking=True))
                 x.record_stream(side)
         out, lse = copies
         return SavedRows(row, out, lse, side.record_event(), device)

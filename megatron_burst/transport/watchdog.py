@@ -1,11 +1,12 @@
-"""A thread that ends the process when a transfer on NCCL stalls, and says which.
+"""A thread that says which transfer on NCCL does not get through, before NCCL ends the process.
 
 On NCCL nobody waits on the host: a peer that is missing shows much later, as a hang wherever the
 host next needs a result from the device. So a thread looks on, and costs the hot path nothing.
+NCCL's own watchdog ends the process at the time limit, and dumps its flight recorder; but it knows
+neither step nor tensor.
 """
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 type IsCompleted = Callable[[], bool]
 
+_SHARE = 0.9  # of the time limit, after which a transfer is reported
+
 
 class _Watched(NamedTuple):
     name: str
@@ -23,25 +26,17 @@ class _Watched(NamedTuple):
     since: float  # seconds of the monotonic clock
 
 
-def end_the_process(message: str) -> None:
-    """Log the message and exit with status 1: the host may hang in a call that nothing ends."""
-    logger.critical("%s", message)
-    logging.shutdown()  # writes out what handlers hold
-    os._exit(1)
-
-
 class Watchdog:
-    """Calls `on_stall` with a message if nothing gets through for longer than the time limit.
-
-    The limit counts from the last transfer that got through, because the host posts transfers long
-    before the device comes to them.
+    """Reports each stall once, shortly before the time limit, which counts from when the host
+    posted the transfer: so does NCCL's.
     """
 
     def __init__(
-        self, timeout_seconds: float, on_stall: Callable[[str], None] = end_the_process
+        self, timeout_seconds: float, report: Callable[[str], None] = logger.critical
     ) -> None:
-        self._timeout, self._on_stall = timeout_seconds, on_stall
+        self._timeout, self._report = timeout_seconds, report
         self._watched: deque[_Watched] = deque()
+        self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
     def watch(self, name: str, is_completed: IsCompleted) -> None:
@@ -53,16 +48,24 @@ class Watchdog:
             )
             self._thread.start()
 
+    def look(self, now: float) -> None:
+        """Forget what is through at this second, and report the oldest of the others if it is due.
+
+        All others were posted later, and most of them wait for it.
+        """
+        while self._watched and self._watched[0].is_completed():
+            self._watched.popleft()
+        if not self._watched or self._watched[0] is self._reported:
+            return
+        oldest = self._watched[0]
+        if now - oldest.since >= _SHARE * self._timeout:
+            self._reported = oldest
+            self._report(
+                f"{oldest.name}: not through after {now - oldest.since:.3g} s; NCCL ends the "
+                f"process after {self._timeout:g} s"
+            )
+
     def _look_on(self) -> None:
-        progress = time.monotonic()
         while True:
-            while self._watched and self._watched[0].is_completed():
-                self._watched.popleft()
-                progress = time.monotonic()
-            if self._watched:
-                oldest = self._watched[0]
-                waited = time.monotonic() - max(progress, oldest.since)
-                if waited > self._timeout:
-                    self._on_stall(f"{oldest.name}: not through after {self._timeout:g} s")
-                    return
-            time.sleep(min(1.0, self._timeout / 10))
+            self.look(time.monotonic())
+            time.sleep(min(1.0, self._timeout / 20))

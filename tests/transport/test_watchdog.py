@@ -1,116 +1,105 @@
-"""The watchdog speaks when nothing gets through any more, and not before. (fast tier)"""
+"""The watchdog speaks before NCCL ends the process, once a stall, and ends nothing. (fast tier)"""
 
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from megatron_burst.transport.watchdog import Watchdog, end_the_process
-from tests.workers import forkserver
+from megatron_burst.transport.watchdog import Watchdog
 
-LIMIT = 0.4  # seconds
+LIMIT = 100.0  # seconds
 LONG = 30  # for a machine with more to do
 
 
 class Work:
-    """Is completed from the given time on."""
+    """A transfer on its way."""
 
-    def __init__(self, completed_at: float = float("inf")) -> None:
-        self.completed_at = completed_at
+    def __init__(self, is_through: bool = False) -> None:
+        self.is_through = is_through
 
     def is_completed(self) -> bool:
-        return time.monotonic() >= self.completed_at
+        return self.is_through
+
+
+class Clock:
+    """Stands in for the clock by which transfers are posted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
-def said() -> queue.Queue[tuple[str, float]]:
-    """What the watchdog says, and when."""
-    return queue.Queue()
+def said() -> list[str]:
+    return []
 
 
 @pytest.fixture
-def watchdog(said: queue.Queue[tuple[str, float]]) -> Watchdog:
-    return Watchdog(LIMIT, lambda message: said.put((message, time.monotonic())))
+def watchdog(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)  # the test looks itself
+    return Watchdog(LIMIT, said.append)
+
+
+def test_it_reports_what_is_not_through_before_nccl_ends_the_process(
+    watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stalled = Clock(monkeypatch), Work()
+    watchdog.watch("send kv of rank 0", Work(is_through=True).is_completed)
+    watchdog.watch("receive kv of rank 1", stalled.is_completed)
+    clock.now = 10.0
+    watchdog.watch("receive kv of rank 2", Work().is_completed)
+    watchdog.look(LIMIT * 0.8)
+    assert not said
+    watchdog.look(LIMIT * 0.95)
+    text = "receive kv of rank 1: not through after 95 s; NCCL ends the process after 100 s"
+    assert said == [text]
+
+
+def test_a_stall_is_reported_once_and_the_next_one_again(
+    watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slow = Clock(monkeypatch), Work()
+    watchdog.watch("slow", slow.is_completed)
+    clock.now = 50.0
+    watchdog.watch("stalled", Work().is_completed)
+    for now in (91.0, 95.0, 99.0):
+        watchdog.look(now)
+    assert [text.split(":")[0] for text in said] == ["slow"]
+    slow.is_through = True  # at the last moment
+    watchdog.look(139.0)
+    assert len(said) == 1
+    watchdog.look(140.0)
+    assert [text.split(":")[0] for text in said] == ["slow", "stalled"]
+
+
+def test_it_is_silent_while_things_get_through_and_when_nothing_is_awaited(
+    watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    for number in range(8):
+        clock.now, work = number * LIMIT / 2, Work()
+        watchdog.watch("work", work.is_completed)
+        watchdog.look(clock.now + 0.8 * LIMIT)
+        work.is_through = True
+    watchdog.look(100 * LIMIT)
+    assert not said
+
+
+def test_one_thread_looks_on_from_the_first_transfer_and_the_process_goes_on() -> None:
+    before, said = threads(), queue.Queue[str]()
+    watchdog = Watchdog(0.2, said.put)
+    assert not threads() - before
+    works = [Work() for _ in range(3)]
+    for number, work in enumerate(works):
+        watchdog.watch(f"work {number}", work.is_completed)
+        assert len(threads() - before) == 1
+    assert said.get(timeout=LONG).startswith("work 0: not through after 0.")
+    for work in works:
+        work.is_through = True
+    watchdog.watch("work 3", Work().is_completed)
+    assert said.get(timeout=LONG).startswith("work 3: ")
 
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "burst-watchdog"}
-
-
-def test_it_says_what_is_not_through_after_the_limit(
-    watchdog: Watchdog, said: queue.Queue[tuple[str, float]]
-) -> None:
-    began = time.monotonic()
-    watchdog.watch("send kv of rank 0", Work(began).is_completed)
-    watchdog.watch("receive kv of rank 1", Work().is_completed)
-    watchdog.watch("receive kv of rank 2", Work(began).is_completed)
-    message, when = said.get(timeout=LONG)
-    assert message == "receive kv of rank 1: not through after 0.4 s"
-    assert when - began >= LIMIT
-
-
-def test_the_limit_counts_from_the_last_that_got_through(
-    watchdog: Watchdog, said: queue.Queue[tuple[str, float]]
-) -> None:
-    # The host posts much at once; the device needs its time for each.
-    began = time.monotonic()
-    for number in range(1, 8):
-        watchdog.watch(f"work {number}", Work(began + number * LIMIT / 2).is_completed)
-    watchdog.watch("stalled", Work().is_completed)
-    message, when = said.get(timeout=LONG)
-    assert message.startswith("stalled: ")
-    assert when - began >= (7 / 2 + 1) * LIMIT
-
-
-def test_it_is_silent_while_things_get_through_and_when_nothing_is_awaited(
-    watchdog: Watchdog, said: queue.Queue[tuple[str, float]]
-) -> None:
-    end = time.monotonic() + 3 * LIMIT
-    while time.monotonic() < end:
-        watchdog.watch("work", Work(time.monotonic() + LIMIT / 4).is_completed)
-        time.sleep(LIMIT / 8)
-    time.sleep(2 * LIMIT)
-    assert said.empty()
-    began = time.monotonic()  # an idle time does not count either
-    watchdog.watch("stalled", Work().is_completed)
-    _, when = said.get(timeout=LONG)
-    assert when - began >= LIMIT
-
-
-def test_there_is_one_thread_and_none_before_the_first_transfer(
-    said: queue.Queue[tuple[str, float]],
-) -> None:
-    before = threads()
-    watchdog = Watchdog(LIMIT, lambda message: said.put((message, 0)))
-    assert not threads() - before
-    for _ in range(3):
-        watchdog.watch("work", Work().is_completed)
-        assert len(threads() - before) == 1
-    said.get(timeout=LONG)  # it speaks once and ends
-    end = time.monotonic() + LONG
-    while threads() - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not threads() - before and said.empty()
-
-
-def stall(log: str, on_stall: Callable[[str], None]) -> None:
-    logging.getLogger().addHandler(logging.FileHandler(log))
-    Watchdog(LIMIT, on_stall).watch("receive kv of rank 1", Work().is_completed)
-    time.sleep(2 * LONG)  # as a host that hangs
-
-
-def test_by_default_it_ends_a_process_that_hangs_and_says_why(tmp_path: Path) -> None:
-    server = forkserver()
-    log = tmp_path / "log"
-    process = server.Process(target=stall, args=(str(log), end_the_process), daemon=True)
-    process.start()
-    process.join(LONG)
-    try:
-        assert process.exitcode == 1
-        assert log.read_text() == "receive kv of rank 1: not through after 0.4 s\n"
-    finally:
-        process.kill()

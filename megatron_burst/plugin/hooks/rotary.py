@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.layout import Layout
+from megatron_burst.transport.pinned import to_device
 
 _OF_DOCUMENTS = ("bounds", "layout", "longest")
 
@@ -49,11 +50,6 @@ class Positions:
             layout = layout or self._context.layout(tokens)
             self._rows = {key: to_device(layout.positions(self._context.rank), device)}
         return self._rows[key]
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without waiting for what the device has still to do."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:

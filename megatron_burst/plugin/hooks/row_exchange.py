@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.plans.layout import Layout
-from megatron_burst.plugin.hooks.rotary import to_device
+from megatron_burst.transport.pinned import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,74 @@
+"""What is saved in the host's memory is copied on one stream, in an order that holds. (fast tier)
+
+Without a device: tests/streams.py stands in for CUDA's streams.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst.attention.saved import AttentionMemory, HostMemory
+from tests.streams import Stream, Streams
+
+ROW = 2
+
+
+def results() -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of attention, as a kernel writes them."""
+    return torch.zeros(1, 8, 2, 4, device="cuda"), torch.zeros(1, 2, 8, device="cuda")
+
+
+def first_pass(memory: AttentionMemory) -> None:
+    memory.save(ROW, *results())  # and the results are freed
+    results()  # which may get their memory
+
+
+def second_pass(memory: AttentionMemory) -> None:
+    out, lse = results()
+    saved = memory.recall()
+    assert saved is not None
+    saved.put(out, lse)
+    del saved  # and with it what was fetched
+    (out + 1, lse + 1)  # what follows reads them
+    results()
+
+
+def train(layers: int, ahead: int) -> Streams:
+    """Forward and backward of layers, each fetched when the one `ahead` of it begins."""
+    streams, host = Streams(), HostMemory()
+    with streams.recording():
+        memories = [AttentionMemory(0.5, host) for _ in range(layers)]
+        for memory in memories:
+            first_pass(memory)
+        waiting = memories[::-1]
+        for number, memory in enumerate(waiting):
+            for wanted in waiting[number : number + ahead]:
+                wanted.fetch()
+            second_pass(memory)
+    return streams
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_copies_of_saved_results_are_ordered(ahead: int) -> None:
+    streams = train(3, ahead)
+    assert len(streams.made) == 1, "one stream a device"
+    # Outputs and log-sum-exp, there and back.
+    assert streams.copies == 6 * ["to the host"] + 6 * ["to the device"]
+
+
+@pytest.mark.parametrize(
+    ("step", "ahead", "text"),
+    [
+        ("wait_stream", 2, "may run before what it needs is written"),
+        ("wait_event", 2, "may run before what it needs is written"),
+        ("wait_event", 0, "may run before what it needs is written"),
+        ("_record", 2, "memory is given away while a stream may still use it"),
+    ],
+)
+def test_a_missing_step_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, step: str, ahead: int, text: str
+) -> None:
+    owner = Streams if step == "_record" else Stream
+    monkeypatch.setattr(owner, step, lambda *_: None)
+    with pytest.raises(AssertionError, match=text):
+        train(3, ahead)
