@@ -16,13 +16,8 @@ from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
-from megatron_burst.kernels import (
-    Kernel,
-    TileCall,
-    check_kernel_name,
-    select_kernel,
-)
-from megatron_burst.plans.cost import LatentShape, Shape
+from megatron_burst.kernels import Kernel, TileCall, check_kernel_name, select_kernel
+from megatron_burst.plans.cost import LatentShape, Shape, room_pays
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
@@ -54,6 +49,7 @@ class AttentionCall:
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
+    leaves_room: bool = False  # for messages, see `room_pays`
     forward_calls: DeviceCalls = field(kw_only=True)
     backward_calls: DeviceCalls = field(kw_only=True)
 
@@ -355,6 +351,7 @@ class BurstContext:
         return AttentionCall(
             *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,
+            leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
             forward_calls=forward,
             backward_calls=backward,
         )

@@ -1,6 +1,7 @@
 """The forward loop, the same for every layout, mask and ring: the plan says what happens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -35,7 +36,8 @@ def forward(
         transfers.post(number, step, blocks | results.hand_on(step.sends))
         for some in call.forward_calls[number]:
             with span("forward", number, "tile", some.tile.query_owner, some.tile.key_owner):
-                partial = _attend(some, blocks, keys, call)
+                room = call.leaves_room and transfers.are_under_way
+                partial = _attend(some, blocks, keys, call, room)
             with span("forward", number, "merge"):
                 results.add(some.tile.output, some.queries, *partial)
             del partial  # else it would live beside the next call's
@@ -49,11 +51,11 @@ def forward(
 
 
 def _attend(
-    some: DeviceCall, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall
+    some: DeviceCall, blocks: Mapping[Item, Block], keys: Keys, call: AttentionCall, room: bool
 ) -> tuple[Tensor, Tensor]:
     query_item, key_item = some.tile.blocks
     (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
-    return call.kernel.forward(call.of_rows(some, q, k, v))
+    return call.kernel.forward(replace(call.of_rows(some, q, k, v), leaves_room=room))
 
 
 def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:

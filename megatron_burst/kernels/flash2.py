@@ -22,9 +22,12 @@ class Flash2Kernel(DeclaredKernel):
     package: Package = PACKAGE
     has_soft_cap = True
     always: ClassVar[Mapping[str, Any]] = {"dropout_p": 0.0, "alibi_slopes": None}
-    always_forward: ClassVar[Mapping[str, Any]] = {"return_softmax": False}
     causal_backward = "causal"  # what the backward calls it
     of_several = "_flash_attn_varlen_"  # how the functions' names begin
+
+    def of_forward(self, tile: TileCall) -> Mapping[str, Any]:
+        """Return what is said to the forward alone."""
+        return {"return_softmax": False}
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
@@ -32,7 +35,7 @@ class Flash2Kernel(DeclaredKernel):
             *folded(tile, *tile.qkv),
             causal=tile.is_causal,
             **self._settings(tile),
-            **self.always_forward,
+            **self.of_forward(tile),
         )
         return unfolded(tile, out), unfolded_lse(tile, lse)
 

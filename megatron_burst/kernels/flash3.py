@@ -7,10 +7,12 @@ import torch
 
 from megatron_burst.kernels.flash2 import Flash2Kernel
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.protocol import Request
+from megatron_burst.kernels.protocol import Request, TileCall
 
 # Before 3.0.0 signatures changed while the version stayed 3.0.0b1.
 PACKAGE = Package("flash_attn_3", "flash_attn_interface", "3.0.0", "3.1")
+
+_SMS_FOR_MESSAGES = 8  # of an H100's 132: NCCL has one block on each that it uses
 
 
 class Flash3Kernel(Flash2Kernel):
@@ -21,9 +23,16 @@ class Flash3Kernel(Flash2Kernel):
     gpus = (9, 9)
     one_head_size = False
     always: ClassVar[Mapping[str, Any]] = {}
-    always_forward: ClassVar[Mapping[str, Any]] = {}
     causal_backward = "is_causal"
     of_several = "_flash_attn_"
+
+    def of_forward(self, tile: TileCall) -> Mapping[str, Any]:
+        """Return how many SMs the forward leaves to messages.
+
+        It holds one block on every SM to its end. A message that comes after it waits for that, and
+        blocks whose SM a message has got first begin with their share when the others are through.
+        """
+        return {"sm_margin": _SMS_FOR_MESSAGES if tile.leaves_room else 0}
 
     def more_reasons(self, request: Request) -> Iterator[str]:
         """Yield what of the head sizes stands against flash-attn 3."""

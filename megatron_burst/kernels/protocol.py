@@ -52,6 +52,7 @@ class TileCall:
     scale: float
     soft_cap: float | None = None
     packing: Packing | None = None
+    leaves_room: bool = False  # for messages, which must not wait until the call is through
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:

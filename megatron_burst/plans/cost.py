@@ -11,6 +11,10 @@ from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
+# Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
+_FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
+_ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
+
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
@@ -80,6 +84,12 @@ class Traffic:
         """The bytes on the bottleneck link: a NIC's, or within one node a rank's."""
         return self.nic or self.rank
 
+    @property
+    def flops(self) -> float:
+        """What a GPU computes in the time that these bytes take."""
+        a_byte = _FLOPS_A_BYTE_BETWEEN if self.nic else _FLOPS_A_BYTE_WITHIN
+        return float(a_byte * self.bottleneck)
+
 
 def traffic(
     messages: Iterable[Messages],
@@ -101,6 +111,20 @@ def traffic(
         sent += np.bincount(source, size, ranks)
         through_nic += np.bincount(source, size * (node[source] != node[targets[goes]]), ranks)
     return Traffic(int(sent.max()), int(through_nic.max()))
+
+
+def attention_flops(tiling: Tiling, shape: Shape) -> float:
+    """Return the FLOPs of a rank's forward, in the mean over the ranks."""
+    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
+    return float(2.0 * pairs * shape.query_heads * (shape.head_dim + shape.value_head_dim))
+
+
+def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic) -> bool:
+    """Say whether tiles should leave room to messages, which else may begin when they are through.
+
+    It costs a share of the tiles' time, without it at worst all of the messages' time is added.
+    """
+    return traffic.flops > _ROOM * attention_flops(tiling, shape)
 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 from megatron_burst.config import Mla
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.cost import Shape, attention_flops
 from megatron_burst.plans.planning import Choice, mib
 
-# Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
-_FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
 _BACKWARD = 2.5  # FLOPs of attention's backward, in those of its forward
 
 
@@ -41,13 +39,10 @@ def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
 
     A backward makes K and V again, and of their gradients those of the latents and of the weight.
     """
-    tiling = choice.tiling
-    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
-    attention = 2.0 * pairs * shape.query_heads * (shape.head_dim + shape.value_head_dim)
+    attention = attention_flops(choice.tiling, shape)
     forward, backward = choice.forward[0].cost, choice.backward[0].cost
-    a_byte = _FLOPS_A_BYTE_BETWEEN if forward.nic else _FLOPS_A_BYTE_WITHIN
-    return max(attention + up_projection, a_byte * forward.bottleneck) + max(
-        _BACKWARD * attention + 3 * up_projection, a_byte * backward.bottleneck
+    return max(attention + up_projection, forward.flops) + max(
+        _BACKWARD * attention + 3 * up_projection, backward.flops
     )
 
 

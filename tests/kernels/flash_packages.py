@@ -77,7 +77,7 @@ OF_SEVERAL = {
 OURS = frozenset(
     "q k v out dout lse softmax_lse dq dk dv softmax_scale causal is_causal window_size_left "
     "window_size_right softcap deterministic return_lse cu_seqlens_q cu_seqlens_k max_seqlen_q "
-    "max_seqlen_k".split()
+    "max_seqlen_k sm_margin".split()
 )
 FIXED = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
 

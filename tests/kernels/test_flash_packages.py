@@ -82,6 +82,19 @@ def test_no_soft_cap_is_none(kernel: Kernel, stand_in: StandIn) -> None:
     assert not stand_in.last["softcap"]
 
 
+@pytest.mark.parametrize("leaves_room", [False, True])
+def test_the_forward_of_flash_attn_3_leaves_room_to_messages(
+    kernel: Kernel, stand_in: StandIn, leaves_room: bool
+) -> None:
+    q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
+    tile = TileCall(q, k, v, contract.Band.FULL, 0.25, leaves_room=leaves_room)
+    expected = 8 if leaves_room and kernel.name == "flash3" else 0
+    kernel.forward(tile)
+    assert stand_in.last.get("sm_margin", 0) == expected
+    kernel.backward(tile, dout, dout, torch.zeros(2, 4, 24))  # whose blocks come and go
+    assert stand_in.last.get("sm_margin", 0) == 0
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_mode_is_passed_on(
     kernel: Kernel, stand_in: StandIn, deterministic: bool
