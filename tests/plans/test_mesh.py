@@ -131,7 +131,7 @@ def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
 
 def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
     buffers = sum(sizes[kind] for kind, _ in plan.largest_arrivals)
-    sums, in_buffers, most = dict[Item, int](), set[Item](), 0
+    sums, most = dict[Item, int](), 0
     landing: dict[int, list[Receive | Send]] = {}
     for number, step in enumerate(plan.steps):
         for message in (*step.receives, *step.sends):
@@ -139,12 +139,14 @@ def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
                 landing.setdefault(message.lands, []).append(message)
         for tile in step.tiles:
             for item in tile.gradients if backward else (tile.output,):
-                if item.owner != plan.rank and item not in in_buffers:
+                if item.owner != plan.rank:
                     sums[item] = sizes[item.kind]
         most = max(most, sum(sums.values()))
         for message in landing.pop(number, ()):
-            sums.pop(message.item, None)  # it has left, or what arrived first is the sum now
-            (in_buffers.discard if isinstance(message, Send) else in_buffers.add)(message.item)
+            if isinstance(message, Send):
+                sums.pop(message.item)
+            else:
+                sums[message.item] = sizes[message.item.kind]
     return buffers + most
 
 

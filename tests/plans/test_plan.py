@@ -176,9 +176,8 @@ def test_few_buffers_are_enough(case: Case) -> None:
         if variant.gather:
             assert blocks == grid.ranks - 1
         else:
-            assert blocks <= (2 if flat else 4)
-        straight = variant.returns is GradientReturn.HOME
-        assert gradients <= ((1 if straight else 2) if flat else 4)
+            assert blocks <= (2 if flat else 3)
+        assert gradients <= (1 if flat else 2)
 
 
 @of_every_case
@@ -301,10 +300,9 @@ def steps_with_work(
 
 
 def reads_needed(steps: list[list[int]]) -> Counter[Channel]:
-    """To the last node with work, and in each node to the last rank with work."""
-    last_pass = max((p for p, work in enumerate(steps) if work), default=0)
+    """To every node with work, and in each node to the last rank with work."""
     within = sum(max(work, default=0) for work in steps)
-    return Counter({Channel.READ_WITHIN: within, Channel.READ_BETWEEN: last_pass})
+    return Counter({Channel.READ_WITHIN: within, Channel.READ_BETWEEN: sum(map(bool, steps[1:]))})
 
 
 def gradients_needed(
