@@ -285,7 +285,8 @@ class LmHeadConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
-    the weight, their gradients and up to 32 bytes a token (default: 512)."""
+    the weight, their gradients and up to 32 bytes a token (default: 512, or as much as chunks of
+    2048 tokens take)."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)

@@ -127,6 +127,19 @@ def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
 
 
 @slow
+@pytest.mark.parametrize("layout", ["", BALANCED])
+def test_experts_with_a_loss_of_their_own(
+    tmp_path: Path, short_documents: tuple[str, ...], layout: str
+) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --lr 1e-4 "
+    experts += "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+    common = (*short_documents, *BURST, PER_TOKEN, *DOCUMENTS.split(), *experts.split())
+    one = train(tmp_path / "1", 1, *common)
+    two = train(tmp_path / "2", 2, *common, *CP2.split(), *layout.split())
+    report(f"experts {layout}", largest_difference(two, one, STEPS), TOLERANCE)
+
+
+@slow
 def test_documents_have_an_effect(packed_runs: Callable[..., Log]) -> None:
     assert differs(packed_runs(1, DOCUMENTS), packed_runs(1, "--eod-mask-loss"))
 
