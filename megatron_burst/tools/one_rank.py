@@ -1,7 +1,6 @@
 """One rank of a ring by itself: its own plans, loops, kernels and sums, and no messages."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,8 @@ from megatron_burst.attention.keys import Keys
 from megatron_burst.config import Backward, Topology
 from megatron_burst.kernels import Kernel, TileCall
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Plan, Step
 from megatron_burst.plans.topology import choose_grid
-from megatron_burst.transport.comm import Block, Communicator, Transfers
+from megatron_burst.transport.comm import Communicator, Message
 
 type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
 
@@ -48,31 +46,14 @@ class Sizes(NamedTuple):
 
 
 class Silence(Communicator):
-    """Sends nothing, and says of what would be received that it lies in its buffer."""
+    """Sends nothing; what would be received is what lies in its buffer."""
 
-    def __init__(self) -> None:
-        super().__init__((), {}, timeout_seconds=1)
+    def __init__(self, ranks: int) -> None:
+        super().__init__(range(ranks), {}, timeout_seconds=1.0)
 
-    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
-        """Start the transfers of a plan, of which there are none."""
-        return _Nothing(self, name, plan, template)
-
-
-class _Nothing(Transfers):
-    def __init__(self, *about: Any) -> None:
-        super().__init__(*about)
-        self._landing: dict[int, list[tuple[Item, Block]]] = defaultdict(list)
-        self._leaving: dict[int, list[Block]] = defaultdict(list)  # in memory until it has landed
-
-    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
-        for receive in step.receives:
-            self._landing[receive.lands].append((receive.item, self._buffer(receive)))
-        for send in step.sends:
-            self._leaving[send.lands].append(outgoing[send.item])
-
-    def land(self, number: int) -> list[tuple[Item, Block]]:
-        self._leaving.pop(number, None)
-        return self._landing.pop(number, [])
+    def start(self, messages: Sequence[Message], where: str) -> list[Any]:
+        """Return nothing to wait for."""
+        return []
 
 
 def context_of(
@@ -110,7 +91,7 @@ class OneRank:
         q, k, v, _ = tensors
         kind, shape = Backward(backward), Topology(topology)
         config = BurstConfig(backward=kind, topology=shape, kernel=kernel)
-        context = context_of(len(nodes) // 2, nodes, config, Silence())
+        context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
         call = context.prepare(q, k, v, Mask.causal(), q.shape[-1] ** -0.5)
         return cls(call, *tensors)
 

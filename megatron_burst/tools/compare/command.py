@@ -222,7 +222,7 @@ def _shares(args: argparse.Namespace, console: Console) -> list[tiles.Row]:
         return []
     device = Device(torch.device("cuda" if gpus() else "cpu"), args.output)
     with console.status("one rank's share of a ring"):
-        return tiles.measure(device)
+        return list(tiles.measure(device))
 
 
 def _line(result: Result) -> str:

@@ -11,6 +11,7 @@ from megatron_burst.tools.gpu_check.stage import DTYPE, Device
 from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes
 
 RANKS = 8
+A_RANK = f"a rank of {RANKS}"
 COLUMNS = ("tokens a rank", "pass", "ms", "TFLOP/s", "speed over one call")
 _PRODUCTS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
 
@@ -18,12 +19,12 @@ type Way = tuple[int, Mapping[str, Callable[[], object]]]  # pairs of a forward,
 type Row = Mapping[str, Any]
 
 
-def measure(device: Device) -> list[Row]:
+def measure(device: Device, tokens: Sequence[int] = (16384, 65536)) -> Iterator[Row]:
     """Time the rank in the middle of 8, without messages, one call, and TransformerEngine's."""
-    every = [Sizes(64, 4, 2, 32)]
-    if device.is_gpu:
-        every = [Sizes(tokens, 32, 8, 128) for tokens in (16384, 65536)]
-    return [row for sizes in every for row in _rows(device, sizes)]
+    sizes = [Sizes(number, 32, 8, 128) for number in tokens]
+    for each in sizes if device.is_gpu else [Sizes(64, 4, 2, 32)]:
+        yield from _rows(device, each)
+        device.free()
 
 
 def _rows(device: Device, sizes: Sizes) -> Iterator[Row]:
@@ -47,7 +48,7 @@ def _ways(device: Device, sizes: Sizes) -> dict[str, Way]:
     for ring in ("kv", "query"):
         rank = OneRank.in_the_middle([0] * RANKS, tensors, ring, "flat")
         passes = {"forward": rank.forward, "backward": rank.backward}
-        ways[f"a rank of {RANKS}, {ring} ring"] = rank.pairs, passes
+        ways[f"{A_RANK}, {ring} ring"] = rank.pairs, passes
     if device.is_gpu and find_spec("transformer_engine"):
         ways[f"TransformerEngine, {tokens}"] = one.pairs, _transformer_engine(device, one.sizes)
     return ways

@@ -14,22 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.layout import Interval
+from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most, told
-from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes
+from megatron_burst.tools.one_rank import OneRank, Sizes
 
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
 _EFFICIENCY, _OF_COPY = 0.95, 0.85
 _MERGE_BYTES, _LOGIT_BYTES = 10, 6  # of an element, read and written; of a logit in a pass
-_RANKS = 8
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 
 
 def check(device: Device) -> Iterator[Check]:
     """Time the tiles of a rank, look whether the host waits, time merges and the loss."""
-    sizes = [Sizes(n, 32, 8, 128) for n in (16384, 65536, 131072)]
-    for each in sizes if device.is_gpu else [_small(64)]:
-        yield from _efficiency(device, each)
-        device.free()
+    for row in tiles.measure(device, (16384, 65536, 131072)):
+        name = f"{row['tokens']} tokens a rank, {row['name']}, {row['phase']}"
+        check = at_least(name, row["speed"], _EFFICIENCY, more=f", {row['tflops']:.4g} TFLOP/s")
+        judged = row["name"].startswith(tiles.A_RANK)
+        yield device.judged(check) if judged else told(name, check.found)
     yield _waits(device)
     copied = _copy_speed(device)
     yield told("a copy", f"{copied / 1e9:.0f} GB/s read and written")
@@ -45,22 +46,6 @@ def check(device: Device) -> Iterator[Check]:
 
 def _small(tokens: int) -> Sizes:
     return Sizes(tokens, 4, 2, 32)
-
-
-def _efficiency(device: Device, sizes: Sizes) -> Iterator[Check]:
-    """Yield how fast a rank computes its pairs, as a share of one call's speed."""
-    tensors = sizes.draw(device.device, DTYPE)
-    one = OneCall(device.kernel(*sizes[1:]), sizes, _RANKS, device.device)
-    pairs, alone = one.pairs, (device.seconds(one.forward, 3), device.seconds(one.backward, 3))
-    del one
-    for ring in ("kv", "query"):
-        rank = OneRank.in_the_middle([0] * _RANKS, tensors, ring, "flat")
-        name = f"{sizes.tokens} tokens a rank, {rank.call.kernel.name}, {ring} ring"
-        for what, run, seconds in zip(
-            ("forward", "backward"), (rank.forward, rank.backward), alone, strict=True
-        ):
-            share = seconds / pairs * rank.pairs / device.seconds(run, 3)
-            yield device.judged(at_least(f"{name}, {what}", share, _EFFICIENCY))
 
 
 class _HostWaits(TorchDispatchMode):
