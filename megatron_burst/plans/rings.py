@@ -137,13 +137,13 @@ class Ring(Schedule):
         chained = self.gradient_return is GradientReturn.CHAIN
         return own_tiles_by_step(own, self.grid.ranks, two_levels=self._two_levels, chained=chained)
 
-    def _tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+    def _tiles(self, rank: int, owner: int) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
             return ()
         tiles = self.tiling.of_block(self.sent, owner, rank)
         if rank == owner or (part := self._parts[owner]) is None:
             return tiles
-        return tuple(tile.reading(self.sent, part) for tile in tiles)
+        return tiles.reading(self.sent, part)
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.

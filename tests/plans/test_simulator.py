@@ -128,7 +128,7 @@ def test_a_tile_that_is_missing(backward: bool) -> None:
 def test_a_tile_before_its_block_arrives(backward: bool) -> None:
     plans = make_plans(backward)
     early, late = plans[2].steps[:2]
-    plans = edit(plans, 2, 0, tiles=early.tiles + late.tiles)
+    plans = edit(plans, 2, 0, tiles=(*early.tiles, *late.tiles))
     plans = edit(plans, 2, 1, tiles=())
     with pytest.raises(PlanError, match="rank 2, step 0: computes with kv of rank 1, which it doe"):
         simulate(plans, backward=backward)
