@@ -130,24 +130,18 @@ def check(
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
     """Return a mask of a sequence for our attention, and the same for the reference."""
-    if name == "full":
-        return Mask.full(), Visibility(causal=False)
-    if name == "window":
-        window = tokens // 5
-        return Mask.causal(window=window), Visibility(causal=True, left=window)
-    if name == "documents":  # of a token, about a third, and the rest
-        bounds = [0, 1, tokens // 3 + 1, tokens]
-        return Mask.causal(documents=bounds), Visibility(
-            causal=True, cu_seqlens=torch.tensor(bounds)
-        )
-    if name == "blocks":  # each sees itself and the first
-        blocks = next(n for n in (8, 4, 2) if tokens % n == 0)
-        table = torch.eye(blocks, dtype=torch.bool)
-        table[:, 0] = True
-        return Mask.causal(block_table=table), Visibility(
-            causal=True, blocks=table, tokens_per_sample=tokens
-        )
-    return Mask.causal(), Visibility(causal=True)
+    bounds = [0, 1, tokens // 3 + 1, tokens]  # of documents: a token, about a third, and the rest
+    blocks = next(n for n in (8, 4, 2, 1) if tokens % n == 0)
+    table = torch.eye(blocks, dtype=torch.bool)  # each block sees itself and the first
+    table[:, 0] = True
+    settings: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "window": ({"window": tokens // 5}, {"left": tokens // 5}),
+        "documents": ({"documents": bounds}, {"cu_seqlens": torch.tensor(bounds)}),
+        "blocks": ({"block_table": table}, {"blocks": table, "tokens_per_sample": tokens}),
+    }
+    ours, reference = settings.get(name, ({}, {}))
+    make = Mask.full if name == "full" else Mask.causal
+    return make(**ours), Visibility(causal=name != "full", **reference)
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:

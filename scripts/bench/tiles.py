@@ -85,7 +85,7 @@ def make_jobs(
     }
     for kind, ring in rings.items():
         plans = rings[Kind.KV].forward(ranks // 2), ring.backward(ranks // 2)
-        calls = [device_calls(plan, 1, q.device) for plan in plans]
+        calls = device_calls(plans, 1, q.device)
         call = AttentionCall(
             *(*plans, kernel, sizes.head_dim**-0.5, Silence()),
             forward_calls=calls[0],

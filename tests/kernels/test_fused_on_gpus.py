@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.merge import PartialResults
-from megatron_burst.attention.rows import RowTable
+from megatron_burst.attention.rows import Rows, RowTable
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind
+from tests.counting import Counting
 from tests.kernels.triton_here import compiled, fused, keys_of
 
 BF16, F32, I64 = torch.bfloat16, torch.float32, torch.int64
@@ -86,27 +86,6 @@ def test_lengths_and_strides_compile_nothing_anew(monkeypatch: pytest.MonkeyPatc
     }
 
 
-class Moved(TorchDispatchMode):
-    """Counts kernels, and the bytes that ours read and write, by the rule of `operator`."""
-
-    no_kernel = "empty new_empty empty_like slice alias detach device promote_types".split()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[str] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if f.overloadpacket.__name__ not in self.no_kernel:
-            self.kernels.append(f.overloadpacket.__name__)
-        if f.namespace == "megatron_burst":
-            for given, argument in zip(args, f._schema.arguments, strict=True):
-                if isinstance(given, Tensor):
-                    in_place = argument.alias_info is not None and argument.name[:4] != "out_"
-                    self.bytes += (1 + in_place) * given.nbytes
-        return f(*args, **(kwargs or {}))
-
-
 ALL, LATE = Interval(0, 1024), Interval(512, 1024)
 
 
@@ -114,31 +93,37 @@ def on_fake_gpu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-@pytest.mark.parametrize("rows", [ALL, LATE], ids=["all rows", "late rows"])
-def test_a_tile_is_merged_and_added_by_one_kernel_at_ten_bytes_an_element(rows: Interval) -> None:
+@pytest.mark.parametrize("rows", [ALL, LATE, None], ids=["all rows", "late rows", "a table"])
+def test_a_tile_is_merged_and_added_by_one_kernel_at_ten_bytes_an_element(
+    rows: Rows | None,
+) -> None:
     with FakeTensorMode():
-        q, part = on_fake_gpu(1, 1024, 4, 128), on_fake_gpu(1, rows.length, 4, 128)
+        rows = rows or RowTable(on_fake_gpu(512, dtype=I64))
+        number = rows.length if isinstance(rows, Interval) else len(rows.index)
+        q, part = on_fake_gpu(1, 1024, 4, 128), on_fake_gpu(1, number, 4, 128)
         results, item = PartialResults(q, 128), Item(Kind.D_QUERY, 0)
         sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, None)
         for _ in range(2):
             results.add(ALL, q, on_fake_gpu(1, 4, 1024, dtype=F32))
             sums.add(item, ALL, (q,))
-        lse = on_fake_gpu(1, 4, rows.length, dtype=F32)
-        with Moved() as merging:
+        lse = on_fake_gpu(1, 4, number, dtype=F32)
+        with Counting() as merging:
             results.add(rows, part, lse)
-        with Moved() as adding:
+        with Counting() as adding:
             sums.add(item, rows, (part,))
-    assert merging.kernels == ["merge"] and adding.kernels == ["add"]
-    assert merging.bytes == 10 * part.numel() + 12 * lse.numel()
-    assert adding.bytes == 10 * part.numel()
+    assert merging.kernels == {"merge": 1} and adding.kernels == {"add": 1}
+    index = 0 if isinstance(rows, Interval) else 8 * len(rows.index)
+    assert merging.bytes == {"merge": 10 * part.numel() + 12 * lse.numel() + index}
+    assert adding.bytes == {"add": 10 * part.numel() + index}
 
 
 def test_a_surrogate_takes_two_kernels_at_four_bytes_an_element() -> None:
     with FakeTensorMode():
         dout, out = (on_fake_gpu(1, 1024, 4, 128) for _ in range(2))
-        with Moved() as made:
+        with Counting() as made:
             factor = surrogate_factor(dout, out)
             surrogate_output(dout, factor)
             row_products(dout, out)
-    assert made.kernels == ["row_products", "scale_rows", "row_products"]
-    assert made.bytes == 3 * (4 * out.numel() + 4 * factor.numel())
+    assert made.kernels == {"row_products": 2, "scale_rows": 1}
+    bytes_of_one = 4 * out.numel() + 4 * factor.numel()
+    assert made.bytes == {"row_products": 2 * bytes_of_one, "scale_rows": bytes_of_one}

@@ -74,7 +74,7 @@ class UnmadeLogits:
 
     def __init__(self, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
         self.hidden, self.weight, self.scale = hidden, weight, scale
-        self.best: list[tuple[Tensor, Tensor]] = []  # of every chunk: largest logits, their rows
+        self.best: list[tuple[Tensor, Tensor]] = []  # largest logits, their rows: of a chunk
 
     def __mul__(self, factor: float) -> "UnmadeLogits":
         return UnmadeLogits(self.hidden, self.weight, self.scale * factor)
@@ -87,7 +87,7 @@ class UnmadeLogits:
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits among this rank's rows and which they are: [tokens, batch]."""
         assert dim == -1
-        values, rows = (torch.cat(parts) for parts in zip(*self.best, strict=True))
+        values, rows = (torch.cat(chunks, 1) for chunks in zip(*self.best, strict=True))
         batch = self.hidden.shape[1]
         return values.view(-1, batch), rows.view(-1, batch)
 

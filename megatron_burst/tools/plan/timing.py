@@ -120,7 +120,7 @@ def _tiling(layout: Layout, mask: Mask) -> Tiling:
 
 @lru_cache(maxsize=16)
 def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
-    """Return the kinds of the buffers that ranks have in the backward.
+    """Return the kinds of what ranks have of others in the backward: buffers, and sums.
 
     Ranks that send, receive and compute in the same steps have the same.
     """
@@ -133,8 +133,10 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
             np.put_along_axis(rows[-1], ends, loads.sizes > 0, axis=1)
     alike = np.packbits(np.concatenate(rows), axis=0).T
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
-    arrivals = [schedule.backward(rank).largest_arrivals for rank in ranks]
-    return frozenset(tuple(kind for kind, _ in each) for each in arrivals)
+    plans = [schedule.backward(rank) for rank in ranks]
+    return frozenset(
+        (*(kind for kind, _ in plan.largest_arrivals), *plan.most_sums.elements()) for plan in plans
+    )
 
 
 def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
