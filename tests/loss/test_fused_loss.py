@@ -88,7 +88,7 @@ EXTREMES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("objective", "rows", "dtype"),
-    one_in(3, itertools.product([*OBJECTIVES, *EXTREMES], [1, 37, 2048, 2100], [F32, BF16])),
+    one_in(5, itertools.product([*OBJECTIVES, *EXTREMES], [1, 37, 2048, 2100], [F32, BF16])),
 )
 def test_a_chunk_equals_float64(
     on_the_cpu: None, objective: str, rows: int, dtype: torch.dtype
@@ -233,10 +233,10 @@ def test_six_bytes_a_logit(monkeypatch: pytest.MonkeyPatch, objective: str) -> N
 
 def test_the_limit_holds_and_chunks_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "best_way", lambda *_: products.rounded_parts)
-    case: dict[str, Any] = {"tokens": 16 * K, "rows": 32 * K, "size": 512, "memory_mb": 256}
+    case: dict[str, Any] = {"tokens": 4 * K, "rows": 8 * K, "size": 256, "memory_mb": 32}
     sizes: list[Chunking] = []
     *_, peak, foretold = counted(**case, on_chunking=sizes.append)
-    assert 0.9 * foretold < peak <= foretold <= 256 * MIB
+    assert 0.9 * foretold < peak <= foretold <= 32 * MIB
     monkeypatch.setattr(in_triton, "why_plain", lambda *_: "it is the reference")
     counted(**case, on_chunking=sizes.append)
-    assert sizes[0].tokens > 2.5 * sizes[1].tokens
+    assert sizes[0].tokens > 2 * sizes[1].tokens
