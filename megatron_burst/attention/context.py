@@ -16,12 +16,7 @@ from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
-from megatron_burst.kernels import (
-    Kernel,
-    TileCall,
-    check_kernel_name,
-    select_kernel,
-)
+from megatron_burst.kernels import Kernel, TileCall, check_kernel_name, select_kernel
 from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
@@ -351,7 +346,7 @@ class BurstContext:
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
         scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
-        forward, backward = (device_calls(plan, asked.q[0], asked.device) for plan in plans)
+        forward, backward = device_calls(plans, asked.q[0], asked.device)
         return AttentionCall(
             *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,

@@ -33,6 +33,11 @@ class PartialOutputs:
         """Add a kernel call's results to these rows of the item; the tensors become ours."""
         self._of(item).add(rows, out_BSHD, lse_BHS)
 
+    def make_room(self, item: Item) -> None:
+        """Widen a first result before a second one is computed, not while it waits to be added."""
+        if item in self._results:
+            self._results[item].widen()
+
     def take(self, item: Item, block: Block) -> None:
         """Add what has arrived; it is not looked at again."""
         mine = self._own if item.owner == self._own.owner else item
@@ -81,7 +86,7 @@ class PartialResults:
 
     def merge(self, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add results in which rows may have seen nothing; the tensors stay the caller's."""
-        self._totals = totals = self._wide_totals()
+        totals = self.widen()
         if (fused := triton_kernels(out_BSHD)) is not None:
             views, index = views_of(totals, rows)
             fused.merge(*views, out_BSHD, lse_BHS, index)
@@ -96,20 +101,22 @@ class PartialResults:
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out in the queries' dtype, lse), each head's sink among the scores."""
-        out_BSHD, lse_BHS = self._totals or self._wide_totals()
+        out_BSHD, lse_BHS = self._totals or self.widen()
         if sink is not None:
             out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
         return out_BSHD.to(self._q.dtype), lse_BHS
 
-    def _wide_totals(self) -> tuple[Tensor, Tensor]:
-        """Return the totals in the dtype of sums, made of nothing if there are none yet."""
+    def widen(self) -> tuple[Tensor, Tensor]:
+        """Bring the totals into the dtype of sums, made of nothing if there are none yet."""
         wide = accumulation_dtype(self._q.dtype)
         if self._totals is not None:
             out_BSHD, lse_BHS = self._totals
-            return out_BSHD.to(wide), lse_BHS.to(wide)
-        batch, tokens, heads, _ = self._shape
-        lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
-        return self._q.new_zeros(self._shape, dtype=wide), lse_BHS
+            self._totals = out_BSHD.to(wide), lse_BHS.to(wide)
+        else:
+            batch, tokens, heads, _ = self._shape
+            lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+            self._totals = self._q.new_zeros(self._shape, dtype=wide), lse_BHS
+        return self._totals
 
 
 def _per_row(x_BHS: Tensor) -> Tensor:

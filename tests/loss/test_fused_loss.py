@@ -56,6 +56,7 @@ class Given:
         generator = torch.Generator().manual_seed(rows)
         self.weight, self.call = torch.eye(rows, dtype=dtype), call
         self.logits = (3 * torch.randn(tokens, rows, generator=generator)).to(dtype)
+        self.logits[0, -1] = 12  # beyond what the blocks before have
         column = torch.randint(0, rows, (tokens,), generator=generator)
         mine = torch.arange(tokens) % 3 > 0
         self.targets = Targets(column * mine, mine, mine, mine)
