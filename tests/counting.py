@@ -55,6 +55,8 @@ class Counting(LiveBytes):
                 return result  # x[i] += y ends in a copy of x[i] to itself, which CUDA leaves out
         elif name in ("zero_", "fill_"):
             read = []
+        elif function.namespace == "megatron_burst":
+            read, changed = _of_ours(function, args)
         reads = sum({_place(t): _touched(t) for t in read}.values())
         self.kernels[name] += 1
         self.bytes[name] += reads + sum(map(_touched, made + changed))
@@ -77,6 +79,18 @@ class Counting(LiveBytes):
 
 def _tensors(tree: Any) -> Iterable[Tensor]:
     return (value for value in tree_iter(tree) if isinstance(value, Tensor))
+
+
+def _of_ours(function: Any, args: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what an operator of the package reads, and writes, by the rule of `operator`."""
+    named = {a.name: t for a, t in zip(function._schema.arguments, args, strict=True)}
+    if (index := named.get("index")) is not None:
+        for name in ("total_BSHD", "total_lse_BHS"):  # these rows alone
+            if name in named:
+                named[name] = named[name].narrow(name.rindex("S") - name.rindex("B"), 0, len(index))
+    changed = [named[a.name] for a in function._schema.arguments if a.alias_info is not None]
+    read = [t for name, t in named.items() if isinstance(t, Tensor) and name[:4] != "out_"]
+    return read, changed
 
 
 def _changed(function: Any, args: Any, kwargs: Any) -> Iterable[Tensor]:
