@@ -8,7 +8,7 @@ the clocks of a search are used up.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import Flags
@@ -54,21 +54,22 @@ def search(
     Raises:
         ValueError: nothing divides, or nothing fits; says what would.
     """
-    ways = sorted(_ways(given, cluster, gpus, wish), key=lambda way: way[0])
+    ways = sorted(_ways(given, cluster, gpus, wish), key=lambda way: way.bound)
     found: list[Candidate] = []
     least, clocks = None, 0
-    for bound, variants in ways:
+    for way in ways:
         rates = sorted((each.time.tokens_per_gpu for each in found), reverse=True)
-        if len(rates) >= most and 1 / bound < rates[most - 1]:
+        if len(rates) >= most and 1 / way.bound < rates[most - 1]:
             break
-        ranks = variants[0][1].context
-        clocks += ranks**2 + 2**14
+        if not (loads := [*_with_room(way, given, wish)]):
+            continue
+        clocks += way.load.context**2 + 2**14
         if clocks > _CLOCKS and found:
             break
         fitting: list[Candidate] = []
-        for flags, load in variants:
+        for flags, load in loads:
             # The host's memory is the last resort for the optimizer: its updates there take longer.
-            if _floor(load) > memory.usable(cluster) or (load.offload and fitting):
+            if load.offload and fitting:
                 continue
             each = candidate(flags, load, working_set)
             if each.fits:
@@ -77,51 +78,64 @@ def search(
                 least = each
         found += sorted(fitting, key=lambda each: each.time.seconds)[:1]
     if not found:
-        raise ValueError(_nothing(least, ways))
+        raise ValueError(_nothing(least, [way.load for way in ways]))
     order = sorted(found, key=lambda each: -each.time.tokens_per_gpu)
     return each_once(order)[:most]
 
 
-def _nothing(least: Candidate | None, ways: Sequence[Any]) -> str:
+def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
     """Say what is missing where no way fits."""
-    every = [load for _, variants in ways for _, load in variants]
-    load = least.load if least else min(every, key=_floor)
-    needed = least.memory.total if least else _floor(load)
+    load = least.load if least else min(every, key=memory.states)
+    needed = least.memory.total if least else memory.states(load)
     usable = memory.usable(load.cluster)
     tokens = int(load.tokens * usable / needed)
     return (
         f"nothing fits: at least {needed / 2**30:.0f} GiB are needed where "
         f"{usable / 2**30:.0f} of a GPU may be counted, with tensor {load.tensor} x context "
-        f"{load.context} x pipeline {load.pipeline}; {load.gpus * -(-int(needed) // int(usable))} "
-        f"GPUs would do with as many tokens, or about {max(1, tokens // 8192) * 8192} tokens with "
-        "as many GPUs; or --optimizer-cpu-offload, --recompute-granularity full, more memory a GPU"
+        f"{load.context} x pipeline {load.pipeline}; about "
+        f"{load.gpus * -(-int(needed) // int(usable))} GPUs would do with as many tokens, or "
+        f"{max(1, tokens // 8192) * 8192} tokens with as many GPUs; or --recompute-granularity "
+        "full, or more memory a GPU"
     )
 
 
-type _Way = tuple[float, list[tuple[dict[str, Any], Workload]]]
+class _Way(NamedTuple):
+    """A ring, the least GPU seconds a token that it takes, and the fastest step on it."""
+
+    bound: float
+    flags: Flags
+    load: Workload
 
 
 def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
-    """All rings, the fastest that each could be, and how memory may be saved with it."""
+    """All rings; ValueError if none is possible."""
     flags = {name: value for name, value in given.items() if name not in CHOSEN}
+    fastest = next(_savings(flags, wish.fractions))
     found: list[_Way] = []
-    reasons = []
+    reason = "the GPUs do not divide over the sizes that are given"
     for sizes in _sizes(flags, gpus, wish):
-        for way in _schedules(sizes["context-parallel-size"]):
+        for schedule in _schedules(sizes["context-parallel-size"]):
+            wanted = {**flags, **sizes, **schedule}
             try:
-                wanted = {**flags, **sizes, **way}
-                variants = [
-                    ({**wanted, **saving}, workload_of({**wanted, **saving}, cluster, gpus))
-                    for saving in _savings(flags, wish.fractions)
-                ]
-                _ = variants[0][1].ring.layout  # whether the tokens divide
+                load = workload_of({**wanted, **fastest}, cluster, gpus)
+                _ = load.ring.layout  # whether the tokens divide
             except ValueError as error:
-                reasons.append(str(error))
+                reason = str(error)
                 continue
-            found.append((min(_bound(load) for _, load in variants), variants))
+            found.append(_Way(_bound(load), wanted, load))
     if not found:
-        raise ValueError(f"no sizes go with these flags: {reasons[0] if reasons else 'none left'}")
+        raise ValueError(f"no sizes go with these flags: {reason}")
     return found
+
+
+def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Workload]]:
+    """The ways to save memory with which weights, gradients and optimizer fit."""
+    load = way.load
+    for saving in _savings(given, wish.fractions):
+        flags = {**way.flags, **saving}
+        each = workload_of(flags, load.cluster, load.gpus)
+        if memory.states(each) <= memory.usable(load.cluster):
+            yield flags, each
 
 
 def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
@@ -197,8 +211,3 @@ def _kernel_seconds(load: Workload, *, backward: bool) -> float:
     flops = attention_flops(1, *dims, backward=backward) * pairs / load.context
     mean = (model.head_dim + model.value_head_dim) / 2
     return flops / load.cluster.attention_rate(mean, backward=backward)
-
-
-def _floor(load: Workload) -> float:
-    """Return the bytes that a way needs even if no layer were at work."""
-    return memory.states(load)
