@@ -198,6 +198,11 @@ class BurstConfig:
                 "go home: drop it",
             ),
             (
+                layout is LayoutName.BALANCED and self.block_mask is not None,
+                f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
+                f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
+            ),
+            (
                 self.recompute_offload and fraction is None,
                 "--recompute-attention-offload has no effect without "
                 "--recompute-attention-fraction",
@@ -239,35 +244,28 @@ class BurstConfig:
         """A baseline fixes what burst chooses; refuse what would have no effect."""
         if self.algorithm is Algorithm.BURST:
             return
-        fixed: dict[str, tuple[StrEnum | int | None, ...]] = {
+        fixed: dict[str, tuple[str | int | None, ...]] = {
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            fixed |= {
-                "backward": (Backward.AUTO,),
-                "topology": (Topology.AUTO,),
-                "grad_dtype": (GradDtype.AUTO,),
-                "gradient_return": (GradientReturn.AUTO,),
-            }
+            idle = "backward", "topology", "grad_dtype", "gradient_return"
+            fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (1,)
-        refuse(
-            (
-                self.head_parallel_size is None,
+        if self.head_parallel_size is None:
+            raise ValueError(
                 "--burst-head-parallel-size auto has no effect under --context-parallel-algo "
-                f"{self.algorithm}: give a number or take {Algorithm.BURST}",
+                f"{self.algorithm}: give a number or take {Algorithm.BURST}"
             )
-        )
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            text = (
-                f"{_flag_name(self, spec)} {value} has no effect under "
-                f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
-            )
-            refuse((value not in fixed.get(spec.name, (value,)), text))
+            if (value := getattr(self, spec.name)) not in fixed.get(spec.name, (value,)):
+                raise ValueError(
+                    f"{_flag_name(self, spec)} {value} has no effect under "
+                    f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +288,8 @@ class LmHeadConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
-    the weight, their gradients and up to 32 bytes a token (default: 512)."""
+    the weight, their gradients and up to 32 bytes a token (default: 512, or as much as chunks of
+    2048 tokens take)."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)
@@ -335,8 +334,8 @@ def _settle_enums(config: Any) -> None:
     for spec in dataclasses.fields(config):
         if known := _members(spec):
             value, name = str(getattr(config, spec.name)), _flag_name(config, spec)
-            text = f"{name} {value} is unknown; this version has: {', '.join(known)}"
-            refuse((value not in known, text))
+            if value not in known:
+                raise ValueError(f"{name} {value} is unknown; this version has: {', '.join(known)}")
             object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
 
 

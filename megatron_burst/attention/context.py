@@ -347,7 +347,7 @@ class BurstContext:
         if self.group is not None:
             messenger = messenger.subgroup(self.heads.ring(index))
         scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
-        forward, backward = (device_calls(plan, asked.q[0], asked.device) for plan in plans)
+        forward, backward = device_calls(plans, asked.q[0], asked.device)
         return AttentionCall(
             *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
             sends_latents=shape.latents is not None,

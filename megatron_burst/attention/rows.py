@@ -1,7 +1,7 @@
 """The kernel calls of a plan as a device runs them: rows by slices or tables, made once a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
-from megatron_burst.plans.calls import KernelCall, calls_of
+from megatron_burst.plans.calls import KernelCall, Known, calls_of
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Plan, Tile
@@ -42,9 +42,22 @@ class DeviceCall:
 type DeviceCalls = Sequence[Sequence[DeviceCall]]  # by step
 
 
-def device_calls(plan: Plan, batch: int, device: torch.device) -> DeviceCalls:
-    """Return the kernel calls of every step, their tables on the device."""
-    return [[_on_device(c, batch, device) for c in calls_of(step.tiles)] for step in plan.steps]
+def device_calls(plans: Sequence[Plan], batch: int, device: torch.device) -> list[DeviceCalls]:
+    """Return the kernel calls of every step of plans, their tables on the device.
+
+    Steps whose tiles have the same rows share them.
+    """
+    known: Known = {}
+    made: dict[int, DeviceCall] = {}
+
+    def on_device(call: KernelCall) -> DeviceCall:
+        key = id(call.lengths)  # the object is the same where rows are
+        if key not in made:
+            made[key] = _on_device(call, batch, device)
+        return replace(made[key], tile=call.tile)
+
+    steps = [[calls_of(step.tiles, known) for step in plan.steps] for plan in plans]
+    return [[[on_device(call) for call in calls] for calls in of_plan] for of_plan in steps]
 
 
 def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall:
@@ -72,6 +85,11 @@ def rows_of(block: Block, rows: Rows | None) -> Block:
     Views of a slice, copies of what a table says.
     """
     return block if rows is None else tuple(_of(t, rows) for t in block)
+
+
+def views_of(block: Block, rows: Rows) -> tuple[Block, Tensor | None]:
+    """Return views that have these rows and, of a table, which of their rows they are."""
+    return (block, rows.index) if isinstance(rows, RowTable) else (rows_of(block, rows), None)
 
 
 def write_rows(block: Block, rows: Rows, values: Block) -> None:

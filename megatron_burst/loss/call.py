@@ -12,8 +12,6 @@ from megatron_burst.loss.products import OwnSum, WeightSum
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEMORY_MB = 512
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -35,7 +33,7 @@ class Call:
     weight_sum: Callable[[Tensor], WeightSum] = OwnSum  # for one backward
     on_chunking: Callable[[Chunking], None] | None = None  # None: a line for debugging
     on_best: Callable[[Tensor, Tensor], None] | None = None
-    """Gets the tokens' largest logits among this rank's rows, and which: [tokens of a chunk]."""
+    """Gets the largest logits among this rank's rows, and which: [parts, tokens] of a chunk."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -60,8 +58,8 @@ class Call:
         if self.chunk_size is not None:
             found = of_tokens(sizes, self.chunk_size)
         else:
-            memory_mb = DEFAULT_MEMORY_MB if self.memory_mb is None else self.memory_mb
-            found = within(sizes, int(memory_mb * MIB))
+            limit = None if self.memory_mb is None else int(self.memory_mb * MIB)
+            found = within(sizes, limit)
         if self.on_chunking is None:
             logger.debug("linear_cross_entropy: %s", found)
         else:

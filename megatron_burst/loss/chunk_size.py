@@ -7,6 +7,11 @@ import torch
 from megatron_burst.kernels.dtypes import accumulation_dtype
 
 MIB = 2**20
+LEAST_MB = 512
+ENOUGH = 2048
+"""Tokens of a chunk for whose product the whole of dW is worth reading and writing: 2 V d FLOPs a
+token stand against 8 V d bytes a chunk, whatever V and d."""
+DEFAULT = f"max({LEAST_MB} MiB, 8/7 ({ENOUGH} tokens of a chunk + float32 sums of dW of its own))"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +23,10 @@ class Sizes:
     hidden: int
     dtype: torch.dtype  # of hidden and weight
     ranks: int = 1  # of the vocabulary
+    parts: int = 1  # ranks that hold a part of the tokens each
     statistics: int = 3  # numbers a token's logits leave
     slopes: bool = False  # the soft cap's derivative is kept beside the logits
+    fused: bool = False  # logits are in the dtype of the weight alone
     sums_apart: bool = False  # dW is summed in memory that is not its gradient's
 
     @property
@@ -31,17 +38,28 @@ class Sizes:
         """Bytes of a token in the chunk, with this rank's rows of the weight or so many of them.
 
         The logits in the dtype of sums, the soft cap's slopes, and where products are made in a
-        narrower dtype the logits in that, and the hidden states widened.
+        narrower dtype the logits in that, by fused kernels in that alone, and as many numbers as
+        the hidden states in the dtype of sums. Where ranks hold parts of the tokens, the hidden
+        states of two chunks and the gradient of one.
         """
         narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
         copies = self._wide * (2 if self.slopes else 1) + narrow
+        if self.fused:
+            copies = self.dtype.itemsize
         widened = self.hidden * self._wide if narrow else 0
-        return copies * (rows or self.vocabulary) + widened + 8 * self._wide + 40
+        gathered = 3 * self.hidden * self.dtype.itemsize if self.parts > 1 else 0
+        return copies * (rows or self.vocabulary) + widened + gathered + 8 * self._wide + 40
 
     @property
     def row_of_sums(self) -> int:
         """Bytes of one row of dW in the dtype of sums, where its memory is not its gradient's."""
         return self.hidden * self._wide if self.sums_apart else 0
+
+    @property
+    def default_limit(self) -> int:
+        """Bytes for chunks of `ENOUGH` tokens beside all of dW and the statistics, `DEFAULT`."""
+        chunk = min(self.tokens, ENOUGH) * self.for_a_token_of_the_chunk()
+        return max(LEAST_MB * MIB, -(-8 * (chunk + self.vocabulary * self.row_of_sums) // 7))
 
     @property
     def _wide(self) -> int:
@@ -57,11 +75,12 @@ class Chunking:
     of the chunk x `for_a_token_of_the_chunk`, and the sums of dW that are not its gradient's own.
     """
 
-    tokens: int  # of a chunk
-    combined: int  # whole chunks, whose statistics the ranks combine at a time
+    tokens: int  # of a chunk, as many of every part
+    combined: int  # in whole chunks, whose statistics the ranks combine at a time
     rows: int | None  # of dW that are summed at a time; None: all
     tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
     peak: int  # bytes
+    rule: str  # that decided
 
     @property
     def products(self) -> int:
@@ -73,55 +92,71 @@ class Chunking:
 
     def __str__(self) -> str:
         blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
-        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB{blocks}"
+        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB ({self.rule}){blocks}"
 
 
 def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:
-    """Return the chunking of `chunk_size` tokens, whatever memory it takes.
+    """Return the chunking of `chunk_size` tokens, whatever memory it takes; at least one a part.
 
     Raises:
         ValueError: the size is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
-    every = max(sizes.tokens, 1)
-    tokens = min(chunk_size, every)
+    every = max(sizes.tokens, sizes.parts)
+    tokens = min(max(chunk_size // sizes.parts, 1) * sizes.parts, every)
     fixed = sizes.tokens * sizes.for_a_token_of_statistics + sizes.vocabulary * sizes.row_of_sums
     peak = fixed + tokens * sizes.for_a_token_of_the_chunk()
-    return Chunking(tokens=tokens, combined=every, rows=None, tokens_of_rows=tokens, peak=peak)
+    return Chunking(
+        tokens=tokens,
+        combined=every,
+        rows=None,
+        tokens_of_rows=tokens,
+        peak=peak,
+        rule="as asked for",
+    )
 
 
-def within(sizes: Sizes, limit: int) -> Chunking:
-    """Return the largest even chunks that stay within `limit` bytes.
+def within(sizes: Sizes, limit: int | None) -> Chunking:
+    """Return the largest even chunks that stay within `limit` bytes; None: the default limit.
 
-    Sums of dW that are apart from its gradient get half of the limit at most; where that is not
-    enough for all rows they are made block by block, for which the logits are computed once more.
-    Statistics get an eighth, and are combined as often as that takes.
+    Sums of dW that are apart from its gradient get half of the limit, or what chunks of `ENOUGH`
+    tokens leave; where that is not enough for all rows they are made block by block, for which the
+    logits are computed once more. Statistics get an eighth, combined as often as that takes.
 
     Raises:
         ValueError: one token does not fit, with the number of MiB that one needs.
     """
+    rule = f"limit by default: {DEFAULT}" if limit is None else "as many as the limit allows"
+    limit = sizes.default_limit if limit is None else limit
+    parts, tokens_of_a_part = sizes.parts, sizes.tokens // sizes.parts
+    each = parts * sizes.for_a_token_of_the_chunk()
+    of_statistics = parts * sizes.for_a_token_of_statistics
     rows = sizes.vocabulary
     if sizes.sums_apart:
-        rows = max(1, min(rows, limit // 2 // sizes.row_of_sums))
+        left = limit - limit // 8 - min(sizes.tokens, ENOUGH) * sizes.for_a_token_of_the_chunk()
+        rows = max(1, min(rows, max(limit // 2, left) // sizes.row_of_sums))
     sums = rows * sizes.row_of_sums
-    each, of_statistics = sizes.for_a_token_of_the_chunk(), sizes.for_a_token_of_statistics
     room = min(limit // 8, limit - sums - each)
-    combined = max(1, min(sizes.tokens, room // of_statistics))
+    combined = max(1, min(tokens_of_a_part, room // of_statistics))
     fixed = combined * of_statistics + sums
     if limit < fixed + each:
+        of_all = f" on each of {parts} ranks" if parts > 1 else ""
         raise ValueError(
             f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token of "
-            f"{sizes.tokens}, with a vocabulary of {sizes.vocabulary} rows on this rank: at least "
+            f"{tokens_of_a_part}{of_all}, with {sizes.vocabulary} rows of the vocabulary: at least "
             f"{-(-(fixed + each) // MIB)} MiB"
         )
-    tokens = _even(sizes.tokens, min(combined, (limit - fixed) // each))
+    tokens = _even(tokens_of_a_part, min(combined, (limit - fixed) // each))
+    of_rows = tokens * each // (parts * sizes.for_a_token_of_the_chunk(rows))
+    whole = combined == tokens_of_a_part
     return Chunking(
-        tokens=tokens,
-        combined=combined if combined == sizes.tokens else combined // tokens * tokens,
+        tokens=parts * tokens,
+        combined=parts * (combined if whole else combined // tokens * tokens),
         rows=rows if rows < sizes.vocabulary else None,
-        tokens_of_rows=_even(sizes.tokens, tokens * each // sizes.for_a_token_of_the_chunk(rows)),
+        tokens_of_rows=parts * _even(tokens_of_a_part, of_rows),
         peak=fixed + tokens * each,
+        rule=rule,
     )
 
 

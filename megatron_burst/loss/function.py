@@ -3,9 +3,11 @@
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
+from megatron_burst.loss.tokens import Spread
 from megatron_burst.loss.vocabulary import Vocabulary
 
 
@@ -45,13 +47,14 @@ def linear_cross_entropy(
         weight: [vocabulary, d] in the same dtype; over a group this rank's shard of rows, equal on
             all ranks and in order of the ranks.
         targets: [...], integers; the same on all ranks of the group.
-        chunk_size: tokens a chunk.
+        chunk_size: tokens a chunk; under sequence parallelism at least one of every rank.
         memory_mb: limit in MiB for all that is alive beside the inputs, the weight, their
-            gradients (under sequence parallelism `hidden` counts whole) and up to 32 bytes a token
-            (48 for float64: loss, lse, target, gradient), so that no length is too great; chunks
-            are as large as it allows. 512 if neither this nor chunk_size is given. Where the weight
-            is narrower than float32 the sum of dW counts; if it takes more than half of the limit,
-            dW is made in blocks of rows, for which the logits are computed once more.
+            gradients and up to 32 bytes a token (48 for float64: loss, lse, target, gradient), so
+            that no length is too great; chunks are as large as it allows. If neither this nor
+            chunk_size is given, 512 or as much as chunks of 2048 tokens take. Where the weight is
+            narrower than float32 the sum of dW counts; if it takes more than half of the limit and
+            leaves no room for such chunks, dW is made in blocks of rows, for which the logits are
+            computed once more.
         ignore_index: targets that make no loss and no gradient.
         label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread
             (Megatron's own smooths over a rank's part, so its loss depends on the ranks).
@@ -88,19 +91,22 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
     """Do what `linear_cross_entropy` says, with the settings in one object."""
     alone = call.group is None or call.group.size() == 1
     group = None if alone else call.group
-    vocabulary = Vocabulary(weight.shape[0], group, call.sequence_parallel)
-    _check(hidden, weight, targets, vocabulary.ranks if call.sequence_parallel else 1)
+    vocabulary = Vocabulary(weight.shape[0], group)
+    spread = Spread(group, vocabulary.ranks if call.sequence_parallel else 1)
+    _check(hidden, weight, targets, spread.parts)
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],
         hidden=weight.shape[1],
         dtype=weight.dtype,
         ranks=vocabulary.ranks,
+        parts=spread.parts,
         statistics=call.statistics,
         slopes=call.logit_softcap is not None,
+        fused=triton_kernels(weight, "fused_loss") is not None,
         sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
     )
-    head = Head(weight.detach(), call, vocabulary, call.chunking(sizes))
+    head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
     loss: Tensor = LinearCrossEntropy.apply(hidden, weight, targets, head)
     return loss
 

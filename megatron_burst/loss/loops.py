@@ -10,13 +10,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk import Workspace
+from megatron_burst.loss.chunk import workspace
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
+from megatron_burst.loss.tokens import HiddenGradient, Spread, slices
 from megatron_burst.loss.vocabulary import Targets, Vocabulary, losses
 
 type _Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Hidden states [tokens, d], targets, log-sum-exps and gradients of the losses [tokens]."""
+"""Hidden states [tokens of a part, d], and [parts, tokens of a part] each: targets, log-sum-exps
+and gradients of the losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +28,30 @@ class Head:
     weight: Tensor  # [rows of this rank, d]
     call: Call
     vocabulary: Vocabulary
+    spread: Spread
     chunking: Chunking
 
     def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
-        workspace = Workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
+        buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
         wide = accumulation_dtype(hidden.dtype)
-        loss, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
-        for block in slices(hidden.shape[0], self.chunking.combined):
-            tokens, wanted = hidden[block], targets[block]
-            of_shard = loss.new_empty(self.call.statistics, tokens.shape[0])
-            for chunk in slices(tokens.shape[0], self.chunking.tokens):
-                logits = workspace.logits(tokens[chunk], self.weight)
-                if self.call.on_best is not None:
-                    self.call.on_best(*logits.max(1))
-                of_shard[:, chunk] = workspace.statistics(logits, self._locate(wanted[chunk]))
-            of_all = self.vocabulary.combine(of_shard)
-            where = self._locate(wanted)
-            loss[block], lse[block] = losses(of_all, where, self.vocabulary.size, self.call)
+        loss, lse = (hidden.new_empty(targets.shape, dtype=wide) for _ in range(2))
+        for block in slices(hidden.shape[0], self.chunking.combined // self.spread.parts):
+            wanted = targets[:, block]
+            of_shard = loss.new_empty(self.call.statistics, *wanted.shape)
+            for chunk, tokens in self._chunks(hidden[block], self.chunking.tokens):
+                targets_of, shape = self._locate(wanted[:, chunk]), wanted[:, chunk].shape
+                found, best = buffers.statistics(tokens, self.weight, targets_of)
+                of_shard[:, :, chunk] = found.view(-1, *shape)
+                if best is not None and self.call.on_best is not None:
+                    self.call.on_best(found[0].clone().view(shape), best.view(shape))
+            of_all, where = self.vocabulary.combine(of_shard.flatten(1)), self._locate(wanted)
+            made = losses(of_all, where, self.vocabulary.size, self.call)
+            loss[:, block], lse[:, block] = (x.view(wanted.shape) for x in made)
         return loss, lse
 
     def gradients(
-        self, tokens: _Tokens, d_hidden: Tensor | None, d_weight: WeightSum | None
+        self, tokens: _Tokens, d_hidden: HiddenGradient | None, d_weight: WeightSum | None
     ) -> Tensor | None:
         """Fill `d_hidden` and return the gradient of the weight, from logits computed again.
 
@@ -67,42 +71,40 @@ class Head:
 
     def _some_rows(self, tokens: _Tokens, rows: slice) -> Tensor:
         total = OwnSum(self.weight[rows])
-        for chunk, gradient in self._of_logits(tokens, rows, self.chunking.tokens_of_rows):
-            total.add_product(gradient, tokens[0][chunk])
+        for _, hidden, gradient in self._of_logits(tokens, rows, self.chunking.tokens_of_rows):
+            total.add_product(gradient, hidden)
         return total.total
 
     def _all_rows(
-        self, tokens: _Tokens, d_hidden: Tensor | None, d_weight: WeightSum | None
+        self, tokens: _Tokens, d_hidden: HiddenGradient | None, d_weight: WeightSum | None
     ) -> None:
         every = slice(0, self.weight.shape[0])
-        for chunk, gradient in self._of_logits(tokens, every, self.chunking.tokens):
+        for chunk, hidden, gradient in self._of_logits(tokens, every, self.chunking.tokens):
+            if d_weight is not None:  # first: the last chunk's dh is under way
+                d_weight.add_product(gradient, hidden)
             if d_hidden is not None:
-                torch.mm(gradient.narrow, self.weight, out=d_hidden[chunk])
-            if d_weight is not None:
-                d_weight.add_product(gradient, tokens[0][chunk])
+                d_hidden.put(chunk, gradient.narrow, self.weight)
 
     def _of_logits(
         self, tokens: _Tokens, rows: slice, size: int
-    ) -> Iterator[tuple[slice, LogitsGradient]]:
-        """Yield the gradient of some columns of the logits, chunk by chunk in the same memory."""
+    ) -> Iterator[tuple[slice, Tensor, LogitsGradient]]:
+        """Yield hidden states and the gradient of some columns of the logits, chunk by chunk."""
         weight = self.weight[rows]
-        workspace = Workspace(weight, size, self.call, slopes=True)
-        for chunk in slices(tokens[0].shape[0], size):
-            hidden, targets, lse, grad = (x[chunk] for x in tokens)
+        buffers = workspace(weight, size, self.call, slopes=True)
+        for chunk, hidden in self._chunks(tokens[0], size):
+            targets, lse, grad = (x[:, chunk].reshape(-1) for x in tokens[1:])
             where = self._locate(targets)
             grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
             grad = self.vocabulary.check_gradient(grad, targets, where)
-            probabilities = workspace.logits(hidden, weight).sub_(lse[:, None]).exp_()
-            of_rows, whole = where.in_rows(rows), self.vocabulary.size
-            yield chunk, workspace.gradient(probabilities, lse, of_rows, grad, whole)
+            of_tokens, whole = (hidden, lse, grad), self.vocabulary.size
+            found = buffers.gradient(of_tokens, weight, where.in_rows(rows), whole)
+            yield chunk, hidden, found
+
+    def _chunks(self, hidden: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+        return self.spread.gathered(hidden, size // self.spread.parts)
 
     def _locate(self, targets: Tensor) -> Targets:
-        return self.vocabulary.locate(targets.long(), self.call.ignore_index)
-
-
-def slices(total: int, size: int) -> Iterator[slice]:
-    """Cut [0, total) into slices of `size`; the last may be shorter."""
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+        return self.vocabulary.locate(targets.reshape(-1).long(), self.call.ignore_index)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -112,8 +114,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
         """Return losses of targets' shape."""
         ctx.head = head
-        tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
-        loss, lse = head.losses(tokens, targets.reshape(-1))
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        loss, lse = head.losses(tokens, targets.reshape(head.spread.parts, -1))
         ctx.save_for_backward(hidden, weight, targets, lse)
         return loss.view(targets.shape)
 
@@ -124,13 +126,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         head: Head = ctx.head
-        tokens = head.vocabulary.gather_tokens(hidden).reshape(-1, hidden.shape[-1])
-        d_hidden = torch.empty_like(tokens) if wants_hidden else None
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        size = head.chunking.tokens // head.spread.parts
+        d_hidden = HiddenGradient(head.spread, tokens, size) if wants_hidden else None
         d_weight = head.gradients(
-            (tokens, targets.reshape(-1), lse, grad.reshape(-1)),
+            (tokens, targets.reshape(lse.shape), lse, grad.reshape(lse.shape)),
             d_hidden,
             head.call.weight_sum(weight) if wants_weight else None,
         )
-        if d_hidden is not None:
-            d_hidden = head.vocabulary.sum_gradient(d_hidden).view(hidden.shape)
-        return d_hidden, d_weight, None, None
+        summed = None if d_hidden is None else d_hidden.result().view(hidden.shape)
+        return summed, d_weight, None, None

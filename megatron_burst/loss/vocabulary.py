@@ -34,7 +34,6 @@ class Vocabulary:
 
     shard: int
     group: dist.ProcessGroup | None
-    sequence_parallel: bool  # the tokens are spread over the same ranks
 
     @property
     def ranks(self) -> int:
@@ -81,25 +80,6 @@ class Vocabulary:
         total = of_ranks.sum(0)
         total[0] = highest
         return total
-
-    def gather_tokens(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens, in order, from those that this rank holds."""
-        if self.group is None or not self.sequence_parallel:
-            return hidden
-        whole = hidden.new_empty(self.ranks * hidden.shape[0], *hidden.shape[1:])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
-        return whole
-
-    def sum_gradient(self, d_hidden: Tensor) -> Tensor:
-        """Sum the gradient of all tokens over the ranks; return that of this rank's tokens."""
-        if self.group is None:
-            return d_hidden
-        if not self.sequence_parallel:
-            dist.all_reduce(d_hidden, group=self.group)
-            return d_hidden
-        mine = d_hidden.new_empty(d_hidden.shape[0] // self.ranks, d_hidden.shape[1])
-        dist.reduce_scatter_tensor(mine, d_hidden, group=self.group)
-        return mine
 
 
 def losses(

@@ -3,15 +3,17 @@
 Documents and sparse block masks make hundreds of small tiles, and each call costs its launch.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from megatron_burst.plans.cells import FAR, Cells, Ints
 from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.plan import Tile, Tiles, by_blocks
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
@@ -40,90 +42,107 @@ class _Sequence(NamedTuple):
     queries: tuple[Interval, ...]
     keys: tuple[Interval, ...]
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return _rows(self.queries), _rows(self.keys)
+
+type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
+"""The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(tiles: Iterable[Tile]) -> tuple[KernelCall, ...]:
-    """Return the kernel calls that compute these tiles, those of a pair of blocks one by one."""
-    of_blocks: dict[object, list[Tile]] = defaultdict(list)
-    for tile in tiles:
-        blocks = tile.query_owner, tile.query_part, tile.key_owner, tile.key_part
-        of_blocks[blocks].append(tile)
-    return tuple(call for some in of_blocks.values() for call in _calls(some))
+def calls_of(tiles: Sequence[Tile], known: Known | None = None) -> tuple[KernelCall, ...]:
+    """Return the kernel calls that compute these tiles, those of a pair of blocks one by one.
+
+    What is `known` is not found again: of blocks that have the same cells.
+    """
+    known = {} if known is None else known
+    found: list[KernelCall] = []
+    for some in filter(len, by_blocks(tiles)):
+        key = id(some.cells), some.query_part, some.key_part
+        if key not in known:
+            known[key] = some, _calls(some)
+        found += (replace(call, tile=some[0]) for call in known[key][1])
+    return tuple(found)
 
 
-def _calls(tiles: Sequence[Tile]) -> list[KernelCall]:
+def _calls(tiles: Tiles) -> list[KernelCall]:
     """Return those of one pair of blocks, the one of the most queries first.
 
     What comes of the first stays as it is where it is all that there is of a block.
     """
-    if len(tiles) <= _FEW:
-        return [_call([_alone(tile)], _corner(tile), tile) for tile in tiles]
-    calls = [
-        _call(some, band, tiles[0])
-        for band, alike in _by_band(tiles).items()
-        for some in (_of_full(alike) if band == Band.FULL else _disjoint(map(_alone, alike)))
-    ]
+    cells, tile = tiles.slices, tiles[0]
+    if len(cells) <= _FEW:
+        return [
+            KernelCall(tile, band, (queries,), (keys,), ((queries.length, keys.length),))
+            for queries, keys, band in cells
+        ]
+    calls = [call for alike in _by_band(cells) for call in _of_band(tile, *alike)]
     return sorted(calls, key=lambda call: -_rows(call.queries))
 
 
-def _call(sequences: Sequence[_Sequence], band: Band, tile: Tile) -> KernelCall:
-    lengths = tuple(sequence.lengths for sequence in sequences)
-    if len(lengths) == 1:
-        band = band.of_corner(*lengths[0])
-    queries = (rows for sequence in sequences for rows in sequence.queries)
-    keys = (rows for sequence in sequences for rows in sequence.keys)
-    return KernelCall(tile, band, _runs(queries), _runs(keys), lengths)
-
-
-def _corner(tile: Tile) -> Band:
-    """Return the band that a square with the tile's window has."""
-    return Band(*tile.band.window(tile.query_rows.length, tile.key_rows.length))
-
-
-def _sides(band: Band) -> tuple[float, float]:
-    left, right = (math.inf if side is None else side for side in (band.left, band.right))
-    return left, right
-
-
-def _by_band(tiles: Sequence[Tile]) -> dict[Band, list[Tile]]:
-    """Return tiles by the band that a square would have.
+def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
+    """Group cells by the band that a square would have, counted from its last corner.
 
     A square goes with the narrowest window that hides no more of it: under a window of 1000 the
     short documents, which are causal, go with the long ones.
     """
-    narrow = sorted({_corner(tile) for tile in tiles}, key=_sides)
-    by_band: dict[Band, list[Tile]] = defaultdict(list)
-    for tile in tiles:
-        rows, band = tile.query_rows.length, _corner(tile)
-        if len(narrow) > 1 and rows == tile.key_rows.length:
-            band = next(other for other in narrow if other.of_corner(rows, rows) == tile.band)
-        by_band[band].append(tile)
-    return by_band
+    rows, keys = cells.sizes.T
+    shift = np.stack([keys - rows, rows - keys], axis=1)
+    corners = np.where(cells.sides < FAR, cells.sides + shift, FAR)
+    narrow, number = np.unique(corners, axis=0, return_inverse=True)
+    number = number.ravel()
+    if len(narrow) > 1:
+        of_square = np.where(narrow < rows[:, None, None] - 1, narrow, FAR)  # [cell, band, side]
+        first = (of_square == cells.sides[:, None]).all(axis=2).argmax(axis=1)
+        number = np.where(rows == keys, first, number)
+    for which in np.unique(number).tolist():
+        left, right = (None if side == FAR else side for side in narrow[which].tolist())
+        yield Band(left, right), cells.some(number == which)
 
 
-def _alone(tile: Tile) -> _Sequence:
-    return _Sequence((tile.query_slice,), (tile.key_slice,))
+def _of_band(tile: Tile, band: Band, cells: Cells) -> Iterator[KernelCall]:
+    """Make calls of cells of one band, so that no row is in two of a call's."""
+    queries, keys = cells.queries, cells.keys
+    order = queries[:, 0].argsort()
+    if _share_no_row(queries) and _share_no_row(keys):
+        lengths = [(q, k) for q, k in cells.sizes[order].tolist()]
+        yield _call(tile, band, queries[order], keys[order], lengths)
+        return
+    ends = zip(queries.tolist(), keys.tolist(), strict=True)
+    sequences = [_Sequence((Interval(*q),), (Interval(*k),)) for q, k in ends]
+    for some in _of_full(sequences) if band == Band.FULL else _disjoint(sequences):
+        lengths = [(_rows(queries), _rows(keys)) for queries, keys in some]
+        queries, keys = (
+            np.array([rows for side in sides for rows in side]) for sides in zip(*some, strict=True)
+        )
+        yield _call(tile, band, queries, keys, lengths)
 
 
-def _of_full(tiles: Sequence[Tile]) -> list[list[_Sequence]]:
-    """Join full tiles by their queries or by their keys, whichever makes fewer lists."""
-    found = _disjoint(_joined(tiles, by_keys=False))
+def _call(
+    tile: Tile, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
+) -> KernelCall:
+    if len(lengths) == 1:
+        band = band.of_corner(*lengths[0])
+    return KernelCall(tile, band, _runs(queries), _runs(keys), tuple(lengths))
+
+
+def _share_no_row(rows: Ints) -> bool:
+    ordered = rows[rows[:, 0].argsort()]
+    return bool((ordered[:-1, 1] <= ordered[1:, 0]).all())
+
+
+def _of_full(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
+    """Join full ones by their queries or by their keys, whichever makes fewer lists."""
+    found = _disjoint(_joined(sequences, by_keys=False))
     if len(found) == 1:
         return found
-    return min(found, _disjoint(_joined(tiles, by_keys=True)), key=len)
+    return min(found, _disjoint(_joined(sequences, by_keys=True)), key=len)
 
 
-def _joined(tiles: Iterable[Tile], *, by_keys: bool) -> Iterator[_Sequence]:
-    """Join full tiles of the same queries, then the queries that see the same keys.
+def _joined(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Sequence]:
+    """Join full ones of the same queries, then the queries that see the same keys.
 
     Or the other way round: of the same keys, then the keys that the same queries see.
     """
     met: dict[Interval, list[Interval]] = defaultdict(list)
-    for tile in tiles:
-        queries, keys = tile.query_slice, tile.key_slice
+    for (queries,), (keys,) in sequences:
         met[keys if by_keys else queries].append(queries if by_keys else keys)
     alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
     for rows, others in met.items():
@@ -152,14 +171,12 @@ def _bits(rows: Iterable[Interval]) -> int:
     return sum((1 << some.stop) - (1 << some.start) for some in rows)
 
 
-def _runs(rows: Iterable[Interval]) -> tuple[Interval, ...]:
+def _runs(rows: Ints) -> tuple[Interval, ...]:
     """Join intervals that follow each other, in their order."""
-    runs: list[Interval] = []
-    for some in rows:
-        if runs and runs[-1].stop == some.start:
-            some = Interval(runs.pop().start, some.stop)
-        runs.append(some)
-    return tuple(runs)
+    first = np.flatnonzero(np.append(True, rows[1:, 0] != rows[:-1, 1]))
+    last = np.append(first[1:], len(rows)) - 1
+    ends = rows[first, 0].tolist(), rows[last, 1].tolist()
+    return tuple(map(Interval, *ends))
 
 
 def _rows(intervals: Iterable[Interval]) -> int:

@@ -86,8 +86,7 @@ class Direct(Schedule):
         """Return the rows of `owner` that `user` needs, as few intervals."""
         if not self.tiling.needs.rows[self.sent][owner, user]:
             return []
-        tiles = self.tiling.of_block(self.sent, owner, user)
-        return joined([tile.rows_of(self.sent) for tile in tiles])
+        return joined(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent))
 
     def _of_part(self, tile: Tile, parts: Sequence[Interval]) -> Tile:
         rows = tile.rows_of(self.sent)

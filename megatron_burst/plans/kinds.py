@@ -40,7 +40,7 @@ def kinds_of(pieces: Pieces, mask: Mask, ranks: int, tokens: int) -> Kinds | Non
     base = 3 + len(distances)
     if base**count**2 >= 2**64:
         return None
-    cells = table.astype(np.min_scalar_type(base**count**2))
+    cells = table.astype(np.min_scalar_type(base**count**2 - 1))
     cells[query, key] = 3 + number
     codes = np.zeros((ranks, ranks), cells.dtype)
     for row, column in product(range(count), repeat=2):

@@ -138,7 +138,7 @@ class Mesh(Schedule):
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
 
-    def _tiles(self, rank: int, guest: int, owner: int) -> tuple[Tile, ...]:
+    def _tiles(self, rank: int, guest: int, owner: int) -> Sequence[Tile]:
         if guest == owner == rank:
             return self.tiling(rank, rank)
         if not self.tiling.needs.rows[self.sent][owner, guest]:
@@ -147,7 +147,7 @@ class Mesh(Schedule):
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
             part = self._parts[kind][whose]
             if whose != rank and part is not None:
-                tiles = tuple(tile.reading(kind, part) for tile in tiles)
+                tiles = tiles.reading(kind, part)
         return tiles
 
     def _around(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:

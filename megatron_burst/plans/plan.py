@@ -5,13 +5,15 @@ that a send and its receive come from one line, and says for every message the s
 it is posted, the step at whose end it has landed, and the buffer it lands in.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from megatron_burst.plans.cells import Cell, Cells
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 
@@ -25,6 +27,8 @@ class Kind(StrEnum):
     D_QUERY = "d_query"
     OUTPUT = "output"  # of queries against some of the keys, with its log-sum-exp
     HEADS = "heads"  # what an all-to-all over the heads moves
+
+    __hash__ = str.__hash__  # an enumeration's is slow, and plans look thousands of items up
 
     @property
     def is_result(self) -> bool:
@@ -106,8 +110,7 @@ class Tile:
     """Rows of one rank's queries against rows of one rank's keys: a kernel call, or part of one.
 
     Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
-    counted in the whole of what the owner has. Where only a part of it comes, the part is named,
-    and `query_slice` and `key_slice` count in it.
+    counted in the whole of what the owner has. Where only a part of it comes, the part is named.
     """
 
     query_owner: int
@@ -163,15 +166,73 @@ class Tile:
             return replace(self, key_part=part)
         return replace(self, query_part=part)
 
-    @property
-    def query_slice(self) -> Interval:
-        """The rows of the query block."""
-        return self.query_rows.within(self.query_part)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles(Sequence[Tile]):
+    """The tiles of one query block and one key block, made when they are looked at."""
+
+    query_owner: int
+    key_owner: int
+    cells: Cells
+    """The same object where pairs of ranks see the same."""
+    query_part: Interval | None = None
+    key_part: Interval | None = None
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._tile(self.cells[number])
+
+    def __iter__(self) -> Iterator[Tile]:
+        return map(self._tile, self.cells)
+
+    def _tile(self, cell: Cell) -> Tile:
+        blocks, parts = (self.query_owner, self.key_owner), (self.query_part, self.key_part)
+        return Tile(*blocks, cell.queries, cell.keys, cell.band, *parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
 
     @property
-    def key_slice(self) -> Interval:
-        """The rows of the key block."""
-        return self.key_rows.within(self.key_part)
+    def slices(self) -> Cells:
+        """The cells, counted in the parts of the blocks that are read."""
+        first = [part.start if part else 0 for part in (self.query_part, self.key_part)]
+        return Cells(self.cells.rows - np.repeat(first, 2), self.cells.sides)
+
+    @property
+    def blocks(self) -> tuple[Item, Item]:
+        """The query and the key block that are read."""
+        return (
+            Item(Kind.QUERY, self.query_owner, self.query_part),
+            Item(Kind.KV, self.key_owner, self.key_part),
+        )
+
+    def having(self, cells: Cells) -> "Tiles":
+        """Return other tiles of the same blocks."""
+        return replace(self, cells=cells)
+
+    def rows_of(self, kind: Kind) -> list[Interval]:
+        """Return the rows of the KV or QUERY block that each tile reads; see `Tile.rows_of`."""
+        rows = self.cells.keys if kind is Kind.KV else self.cells.queries
+        return [Interval(*ends) for ends in rows.tolist()]
+
+    def reading(self, kind: Kind, part: Interval) -> "Tiles":
+        """Return the tiles that read their KV or QUERY block from this part of its rows."""
+        if kind is Kind.KV:
+            return replace(self, key_part=part)
+        return replace(self, query_part=part)
+
+
+def by_blocks(tiles: Sequence[Tile]) -> list[Tiles]:
+    """Return tiles block by block, in the order of the first of each."""
+    if isinstance(tiles, Tiles):
+        return [tiles]
+    cells: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
+    for tile in tiles:
+        blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
+        cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
+    return [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +246,7 @@ class Step:
 
     receives: tuple[Receive, ...] = ()
     sends: tuple[Send, ...] = ()
-    tiles: tuple[Tile, ...] = ()
+    tiles: Sequence[Tile] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +272,20 @@ class Plan:
         return tuple(receive for step in self.steps for receive in step.receives)
 
     @property
+    def most_sums(self) -> Counter[Kind]:
+        """Of each kind, how many of others' results arrivals are being added to, at the most."""
+        begun: dict[Item, int] = {}
+        there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
+        for step in self.steps:
+            for send in step.sends:
+                steps = range(begun.pop(send.item, send.lands) + 1, send.lands + 1)
+                there[send.item.kind].update(steps)
+            for receive in step.receives:
+                if receive.item.kind.is_result and receive.item.owner != self.rank:
+                    begun.setdefault(receive.item, receive.lands)
+        return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
+
+    @property
     def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
         """For each buffer, by kind and number, the largest item that lands in it."""
         largest: dict[tuple[Kind, int], Item] = {}
@@ -230,21 +305,19 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
     busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
     number = {step: index for index, step in enumerate(sorted(busy))}
-    ours = [Hop(*hop[:4], number[hop.leaves], number[hop.lands]) for hop in ours]
-    buffers = _buffers(rank, ours, {number[t]: tiles[t] for t in tiles if tiles[t]})
+    buffers = _buffers(rank, ours, {t: tiles[t] for t in tiles if tiles[t]})
     receives: dict[int, list[Receive]] = defaultdict(list)
     sends: dict[int, list[Send]] = defaultdict(list)
-    for index, hop in enumerate(ours):
-        if hop.target == rank:
-            receive = Receive(hop.item, hop.source, hop.channel, hop.lands, buffers[index])
-            receives[hop.leaves].append(receive)
+    for index, (item, source, target, channel, leaves, lands) in enumerate(ours):
+        if target == rank:
+            receive = Receive(item, source, channel, number[lands], buffers[index])
+            receives[leaves].append(receive)
         else:
-            sends[hop.leaves].append(Send(hop.item, hop.target, hop.channel, hop.lands))
+            sends[leaves].append(Send(item, target, channel, number[lands]))
     return Plan(
         rank,
         tuple(
-            Step(tuple(receives[index]), tuple(sends[index]), tuple(tiles.get(step, ())))
-            for step, index in number.items()
+            Step(tuple(receives[step]), tuple(sends[step]), tiles.get(step, ())) for step in number
         ),
     )
 
@@ -268,9 +341,8 @@ def _last_uses(
 ) -> dict[int, int]:
     """Return for each message that arrives, by number, the last step that needs its buffer.
 
-    A block stays for its tiles and until its sends have landed, or until it has landed again. Of a
-    result, the first arrival becomes the sum (see `attention.gradient_accumulation`) and stays
-    until the sum has been sent; what arrives after it, or at the owner, is added at once.
+    A block stays for its tiles and until its sends have landed, or until it has landed again. A
+    result is added at once.
     """
     order = [number for number, hop in enumerate(hops) if hop.target == rank]
     order.sort(key=lambda number: (hops[number].lands, hops[number].leaves))
@@ -278,20 +350,12 @@ def _last_uses(
     for number in order:
         arrivals[hops[number].item].append(number)
     last = {number: hops[number].lands for number in order}
-    reads = attrgetter("query_owner", "key_owner", "query_part", "key_part")
-    some = {
-        (step, reads(tile)): tile for step in tiles for tile in tiles[step]
-    }  # of like tiles one
-    blocks = {(step, item) for (step, _), tile in some.items() for item in tile.blocks}
-    uses = [(step, step, item) for step, item in blocks]
-    uses += [(hop.leaves, hop.lands, hop.item) for hop in hops if hop.source == rank]
-    handed_on: dict[Item, int] = {}
-    for begins, ends, item in sorted(uses, key=lambda use: use[0]):
-        since = handed_on.get(item, 0)
-        there = [n for n in arrivals.get(item, ()) if since <= hops[n].lands < begins]
-        if there:
-            number = there[0 if item.kind.is_result else -1]
-            last[number] = max(last[number], ends)
-        if item.kind.is_result:
-            handed_on[item] = begins
+    meetings = ((step, some) for step in tiles for some in by_blocks(tiles[step]))
+    blocks = {(step, item) for step, some in meetings for item in some.blocks}
+    uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
+    passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
+    uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]
+    for begins, ends, item in uses:
+        if there := [n for n in arrivals.get(item, ()) if hops[n].lands < begins]:
+            last[there[-1]] = max(last[there[-1]], ends)
     return last

@@ -55,8 +55,8 @@ class Route:
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
-        stations = np.argwhere((self.ranks == rank).T).tolist()
-        ours = sorted({(owner, leg) for owner, station in stations for leg in at[station]})
+        places = zip(*(found.tolist() for found in np.nonzero(self.ranks == rank)), strict=True)
+        ours = sorted({(owner, leg) for station, owner in places for leg in at[station]})
         owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
         return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
 

@@ -37,6 +37,7 @@ from megatron_burst.plugin.limits import (
     lm_head_refusals,
     pattern_refusals,
     refusals,
+    refuse_all,
 )
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
     if config.mla is Mla.LATENT:
         missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
-        _refuse_all([*reasons, *missing], f"--burst-mla {config.mla} cannot run this")
+        refuse_all(f"--burst-mla {config.mla} cannot run this", [*reasons, *missing])
     elif reasons and has_latents and config.mla is Mla.AUTO:
         logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
         return dataclasses.replace(config, mla=Mla.HEADS)
@@ -169,7 +170,7 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
     config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
-    _refuse_all(lm_head_refusals(args), f"--lm-head-loss {config.loss} cannot run this")
+    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
     return config
 
 
@@ -244,13 +245,9 @@ def _profile_instead_of_trace(args: argparse.Namespace) -> None:
 
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
     """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
-    what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
     layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout, args)
-    _refuse_all([*refusals(args), *layers], what)
-
-
-def _refuse_all(reasons: Sequence[str], what: str) -> None:
-    refuse((bool(reasons), "\n  ".join([f"{what}:", *reasons])))
+    what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
+    refuse_all(what, [*refusals(args), *layers])
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

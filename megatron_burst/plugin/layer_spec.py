@@ -17,7 +17,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.latents import WITH_LATENTS
-from megatron_burst.plugin.limits import pattern_refusals
+from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (
     block_spec,
     local_stack_spec,
@@ -91,8 +91,8 @@ class StackWithContexts:
         **options: Any,
     ) -> Any:
         """Return the stack."""
-        if reasons := pattern_refusals("".join(layer_type_list), shared.config.layout, config):
-            raise ValueError("\n  ".join(["burst cannot run this hybrid stack:", *reasons]))
+        reasons = pattern_refusals("".join(layer_type_list), shared.config.layout, config)
+        refuse_all("burst cannot run this hybrid stack", reasons)
         shared.get_megatrons(config, pg_collection)
         given = {"layer_type_list": layer_type_list, "pg_collection": pg_collection, **options}
         return stack(config, **given)

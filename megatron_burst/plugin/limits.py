@@ -1,6 +1,6 @@
 """What of Megatron our parts cannot honour, each with the reason: refused, never ignored."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_burst.config import LayoutName
@@ -108,6 +108,12 @@ LM_HEAD_LIMITS = with_remedies(
     ),
     batch_invariant_mode="chunks are other shapes than Megatron's",
 )
+
+
+def refuse_all(what: str, reasons: Sequence[str]) -> None:
+    """Raise a ValueError that says what cannot be done and every reason, if there is one."""
+    if reasons:
+        raise ValueError("\n  ".join([f"{what}:", *reasons]))
 
 
 def refusals(settings: Any) -> list[str]:

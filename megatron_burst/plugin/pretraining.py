@@ -38,6 +38,13 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "log_straggler",
     "inprocess_restart",
 )
+# Arguments that Megatron's configuration of a data set has by the same name.
+_OF_THE_DATA_SET = (
+    *("split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads"),
+    *("mmap_bin_files", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    *("object_storage_cache_path", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens"),
+    *("context_parallel_size", "data_parallel_size"),
+)
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
@@ -206,29 +213,17 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         with open(args.per_dataset_sequences_path) as file:
             sequences = json.load(file)
     return GPTDatasetConfig(
+        **{name: getattr(args, name) for name in _OF_THE_DATA_SET},
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=sequences,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         inter_document_masking=args.dataloader_inter_document_masking,
     )

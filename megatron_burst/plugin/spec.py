@@ -19,7 +19,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, stack_spec
-from megatron_burst.plugin.limits import beyond, pattern_refusals, refusals
+from megatron_burst.plugin.limits import beyond, pattern_refusals, refusals, refuse_all
 
 _FORM = "--spec megatron_burst.plugin.spec"
 _ONLY_WITH_A_LAUNCHER = {
@@ -76,6 +76,6 @@ def config_from_args(args: argparse.Namespace) -> BurstConfig:
     )
     check_layers(args, config, own_spec=False)
     layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), LayoutName.ZIGZAG, args)
-    if reasons := [*refusals(args), *layers, *beyond(_ONLY_WITH_A_LAUNCHER, args)]:
-        raise ValueError(f"{_FORM} cannot run this:\n  " + "\n  ".join(reasons))
+    reasons = [*refusals(args), *layers, *beyond(_ONLY_WITH_A_LAUNCHER, args)]
+    refuse_all(f"{_FORM} cannot run this", reasons)
     return config

@@ -10,14 +10,16 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from harness import Clock, Flags, Row, origin, publish, spread, table, wait_until_quiet
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention.rows import device_calls
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.layout import Layout, zigzag, zigzag_of_each
 from megatron_burst.plans.planning import choose
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
@@ -38,11 +40,20 @@ def nodes_of(ranks: int) -> list[int]:
 
 
 def plan(layout: Layout, seen: Mask) -> None:
-    """Plan as a rank does: choose the schedules of all, then make one's own plans."""
+    """Plan as a rank does: choose the schedules of all, then make one's own plans and calls."""
     ranks, local = layout.ranks, layout.local_tokens
     rows = tuple(tuple(range(i, i + A_NODE)) for i in range(0, ranks, A_NODE))
     tiling, shape = Tiling(layout, seen), Shape(local, 32, 8, 128, 128, 2, 4)
-    choose(BurstConfig(), tiling, Grid(rows), shape, nodes_of(ranks)).plans(ranks // 2)
+    choice = choose(BurstConfig(), tiling, Grid(rows), shape, nodes_of(ranks))
+    device_calls(choice.plans(ranks // 2), 1, torch.device("cpu"))
+
+
+def apart(seen: Mask, ranks: int) -> tuple[Layout, Mask]:
+    """Return documents of about these lengths, each in zigzag by itself, as packed batches come."""
+    chunk, bounds = 2 * ranks, seen.documents or ()
+    borders = [round(bound / chunk) * chunk for bound in bounds]
+    lengths = [b - a for a, b in pairwise(borders) if b > a]
+    return zigzag_of_each(lengths, ranks), Mask.causal(documents=[0, *accumulate(lengths)])
 
 
 def plans() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -54,6 +65,8 @@ def plans() -> Iterator[tuple[str, Callable[[], object]]]:
         if documents > 1:
             layout = balanced(seen, tokens, nodes_of(ranks)).layout
             yield f"a plan of {name.format(*case)}, balanced", partial(plan, layout, seen)
+            each = f"a plan of {name.format(*case)}, each in zigzag"
+            yield each, partial(plan, *apart(seen, ranks))
     for case in DEALT:
         ranks, local, documents = case
         seen = mask(ranks * local, documents)
@@ -83,8 +96,9 @@ PAGE = """
 # Planning
 
 CPU time of one thread, median of {repetitions} and the least, in milliseconds; nodes of 8 ranks,
-causal, zigzag but where said. A plan is the choice of the schedules and one rank's forward and
-backward. A layer that was seen before is one call of `prepare`, the mean of 10,000.
+causal, zigzag but where said. A plan is the choice of the schedules, one rank's forward and
+backward, and their kernel calls with their tables. A layer that was seen before is one call of
+`prepare`, the mean of 10,000.
 
 {body}
 """

@@ -100,7 +100,32 @@ def two_nodes(rows: Rows, axes: Axes) -> None:
     axes.set_ylim(0)
 
 
+def convergence(rows: Rows, axes: Axes) -> None:
+    """Training losses of burst from stock's of the same seed, and stock's of two seeds apart."""
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row["loss"] == "training":
+            curve = curves.setdefault((row["run"], row["seed"]), {})
+            curve[int(row["step"])] = float(row["nats"])
+    seeds = unique(rows, "seed")
+
+    def apart(a: tuple[str, str], b: tuple[str, str], label: str, color: str) -> None:
+        values = [abs(curves[a][step] - curves[b][step]) for step in curves[a]]
+        axes.plot([*curves[a]], values, color=color, label=label, linewidth=1)
+
+    apart(("stock", seeds[0]), ("stock", seeds[1]), "stock, two seeds", "0.45")
+    for name, color in zip(
+        [run for run in unique(rows, "run") if run != "stock"], "gb", strict=True
+    ):
+        for number, seed in enumerate(seeds):
+            label = f"{name} from stock" if not number else "_"
+            apart((name, seed), ("stock", seed), label, color)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="difference of the loss, nats (means of 20 steps)")
+
+
 PICTURES: Mapping[str, Callable[[Rows, Axes], None]] = {
+    "convergence": convergence,
     "loss": loss,
     "recompute": recompute,
     "two_nodes": two_nodes,

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_burst import Mask
 from megatron_burst.kernels import TileCall
-from tests.fake_ring import EmptyKernel, peaks
+from tests.fake_ring import EmptyKernel, count
 
 
 class Noting(EmptyKernel):
@@ -29,7 +29,7 @@ def test_tiles_leave_room_where_messages_are_long_and_on_their_way(
     tokens: int, nodes: int, leave_room: bool
 ) -> None:
     kernel = Noting()
-    call = peaks(8, nodes, "kv", Mask.causal(), tokens=tokens, kernel=kernel).call
+    call = count(8, nodes, "kv", Mask.causal(), tokens=tokens, kernel=kernel).call
     assert call.leaves_room is leave_room
     steps = [len(calls) for calls in call.forward_calls]
     assert len(kernel.noted) == sum(steps)

@@ -25,7 +25,7 @@ TOKENS = 64
 def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracle.Result:
     plan = Plan(0, (Step(tiles=tuple(tiles)),))
     q, k, v, dout = tensors
-    calls = device_calls(plan, len(q), q.device)
+    (calls,) = device_calls([plan], len(q), q.device)
     communicator = Communicator((), {}, 1)
     call = AttentionCall(
         *(plan, plan, kernel, DIM**-0.5, communicator), forward_calls=calls, backward_calls=calls

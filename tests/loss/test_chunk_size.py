@@ -65,12 +65,29 @@ def test_no_length_is_refused_for_its_statistics(tokens: int, ranks: int) -> Non
         assert found.combined % found.tokens == 0 and found.combined > 4 * found.tokens
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sums_apart", [False, True])
+@pytest.mark.parametrize("tokens", [100, 32 * 1024, 2**22])
+def test_by_default_chunks_are_worth_reading_dw(
+    tokens: int, sums_apart: bool, dtype: torch.dtype
+) -> None:
+    large = Sizes(tokens=tokens, vocabulary=2**17, hidden=4096, dtype=dtype, sums_apart=sums_apart)
+    found = within(large, None)
+    assert found.tokens >= min(tokens, 2048) and found.rows is None
+    assert found.peak <= large.default_limit and "max(512 MiB" in str(found)
+    if tokens > 2048:  # the limit is no larger than it need be
+        assert found.peak > 0.85 * large.default_limit
+    small = dataclasses.replace(large, vocabulary=2**13)
+    assert small.default_limit == 512 * MIB and within(small, None).peak <= 512 * MIB
+
+
 def test_short_sequences_are_combined_at_once() -> None:
     assert within(SIZES, 64 * MIB).combined == SIZES.tokens
 
 
 def test_sums_of_dw_that_do_not_fit_are_made_in_blocks() -> None:
     apart = dataclasses.replace(SIZES, dtype=torch.bfloat16, sums_apart=True)
+    assert within(apart, 160 * MIB).rows
     assert within(apart, 512 * MIB).rows is None
     found = within(apart, 64 * MIB)
     assert found.rows and found.rows * apart.row_of_sums <= 32 * MIB

@@ -67,7 +67,7 @@ def test_it_makes_nan_where_looking_would_cost() -> None:
     """On a GPU the host does not look."""
     from megatron_burst.loss.vocabulary import Vocabulary
 
-    vocabulary, targets = Vocabulary(10, None, False), torch.tensor([3, 10, -1, -100])
+    vocabulary, targets = Vocabulary(10, None), torch.tensor([3, 10, -1, -100])
     grad = torch.tensor([1.0, 0.0, 1.0, 1.0]).as_subclass(OnAGpu)
     found = vocabulary.check_gradient(grad, targets, vocabulary.locate(targets, -100))
     assert found.isnan().tolist() == [False, False, True, False]

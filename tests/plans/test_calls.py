@@ -1,9 +1,11 @@
 """Which tiles share a kernel call: every pair once, no row twice, few calls. (fast tier)"""
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.calls import KernelCall, calls_of
-from megatron_burst.plans.layout import Interval, segmented_zigzag, zigzag
+from megatron_burst.plans.layout import Interval, segmented_zigzag, zigzag, zigzag_of_each
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.topology import flat_grid
 from tests.plans.masks import LAYOUTS, documents_of, maskings
 from tests.tier import examples
 
@@ -74,8 +78,9 @@ def test_the_calls_compute_the_tiles(
         if key_owner == 0:
             half, first, second = half_and_quarters(tiles)
             expected = by_tiles(tiles, 4 * chunk)
-            assert torch.equal(by_tiles(half + first + second, 4 * chunk), expected)
-            steps += [half, first + second]
+            end = [*first, *second]
+            assert torch.equal(by_tiles([*half, *end], 4 * chunk), expected)
+            steps += [half, end]
         for some in steps:
             expected = by_tiles(some, 4 * chunk)
             assert torch.equal(computed(calls_of(some), 4 * chunk), expected)
@@ -95,13 +100,32 @@ def test_a_thousand_documents_take_two_calls_forward_and_three_backward(window: 
     most: Counter[str] = Counter()
     for rank in range(ranks):
         half, first, second = half_and_quarters(tiling(rank, rank))
-        steps = {"own": tiling(rank, rank), "half": half, "end": first + second}
+        steps = {"own": tiling(rank, rank), "half": half, "end": [*first, *second]}
         others = (tiling(rank, other) for other in range(ranks) if other != rank)
         found = {name: len(calls_of(tiles)) for name, tiles in steps.items()}
         found["visit"] = max(len(calls_of(tiles)) for tiles in others)
         most |= Counter(found)
     assert most["own"] <= (2 if window is None else 3) and most["visit"] <= 2
     assert most["half"] <= 3 and most["end"] <= 3
+
+
+def test_ranks_that_see_alike_share_what_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So 500 documents, each in zigzag by itself, on 64 ranks are planned without their tiles."""
+    ranks, lengths = 64, [128 * n for n in random.Random(0).choices(range(1, 40), k=500)]
+    mask, known = Mask.causal(documents=documents_of(lengths)), dict[Any, Any]()
+    ring, made = Ring(Tiling(zigzag_of_each(lengths, ranks), mask), flat_grid(ranks)), []
+    monkeypatch.setattr(Tile, "__post_init__", lambda tile: made.append(tile))
+    steps = [step.tiles for plan in (ring.forward(9), ring.backward(9)) for step in plan.steps]
+    calls = [call for tiles in steps for call in calls_of(tiles, known)]
+    assert sum(map(len, steps)) > 60_000 and len(made) < 1000
+    assert len({id(call.lengths) for call in calls}) < 12
+    for tiles in steps[:4]:
+        (call,) = calls_of(tiles)
+        shared = next(c for c in calls if c.tile == call.tile and c.band == call.band)
+        assert (call.queries, call.keys, call.lengths) == (
+            *(shared.queries, shared.keys),
+            shared.lengths,
+        )
 
 
 def test_documents_on_their_own_rank_are_causal_squares_of_one_slice() -> None:
@@ -158,10 +182,10 @@ def test_what_overlaps_goes_to_a_further_call() -> None:
 def test_one_or_two_tiles_stay_calls_of_their_own(ranks: int) -> None:
     tiling = Tiling(zigzag(64, ranks), Mask.causal())
     half, first, second = half_and_quarters(tiling(0, 0))
-    for tiles in (tiling(0, 0), tiling(0, ranks - 1), half, first + second):
+    for tiles in (tiling(0, 0), tiling(0, ranks - 1), half, [*first, *second]):
         calls = calls_of(tiles)
         found = [(call.queries, call.keys, call.band) for call in calls]
-        assert found == [((t.query_slice,), (t.key_slice,), t.band) for t in tiles]
+        assert found == [((t.query_rows,), (t.key_rows,), t.band) for t in tiles]
         assert all(len(call.lengths) == 1 for call in calls)
 
 
@@ -184,7 +208,8 @@ def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
     total = sum(tile.pairs for tile in tiles)
     shares = [sum(tile.pairs for tile in part) / total for part in parts]
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.008)
-    cut = len(sum(parts, [])) - len(tiles)
+    pieces = [*itertools.chain(*parts)]
+    cut = len(pieces) - len(tiles)
     assert cut <= 4  # two borders, and what is full left of the causal squares behind them
-    assert torch.equal(by_tiles(sum(parts, []), tokens), by_tiles(tiles, tokens))
+    assert torch.equal(by_tiles(pieces, tokens), by_tiles(tiles, tokens))
     assert not any(tile.is_banded for part in parts for tile in part)

@@ -148,7 +148,7 @@ def test_a_band_cut_is_the_submatrix(
 def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)
     for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
-        parts = sum(half_and_quarters([tile]), [])
+        parts = [*itertools.chain(*half_and_quarters([tile]))]
         for part in parts:
             assert_fits(part)
         found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))

@@ -1,5 +1,6 @@
 """Tiles: the fewest that cover what a pair of ranks sees, and how one is cut. (fast tier)"""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -41,7 +42,7 @@ def test_under_zigzag_a_pair_of_ranks_has_one_tile(
 
 def test_what_is_not_seen_has_no_tile_and_what_is_seen_whole_has_one() -> None:
     layout = contiguous(32, 4)
-    assert Tiling(layout, Mask.causal())(0, 1) == ()
+    assert Tiling(layout, Mask.causal())(0, 1) == []
     whole = Tile(0, 1, WHOLE, WHOLE, Band.FULL)
     assert Tiling(layout, Mask.full())(0, 1) == (whole,)
     assert Tiling(zigzag(32, 4), Mask.full())(0, 1) == (whole,)
@@ -69,7 +70,7 @@ def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, band: Band) 
     tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), band)
     parts = half_and_quarters([tile])
     assert all(len(part) <= 1 for part in parts)
-    pieces = sum(parts, [])
+    pieces = [*itertools.chain(*parts)]
     assert {(piece.query_owner, piece.key_owner) for piece in pieces} == {(3, 5)}
     assert sorted(pairs_of(pieces)) == sorted(pairs_of((tile,)))
     assert sum(piece.pairs for piece in pieces) == tile.pairs

@@ -157,9 +157,8 @@ def test_the_delta_rule_equals_its_loop(
         return lambda q, k, v, g, beta: rule(q, gdn.l2norm(k), v, -g.exp(), beta.sigmoid())
 
     def ours(q, k, v, g, beta):
-        return gdn.chunk_gated_delta_rule(
-            *(q, k, v, g, beta, None), False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
-        )[0]
+        options = {"initial_state": None, "use_qk_l2norm_in_kernel": False, "cu_seqlens": None}
+        return gdn.chunk_gated_delta_rule(q, k, v, g, beta, **options)[0]
 
     check_equal(in_range(ours), in_range(delta_loop), given)
 
@@ -170,7 +169,7 @@ def test_the_delta_rule_equals_megatrons_own_in_torch() -> None:
     assert common.chunk_gated_delta_rule is not gdn.chunk_gated_delta_rule, "of the platform alone"
     q, k, v, g, beta = inputs(*[(2, 70, HEADS, 8)] * 3, *[(2, 70, HEADS)] * 2)
     given = [x.detach().float() for x in (q, gdn.l2norm(k), v, -g.exp(), beta.sigmoid())]
-    found, _ = gdn.chunk_gated_delta_rule(*given, None, False, False, None)
+    found, _ = gdn.chunk_gated_delta_rule(*given)
     expected, _ = common.torch_chunk_gated_delta_rule(*given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -198,7 +197,7 @@ def test_a_memory_that_is_lost_at_once_has_gradients() -> None:
     """exp of what lies behind the diagonal would be infinite."""
     q, k, v, g = inputs(*[(1, 64, 1, 4)] * 3, (1, 64, 1))
     beta = torch.ones(1, 64, 1)
-    out, _ = gdn.chunk_gated_delta_rule(q, k, v, -1000 * g.square(), beta, None, False, False, None)
+    out, _ = gdn.chunk_gated_delta_rule(q, k, v, -1000 * g.square(), beta)
     gradients = torch.autograd.grad(out.sum(), [q, k, v, g])
     assert all(gradient.isfinite().all() for gradient in gradients)
 

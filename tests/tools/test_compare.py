@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_burst.tools.compare.results import (
     differences,
     measure,
 )
+from megatron_burst.tools.compare.switching import switching
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.runlog import read_scalars
@@ -281,8 +283,30 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     assert all(f"| {name} |" in page for name in rows)
     assert "agree with those of CP=1 megatron within 2.0e-05" in page
     assert "A micro-batch has 7.2 documents in the mean." in page
-    assert "| burst | 2.0e-05 | 1.4167 | 500 | 64 |" in page
+    assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in page
+    assert "![Differences of the losses at every step](differences.svg)" in page
+    picture = (tmp_path / "differences.svg").read_text()
+    assert (
+        picture.count("<path") > 3 and "Megatron's own context parallelism or `burst` did" in page
+    )
     assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in page
+
+
+def test_what_switching_gains_is_held_against_the_fastest_of_megatrons_own() -> None:
+    def timed(name: str, seconds: float, memory: float | None, loss: float) -> Result:
+        one = ran(name, [5.0, loss])
+        return replace(one, seconds_per_step=seconds, peak_memory_bytes=memory)
+
+    mine = timed("burst", 0.6, 3 * 2**30, 4.004)
+    fast, slow = (
+        timed(f"megatron {name}", s, None, 4.0) for name, s in {"p2p": 0.8, "a2a": 2}.items()
+    )
+    text, lines = switching([slow, fast, mine])
+    assert "`megatron p2p`" in text and "After 2 steps the losses are 1.0e-03 apart" in text
+    assert lines[0] == ["step ms", "800", "600", "0.75"]
+    assert lines[2] == ["memory GiB", "n/a", "3.00", "n/a"]
+    for some in ([fast], [mine], []):
+        assert switching(some)[1] == []
 
 
 def test_losses_that_differ_and_runs_that_fail_are_faults(
@@ -325,12 +349,25 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
     assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
 
 
-def test_json_is_all_that_is_printed(
+def test_json_is_all_that_is_printed_with_one_ranks_share(
     trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, "--json") == 0
+    assert run(tmp_path, "--json", "--tiles") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "compare.json").read_text())
+    shares = printed["shares"]
+    assert [row["name"] for row in shares[::2]] == [
+        "one call, 192 tokens",
+        "a rank of 8, kv ring",
+        "a rank of 8, query ring",
+    ]
+    assert {row["speed"] for row in shares[:2]} == {1.0}
+    assert all(row["seconds"] > 0 and row["tflops"] > 0 for row in shares)
+    flops = [row["tflops"] * row["seconds"] for row in shares[::2]]
+    assert flops[1:] == pytest.approx([flops[0]] * 2, rel=0.15), "about as many"
+    page = (tmp_path / "compare.md").read_text()
+    assert "## One rank's share of 8 on this device" in page
+    assert "| a rank of 8, query ring | 64 | backward | " in page
 
 
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:

@@ -90,12 +90,8 @@ DOCUMENT_CASES = {
     "CP 2, balanced": (2, f"{CP2} {BALANCED}"),
 }
 MORE_DOCUMENT_CASES = {
-    "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
-    "PP 2": (2, PP2),
-    "CP 4": (4, CP4),
     "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
     "PP 4": (4, PP2.replace("2", "4")),
-    "CP 2 x PP 2, segmented": (4, f"{CP2} {PP2} {SEGMENTED}"),
     "CP 2 x interleaved PP 2, full recompute, segmented": (
         4,
         f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
@@ -103,7 +99,6 @@ MORE_DOCUMENT_CASES = {
     "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
     "CP 4, balanced": (4, f"{CP4} {BALANCED}"),
     "TP 2 x CP 2, balanced": (4, f"{CP2} {TP2} {BALANCED}"),
-    "CP 2 x PP 2, balanced": (4, f"{CP2} {PP2} {BALANCED}"),
     "CP 2 x interleaved PP 2, fraction 0.5, balanced": (
         4,
         f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5 {BALANCED}",
@@ -124,6 +119,19 @@ def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
     one, found = packed_runs(1, DOCUMENTS), packed_runs(ranks, f"{DOCUMENTS} {flags}")
     report(f"documents, {case}", largest_difference(found, one, STEPS), TOLERANCE)
     assert ("tokens in documents are balanced over" in found.text) == ("balanced" in case)
+
+
+@slow
+@pytest.mark.parametrize("layout", ["", BALANCED])
+def test_experts_with_a_loss_of_their_own(
+    tmp_path: Path, short_documents: tuple[str, ...], layout: str
+) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --lr 1e-4 "
+    experts += "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+    common = (*short_documents, *BURST, PER_TOKEN, *DOCUMENTS.split(), *experts.split())
+    one = train(tmp_path / "1", 1, *common)
+    two = train(tmp_path / "2", 2, *common, *CP2.split(), *layout.split())
+    report(f"experts {layout}", largest_difference(two, one, STEPS), TOLERANCE)
 
 
 @slow

@@ -1,5 +1,6 @@
 """Steps of --sft, each padded conversation in a zigzag of its own, equal one rank. (fast tier)"""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def test_sft(conversations: Callable[..., Log], case: str) -> None:
     ranks, flags = CASES[case]
     found = conversations(ranks, flags)
     report(f"sft, {case}", largest_difference(found, conversations(1, ""), STEPS), TOLERANCE)
+
+
+@pytest.mark.slow
+def test_sft_evaluated_and_verified(conversations: Callable[..., Log]) -> None:
+    evaluated = "--split 50,50,0 --eval-iters 2 --eval-interval 2"
+    one, found = (conversations(ranks, f"{evaluated} {cp}") for ranks, cp in ((1, ""), (2, CP2)))
+    report("sft, evaluation", largest_difference(found, one, STEPS), TOLERANCE)
+    # Megatron's mean over ranks of their means under --sft, so near one rank's alone.
+    losses, expected = (
+        [
+            float(loss)
+            for loss in re.findall(r"validation loss at .*?lm loss value: (\S+)", run.text)
+        ]
+        for run in (found, one)
+    )
+    assert losses and losses == pytest.approx(expected, rel=0.01)
+    verified = conversations(2, f"{evaluated} {CP2} --burst-verify")
+    assert verified.losses == found.losses
 
 
 @pytest.mark.slow

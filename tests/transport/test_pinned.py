@@ -49,5 +49,5 @@ def test_what_goes_to_a_gpu_is_pinned() -> None:
     device, plan = torch.device("cuda"), schedule.forward(0)
     with FakeTensorMode(), Copies() as copies:
         assert to_device(torch.arange(3), device).is_cuda
-        device_calls(plan, 1, device)
+        device_calls([plan], 1, device)
     assert copies.count > 1, "tables of rows, too"

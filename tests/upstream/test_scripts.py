@@ -25,7 +25,7 @@ COMMON = ("--mock-data", "--context-parallel-size", "2", "--calculate-per-token-
 BURST = ("--context-parallel-algo", "burst")
 NO_CODE = "--cp-comm-type burst --no-create-attention-mask-in-dataloader".split()
 MUCH = (
-    "--lm-head-loss chunked --burst-layout segmented-zigzag --dataloader-inter-document-masking "
+    "--lm-head-loss chunked --dataloader-inter-document-masking "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--recompute-attention-fraction 0.5"
 ).split()
@@ -131,14 +131,16 @@ def test_by_the_launcher(checkout: Path, train: Callable[..., Log], script: str)
     check_equal(f"megatron_burst.run {script}", found, train(*OUR_ENTRY, *flags))
 
 
+@pytest.mark.parametrize("layout", ["segmented-zigzag", "balanced"])
 def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
-    checkout: Path, train: Callable[..., Log]
+    checkout: Path, train: Callable[..., Log], layout: str
 ) -> None:
     script = ("-m", "megatron_burst.run", str(checkout / "pretrain_gpt.py"))
-    found, expected = (train(*way, *MODEL, *COMMON, *BURST, *MUCH) for way in (script, OUR_ENTRY))
-    for said in ("chunked LM head loss: ", "segmented-zigzag"):
+    flags = (*MODEL, *COMMON, *BURST, *MUCH, "--burst-layout", layout)
+    found, expected = (train(*way, *flags) for way in (script, OUR_ENTRY))
+    for said in ("chunked LM head loss: ", layout):
         assert said in found.text
-    check_equal("megatron_burst.run, all hooks", found, expected)
+    check_equal(f"megatron_burst.run, all hooks, {layout}", found, expected)
 
 
 @by_script

@@ -26,7 +26,7 @@ from megatron_burst.plugin.attention.recompute import Checkpoints
 from megatron_burst.plugin.attention.shapes import shape_of
 from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
-from megatron_burst.plugin.limits import refusals
+from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.transport.comm import check_agreement
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -169,8 +169,7 @@ class BurstCoreAttention(ModuleWithSink):
             reasons.append(f"attention_dropout = {attention_dropout}: only 0 is possible")
         if attention_type != "self":
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
-        if reasons:
-            raise ValueError(f"layer {layer_number} cannot use burst:\n  " + "\n  ".join(reasons))
+        refuse_all(f"layer {layer_number} cannot use burst", reasons)
         self._shared = shared
         self.context = shared.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type

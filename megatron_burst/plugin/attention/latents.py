@@ -18,10 +18,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_latent_attention import (
-    FusedMLASelfAttention,
-    MLASelfAttention,
-)
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
@@ -29,7 +26,7 @@ from megatron_burst.attention.keys import Latents
 from megatron_burst.config import Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
-from megatron_burst.plugin.limits import LATENT_LIMITS, beyond
+from megatron_burst.plugin.limits import LATENT_LIMITS, beyond, refuse_all
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +41,8 @@ class LatentSelfAttention(MLASelfAttention):
         attach(self)
 
 
-class LatentFusedSelfAttention(FusedMLASelfAttention):
+class LatentFusedSelfAttention(LatentSelfAttention, FusedMLASelfAttention):
     """The same for --mla-down-proj-fusion."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        attach(self)
 
 
 WITH_LATENTS: Mapping[Any, type] = {
@@ -70,9 +63,8 @@ def attach(attention: Any) -> None:
         return
     asked = core.context.config.mla
     reasons = [] if asked is Mla.HEADS else reasons_against(attention)
-    if reasons and asked is Mla.LATENT:
-        text = f"layer {attention.layer_number} cannot run --burst-mla {asked}:"
-        raise ValueError("\n  ".join([text, *reasons]))
+    if asked is Mla.LATENT:
+        refuse_all(f"layer {attention.layer_number} cannot run --burst-mla {asked}", reasons)
     if reasons and core.context.is_news(text := "; ".join(reasons)):
         logger.info("burst attention: K and V of all heads travel, not latents: %s", text)
     if not reasons and asked is not Mla.HEADS:

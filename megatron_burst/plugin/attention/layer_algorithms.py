@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.plugin.limits import refuse_all
 
 MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """The names that Megatron's own core attention, TransformerEngine's, knows."""
@@ -59,8 +60,7 @@ def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: boo
     known = (*Algorithm, *MEGATRONS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
-    if reasons := _beside_megatrons(args, config, own_spec):
-        raise ValueError(f"{given} cannot run this:\n  " + "\n  ".join(reasons))
+    refuse_all(f"{given} cannot run this", _beside_megatrons(args, config, own_spec))
 
 
 def _layers(args: argparse.Namespace) -> int | None:
@@ -76,24 +76,22 @@ def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: b
     theirs = [name for name in args.cp_comm_type if name in MEGATRONS]
     if not theirs or args.context_parallel_size == 1:  # where Megatron hands out no names
         return []
-    layers = f"layers with {theirs[0]}"
-    reasons = []
-    if not own_spec and importlib.util.find_spec("transformer_engine") is None:
-        reasons.append(
-            f"{layers} need TransformerEngine, which is not installed: name one of "
-            f"{', '.join(Algorithm)}"
-        )
-    if config.layout is not LayoutName.ZIGZAG:
-        reasons.append(f"{layers} know no --burst-layout {config.layout}: drop it")
-    if config.block_mask is not None:
-        reasons.append(f"{layers} know no --burst-block-mask: drop it")
-    if args.dataloader_inter_document_masking:
-        reasons.append(
-            f"{layers} want documents that are padded: drop --dataloader-inter-document-masking"
-        )
-    if args.sft:
-        reasons.append(
-            f"{layers} beside ours were not shown to be right with --sft: drop it, or name one of "
-            f"{', '.join(Algorithm)} for all"
-        )
-    return reasons
+    lacks_te = not own_spec and importlib.util.find_spec("transformer_engine") is None
+    ours = f"name one of {', '.join(Algorithm)}"
+    cases = (
+        (lacks_te, f"need TransformerEngine, which is not installed: {ours}"),
+        (
+            config.layout is not LayoutName.ZIGZAG,
+            f"know no --burst-layout {config.layout}: drop it",
+        ),
+        (config.block_mask, "know no --burst-block-mask: drop it"),
+        (
+            args.dataloader_inter_document_masking,
+            "want documents that are padded: drop --dataloader-inter-document-masking",
+        ),
+        (
+            args.sft,
+            f"beside ours were not shown to be right with --sft: drop it, or {ours} for all",
+        ),
+    )
+    return [f"layers with {theirs[0]} {why}" for holds, why in cases if holds]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import beyond, recurrent_layers
+from megatron_burst.plugin.limits import beyond, recurrent_layers, refuse_all
 
 
 def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,5 +97,4 @@ def check_cpu_arguments(args: argparse.Namespace) -> None:
             f"{recurrent} layers take whole sequences: drop --dataloader-inter-document-masking "
             "and --sft"
         )
-    if reasons:
-        raise ValueError("this cannot run on a CPU:\n  " + "\n  ".join(reasons))
+    refuse_all("this cannot run on a CPU", reasons)

@@ -9,21 +9,10 @@ CHUNK = 64
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **unused: object
 ) -> tuple[Tensor, None]:
-    """`causal_convolution`, and no state; ValueError if one of the last three is given."""
-    check_unused(
-        "causal_conv1d",
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
+    """`causal_convolution`, and no state; ValueError if another option is given."""
+    check_unused("causal_conv1d", unused)
     return causal_convolution(x, weight, bias, activation), None
 
 
@@ -34,44 +23,13 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **unused: object
 ) -> tuple[Tensor, None]:
-    """The gated delta rule.
+    """The gated delta rule: `decaying_memory(q, k, v, g, beta) / sqrt(dk)`, and no state.
 
-    For every batch and head, with the state S [dk, dv] zero at first:
-
-        S = exp(g[t]) * S
-        S = S + outer(k[t], beta[t] * (v[t] - k[t] @ S))
-        out[t] = q[t] @ S / sqrt(dk)
-
-    Args:
-        q: [batch, tokens, heads, dk].
-        k: [batch, tokens, heads, dk], of length 1.
-        v: [batch, tokens, heads, dv].
-        g: [batch, tokens, heads], not above 0.
-        beta: [batch, tokens, heads], from 0 to 1.
-        initial_state: None; ValueError if this or one of the others is given.
-        output_final_state: False.
-        use_qk_l2norm_in_kernel: False.
-        cu_seqlens: None.
-
-    Returns:
-        [batch, tokens, heads, dv] in v's dtype, computed in float32, in float64 for float64; None.
+    q, k, v are [batch, tokens, heads, dk or dv], k of length 1; g, not above 0, and beta, from 0 to
+    1, [batch, tokens, heads]. Returns v's shape and dtype. ValueError if another option is given.
     """
-    check_unused(
-        "chunk_gated_delta_rule",
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    check_unused("chunk_gated_delta_rule", unused)
     out = decaying_memory(q, k, v, g, beta, chunk=CHUNK) * q.shape[-1] ** -0.5
     return out.to(v.dtype), None

@@ -19,8 +19,7 @@ def mamba_chunk_scan_combined(
     z: Tensor | None,
     dt_bias: Tensor,
     dt_softplus: bool,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
+    **unused: object,
 ) -> Tensor:
     """Mamba-2's selective state space.
 
@@ -31,28 +30,12 @@ def mamba_chunk_scan_combined(
         y[t] = C[t] @ S + D * x[t]
         y[t] = y[t] * silu(z[t])
 
-    Args:
-        x: [batch, tokens, heads, p].
-        dt: [batch, tokens, heads].
-        A: [heads], below 0.
-        B: [batch, tokens, groups, n].
-        C: [batch, tokens, groups, n].
-        chunk_size: tokens that are computed together; of no influence but rounding.
-        D: [heads] or [heads, p].
-        z: [batch, tokens, heads, p], or None.
-        dt_bias: [heads].
-        dt_softplus: False where dt + dt_bias is the step itself.
-        initial_states: None; ValueError if this or the other is given.
-        return_final_states: False.
-
-    Returns:
-        [batch, tokens, heads, p] in x's dtype; computed in float32, in float64 for float64.
+    x and z are [batch, tokens, heads, p], dt [batch, tokens, heads], B and C [batch, tokens,
+    groups, n], D [heads] or [heads, p], A, below 0, and dt_bias [heads]. `chunk_size` tokens are
+    computed together, in float32, in float64 for float64. Returns x's shape and dtype. ValueError
+    if another option is given.
     """
-    check_unused(
-        "mamba_chunk_scan_combined",
-        initial_states=initial_states,
-        return_final_states=return_final_states,
-    )
+    check_unused("mamba_chunk_scan_combined", unused)
     dt = dt + dt_bias  # float32, as dt_bias is
     dt = F.softplus(dt) if dt_softplus else dt
     B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
@@ -73,8 +56,7 @@ def mamba_split_conv1d_scan_combined(
     activation: str,
     headdim: int | None,
     ngroups: int,
-    norm_before_gate: bool,
-    seq_idx: Tensor | None,
+    **unused: object,
 ) -> Tensor:
     """Mamba-2 between its projections: convolution, state space and gate.
 
@@ -84,26 +66,11 @@ def mamba_split_conv1d_scan_combined(
         x, B, C = split(causal_convolution(xBC, conv1d_weight, conv1d_bias, activation))
         out = mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias)
 
-    Args:
-        zxbcdt: [batch, tokens, 2 * heads * p + 2 * groups * n + heads].
-        conv1d_weight: [heads * p + 2 * groups * n, width].
-        conv1d_bias: [heads * p + 2 * groups * n].
-        dt_bias: [heads].
-        A: [heads], below 0.
-        D: [heads] or [heads, p].
-        chunk_size: tokens that are computed together.
-        activation: "silu" or "swish".
-        headdim: p; None where D tells it.
-        ngroups: how many groups of heads share a B and a C.
-        norm_before_gate: False, ValueError if not: there is no norm here.
-        seq_idx: None, ValueError if not: the documents' numbers.
-
-    Returns:
-        [batch, tokens, heads * p].
+    zxbcdt is [batch, tokens, 2 * heads * p + 2 * groups * n + heads], the weight [heads * p + 2 *
+    groups * n, width]; `headdim` is p, None where D tells it. Returns [batch, tokens, heads * p].
+    ValueError if another option is given, as the documents' numbers, `seq_idx`.
     """
-    check_unused(
-        "mamba_split_conv1d_scan_combined", seq_idx=seq_idx, norm_before_gate=norm_before_gate
-    )
+    check_unused("mamba_split_conv1d_scan_combined", unused)
     heads, channels = len(A), len(conv1d_weight)
     inner = heads * (headdim or D.shape[1])
     z, xBC, dt = zxbcdt.split([inner, channels, heads], -1)
@@ -124,13 +91,7 @@ class RMSNorm(nn.Module):
 
         out = x / sqrt(mean(x * x) + eps) * weight
 
-    Args:
-        hidden_size: all channels.
-        eps: added to the mean.
-        group_size: channels that are normalised together.
-        norm_before_gate: False; ValueError if not.
-        device: of the weight, which is 1 at first.
-        dtype: of the weight.
+    ValueError if another option is given.
     """
 
     def __init__(
@@ -139,12 +100,12 @@ class RMSNorm(nn.Module):
         *,
         eps: float,
         group_size: int,
-        norm_before_gate: bool,
         device: torch.device,
         dtype: torch.dtype,
+        **unused: object,
     ) -> None:
         super().__init__()
-        check_unused("RMSNorm", norm_before_gate=norm_before_gate)
+        check_unused("RMSNorm", unused)
         self.eps = eps
         self.group_size = group_size
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))

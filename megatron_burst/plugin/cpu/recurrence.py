@@ -5,6 +5,7 @@ arXiv 2412.06464. Clear before fast: a chunk of tokens is a few products of matr
 """
 
 import functools
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -90,9 +91,9 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activatio
     return F.silu(out[..., : x.shape[1]].mT)
 
 
-def check_unused(function: str, **arguments: object) -> None:
-    """ValueError for an argument of a GPU's kernel that is given and would be ignored here."""
-    for name, value in arguments.items():
+def check_unused(function: str, options: Mapping[str, object]) -> None:
+    """ValueError for an option of a GPU's kernel that is given and would be ignored here."""
+    for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(
                 f"{function} on the CPU platform is for training on whole sequences: it does not "

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import _IndexReader
 
+from megatron_burst.plugin.limits import refuse_all
+
 
 def check_data_files(args: argparse.Namespace) -> None:
     """Check the files of every prefix that the arguments name.
@@ -31,8 +33,7 @@ def check_data_files(args: argparse.Namespace) -> None:
             _check(prefix)
         except (OSError, ValueError) as error:
             reasons.append(f"{error}")
-    if reasons:
-        raise ValueError("the data set cannot be read:\n  " + "\n  ".join(reasons))
+    refuse_all("the data set cannot be read", reasons)
 
 
 def readable_indexes(args: argparse.Namespace) -> Iterator[tuple[str, _IndexReader]]:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_burst.config import LmHeadConfig
+from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.function import apply
@@ -74,7 +75,7 @@ class UnmadeLogits:
 
     def __init__(self, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
         self.hidden, self.weight, self.scale = hidden, weight, scale
-        self.best: list[tuple[Tensor, Tensor]] = []  # of every chunk: largest logits, their rows
+        self.best: list[tuple[Tensor, Tensor]] = []  # largest logits, their rows: of a chunk
 
     def __mul__(self, factor: float) -> "UnmadeLogits":
         return UnmadeLogits(self.hidden, self.weight, self.scale * factor)
@@ -87,7 +88,7 @@ class UnmadeLogits:
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits among this rank's rows and which they are: [tokens, batch]."""
         assert dim == -1
-        values, rows = (torch.cat(parts) for parts in zip(*self.best, strict=True))
+        values, rows = (torch.cat(chunks, 1) for chunks in zip(*self.best, strict=True))
         batch = self.hidden.shape[1]
         return values.view(-1, batch), rows.view(-1, batch)
 
@@ -170,13 +171,15 @@ class ChunkedLoss:
             group=self._layer.tp_group,
             sequence_parallel=self._layer.sequence_parallel,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
-            on_chunking=self._say_chunking,
+            on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
         return apply(logits.hidden, logits.weight, labels.t(), call).t().contiguous()
 
-    def _say_chunking(self, chunking: Chunking) -> None:
-        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}"
+    def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
+        plain = why_plain(weight.device, weight.dtype)
+        softmax = f"plain torch ({plain})" if plain else "Triton"
+        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}, softmax by {softmax}"
         if torch.is_grad_enabled() and text not in self._said:
             self._said.add(text)
             logger.info("%s", text)

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.tools.compare import tiles
+from megatron_burst.tools.compare.picture import draw
 from megatron_burst.tools.compare.results import FAILED, RAN, Difference, Result, differences
+from megatron_burst.tools.compare.switching import HEAD, switching
 from megatron_burst.tools.compare.variants import REFERENCES
 
 # Each with where its figure is in a result, what it is multiplied by, and its form.
@@ -21,12 +24,13 @@ _FIGURES = {
     "exposed %": ("share", 100, "{:.0f}"),
     "hidden %": ("hidden", 100, "{:.0f}"),
 }
-COLUMNS = ("loss apart", "last loss", *_FIGURES)
+COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *_FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
 _WORDS = """
 * **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
   judged: training amplifies the last bit of a float. `tensorboard --logdir runs` shows all steps.
-* **step**: the median time of a step, the first five left out where there are ten.
+* **step**: the median time of a step, the first five left out where there are ten; **q1 to q3**:
+  what half of them lie between.
 * **MFU**: model FLOPs of a step (attention's causal half counted as a half, nothing counted twice
   that is recomputed) over time x GPUs x peak; n/a where the peak is not known (`--peak-tflops`), or
   with experts, MLA, MTP, windows, packed sequences and block masks.
@@ -35,6 +39,14 @@ _WORDS = """
 * **max/mean**: attention FLOPs of the busiest rank over the mean, of micro-batches in the mean.
 * **exposed**: communication that nothing is computed beside, of a rank and step, and its share of
   the time of attention; **hidden** is the rest, as a share of communication.
+"""
+_TILES = """
+## One rank's share of {} on this device
+
+Causal attention in bfloat16. A rank in the middle of a ring runs its own plans, kernels, merges and
+sums, without messages. Beside it one call of the same kernel, and of TransformerEngine where it is
+installed, on so many tokens that the FLOPs are about the same. Rings lose on one GPU what their
+speed is below 1; what messages cost more needs several.
 """
 
 
@@ -49,6 +61,7 @@ class Comparison:
     judged_steps: int
     tolerance: float
     is_toy: bool = False  # which has to learn: another training may go on from a checkpoint
+    shares: Sequence[tiles.Row] = ()  # one rank's share of a ring on this device, if timed
 
     @property
     def ran(self) -> list[Result]:
@@ -100,9 +113,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
-    """Write compare.md and compare.json; return the page."""
+    """Write compare.md, its picture and compare.json; return the page."""
     page = directory / "compare.md"
-    page.write_text(_page(comparison))
+    page.write_text(_page(comparison, draw(comparison.ran, comparison.reference, directory)))
     (directory / "compare.json").write_text(json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 
@@ -114,18 +127,25 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     return asdict(comparison) | judged
 
 
-def _page(comparison: Comparison) -> str:
+def _page(comparison: Comparison, picture: str) -> str:
     others = [result for result in comparison.results if result.status != RAN]
     count = f"{len(comparison.ran)} of {len(comparison.results)} variants"
     parts = [
         f"# Context parallelism compared: {count}",
         "\n".join(f"**{text}.**  " for text in comparison.verdict),
         _table(["", *COLUMNS], rows(comparison)),
+        *([picture] if picture else []),
         _WORDS.strip(),
+        "## From Megatron's own context parallelism to burst",
     ]
+    words, lines = switching(comparison.ran)
+    parts += [words, _table(HEAD, lines)] if lines else [words]
     if others:
         why = _table(["not run", "", "why"], [[r.name, r.status, r.reason] for r in others])
         parts += ["## Not in the figures", why]
+    if comparison.shares:
+        table = _table(["", *tiles.COLUMNS], tiles.cells(comparison.shares))
+        parts += [_TILES.strip().format(tiles.RANKS), table]
     made = f"```bash\n{comparison.command}\n```\n\nEvery variant's command is in compare.json."
     if (documents := max((r.documents or 0 for r in comparison.ran), default=0)) > 1:
         made += f" A micro-batch has {documents:.1f} documents in the mean."
@@ -142,6 +162,7 @@ def _cells(result: Result, apart: Mapping[str, Difference]) -> Iterable[str]:
     yield result.name
     yield f"{apart[result.name].relative:.1e}" if result.name in apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
+    yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
     figures = asdict(result) | {"exposed": None, "share": None, "hidden": None}
     figures |= result.exposed or {}
     for name, factor, form in _FIGURES.values():

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
 import torch
 
@@ -31,6 +31,8 @@ class Result:
     steps: int = 0
     losses: runlog.Series = field(default_factory=list)
     seconds_per_step: float | None = None
+    quartiles: tuple[float, float] | None = None
+    """Seconds that a quarter, and three quarters, of the steps take at most."""
     tokens_per_second_per_gpu: float | None = None
     mfu: float | None = None
     peak_memory_bytes: float | None = None
@@ -76,6 +78,7 @@ def measure(
         steps=len(losses),
         losses=losses,
         seconds_per_step=seconds,
+        quartiles=(quantiles(times)[0], quantiles(times)[2]) if len(times) > 1 else None,
         tokens_per_second_per_gpu=tokens / seconds / ranks if seconds else None,
         mfu=flops / (seconds * ranks * peak_tflops * 1e12)
         if flops and seconds and peak_tflops
