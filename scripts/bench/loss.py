@@ -19,11 +19,11 @@ import harness
 import torch
 import torch.nn.functional as F
 from harness import Row
-from live_bytes import LiveBytes
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
+from megatron_burst.tools.live_bytes import LiveBytes
 
 ALL_LOGITS = "all logits"
 type Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, targets -> mean loss

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 from harness import MIB, Clock, Flags, Row, in_turns, origin, publish, spread, table
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.plugin.attention.recompute import Checkpoints
+from megatron_burst.tools.live_bytes import LiveBytes
 
 FRACTIONS = (None, 0.0, 0.25, 0.5, 0.75, 1.0)  # None is without recompute, 1 without ours
 

@@ -5,9 +5,7 @@ computed, which must give the same counts.
 """
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,9 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking
+from megatron_burst.tools.live_bytes import LiveBytes
 from tests.loss.oracle import OBJECTIVES
 from tests.tier import one_in, slow_if
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-from live_bytes import LiveBytes  # noqa: E402
 
 K = 1024
 VOCABULARIES = (32 * K, 128 * K, 256 * K)
