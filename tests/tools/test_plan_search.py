@@ -69,6 +69,8 @@ def test_experts_are_shared_out_and_their_tokens_are_sent() -> None:
     model = alone.model
     weights = [memory.predict(each, 1.0).weights for each in (alone, spread)]
     assert weights[0] - weights[1] == pytest.approx(2 * 7 / 8 * model.expert_parameters, rel=1e-6)
+    waits = [step.weights_seconds(each, 0.0) for each in (alone, spread)]
+    assert waits[1] < 0.3 * waits[0], "each rank has an eighth of the experts"
     slow = replace(spread, cluster=replace(H100, within_rate=1e9))
     moved = 32768 * 2 * 8 * 2048 * 2 * 7 / 8  # to 8 experts and back, of 8 ranks
     more = step.layers_seconds(slow) - step.layers_seconds(spread)

@@ -133,7 +133,8 @@ def _handed_on(load: Workload) -> float:
 def weights_seconds(load: Workload, hidden_behind: float) -> float:
     """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
     machine, ranks = load.cluster, load.shards
-    own = load.model.parameters / (load.tensor * load.pipeline)
+    experts = load.model.expert_parameters
+    own = (load.model.parameters - experts + experts / load.expert) / (load.tensor * load.pipeline)
     copied = own * (load.gradient_bytes + load.element_bytes) / ranks if load.offload else 0.0
     to_host = copied / machine.host_rate + inputs_to_host(load) / machine.host_rate
     exposed = max(0.0, to_host - hidden_behind)
