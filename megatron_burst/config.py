@@ -87,6 +87,11 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
+    high_priority_streams: bool = False
+    """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
+    Megatron's process group then serves no more, unless it has such streams: one communicator more
+    a rank. Without the flag our groups do as Megatron's, see --high-priority-stream-groups cp."""
+
     head_parallel_size: int | None = field(default=1, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
@@ -161,8 +166,8 @@ class BurstConfig:
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the
-    peer and the tensor; on NCCL, how long none may get through. Under Megatron:
-    --distributed-timeout-minutes."""
+    peer and the tensor; on NCCL that is logged somewhat earlier, and NCCL ends the process. Under
+    Megatron: --distributed-timeout-minutes."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)
@@ -191,6 +196,11 @@ class BurstConfig:
                 self.topology is Topology.MESH and self.gradient_return is GradientReturn.CHAIN,
                 "gradient_return chain has no effect under --burst-topology mesh, whose gradients "
                 "go home: drop it",
+            ),
+            (
+                layout is LayoutName.BALANCED and self.block_mask is not None,
+                f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
+                f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
             ),
             (
                 self.recompute_offload and fraction is None,
@@ -234,35 +244,28 @@ class BurstConfig:
         """A baseline fixes what burst chooses; refuse what would have no effect."""
         if self.algorithm is Algorithm.BURST:
             return
-        fixed: dict[str, tuple[StrEnum | int | None, ...]] = {
+        fixed: dict[str, tuple[str | int | None, ...]] = {
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            fixed |= {
-                "backward": (Backward.AUTO,),
-                "topology": (Topology.AUTO,),
-                "grad_dtype": (GradDtype.AUTO,),
-                "gradient_return": (GradientReturn.AUTO,),
-            }
+            idle = "backward", "topology", "grad_dtype", "gradient_return"
+            fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (1,)
-        refuse(
-            (
-                self.head_parallel_size is None,
+        if self.head_parallel_size is None:
+            raise ValueError(
                 "--burst-head-parallel-size auto has no effect under --context-parallel-algo "
-                f"{self.algorithm}: give a number or take {Algorithm.BURST}",
+                f"{self.algorithm}: give a number or take {Algorithm.BURST}"
             )
-        )
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            text = (
-                f"{_flag_name(self, spec)} {value} has no effect under "
-                f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
-            )
-            refuse((value not in fixed.get(spec.name, (value,)), text))
+            if (value := getattr(self, spec.name)) not in fixed.get(spec.name, (value,)):
+                raise ValueError(
+                    f"{_flag_name(self, spec)} {value} has no effect under "
+                    f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,8 +334,8 @@ def _settle_enums(config: Any) -> None:
     for spec in dataclasses.fields(config):
         if known := _members(spec):
             value, name = str(getattr(config, spec.name)), _flag_name(config, spec)
-            text = f"{name} {value} is unknown; this version has: {', '.join(known)}"
-            refuse((value not in known, text))
+            if value not in known:
+                raise ValueError(f"{name} {value} is unknown; this version has: {', '.join(known)}")
             object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
 
 

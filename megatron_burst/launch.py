@@ -12,40 +12,33 @@ logger = logging.getLogger(__name__)
 
 
 def start(*, own_entry: bool = False) -> None:
-    """`prepare` for a training script: what cannot work ends the process with the reason.
-
-    The one call that all ways to launch make, `patches/` among them.
-    """
-    try:
-        prepare(own_entry=own_entry)
-    except ValueError as error:
-        sys.exit(f"megatron_burst: {error}")
-
-
-def prepare(*, own_entry: bool = False) -> None:
     """Make this process ready to run a training script of Megatron with the plug-in.
 
-    Activates the CPU platform where there is no GPU, and attaches our flags and layer spec where
-    the command line asks for them. Where neither is wanted it does and says nothing; else it
-    refuses Megatron versions that are not supported, and mends what they lack without Apex,
-    TransformerEngine or a checkout.
+    The one call that all ways to launch make, `patches/` among them. Activates the CPU platform
+    where there is no GPU, and attaches our flags and layer spec where the command line asks for
+    them. Where neither is wanted it does and says nothing; else it mends what Megatron lacks
+    without Apex, TransformerEngine or a checkout.
 
     Args:
         own_entry: whether our own entry runs, which needs no flag to be asked for.
 
     Raises:
-        ValueError: Megatron is missing, too old or new, or mixed from two places; or this node of
-            several has no CUDA device.
+        SystemExit: Megatron is missing, too old or new, or mixed from two places; or this node of
+            several has no CUDA device; with the reason.
     """
     wanted = own_entry or asks_for_us(sys.argv[1:])
     on_cpu = cpu_platform.cpu_platform_wanted()
     if not (wanted or on_cpu):
         return
     _show_our_log()
-    version = compat.check_megatron_version()
+    try:
+        version = compat.check_megatron_version()
+        if on_cpu:
+            cpu_platform.check_job()
+    except ValueError as error:
+        sys.exit(f"megatron_burst: {error}")
     logger.info("megatron-core %s in %s", version, compat.megatron_folder())
     if on_cpu:
-        cpu_platform.check_job()
         cpu_platform.activate()
     compat.mend_wheel()
     if wanted:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # All that tests.training.launcher runs.
 TRAININGS = "tests/training", "tests/tools/test_config.py", "tests/plugin/test_cpu_platform.py"
+ALONE = "tests/training/test_kills.py"  # which compares with nothing that the others train
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +44,7 @@ def together(file: str) -> str:
 
     All trainings share what they train, and the fast tests over several ranks what forks them.
     """
-    if file.startswith(TRAININGS):
+    if file.startswith(TRAININGS) and file != ALONE:
         return TRAININGS[0]
     text = (Path(__file__).parents[1] / file).read_text()
     forks = "tests.workers" in text or "import accuracy" in text

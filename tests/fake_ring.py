@@ -1,9 +1,9 @@
-"""One rank's attention on fake CUDA tensors: what lives when, without a device or other ranks."""
+"""One rank's attention on fake CUDA tensors: what it does, without a device or other ranks."""
 
-import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,13 +19,11 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
+from megatron_burst.plans.plan import Channel, Item, Send
 from megatron_burst.plans.topology import choose_grid
-from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.comm import Communicator, Message
 from megatron_burst.transport.groups import channels_of
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-from live_bytes import LiveBytes  # noqa: E402
+from tests.counting import Counting
 
 
 class EmptyKernel:
@@ -45,16 +43,59 @@ class EmptyKernel:
         return tuple(x.new_empty(x.shape) for x in tile.qkv)
 
 
+class Posted(NamedTuple):
+    """One message, as an end of it posts it."""
+
+    sends: bool
+    peer: int
+    item: Item
+    channel: Channel
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+type Batch = Sequence[Posted]  # messages that are posted together
+
+
+class Recorder(Communicator):
+    """Remembers what is posted, in this order."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._watchdog = None  # nothing gets through
+        self.batches: list[Batch] = []
+
+    def start(self, messages: Sequence[Message], where: str) -> Any:
+        self.batches.append([_posted(message) for message in messages])
+        return super().start(messages, where)
+
+
+def _posted(message: Message) -> Posted:
+    transfer, _, tensor, _ = message
+    ends = isinstance(transfer, Send), transfer.peer, transfer.item, transfer.channel
+    return Posted(*ends, tensor.shape, tensor.dtype)
+
+
+class Pass(NamedTuple):
+    """What a forward or a backward does beside its attention kernels; bytes in those of q."""
+
+    kernels: int
+    bytes: float
+    peak: float  # most that lives beyond q, k, v (and dout, out and lse in the backward)
+    made_by: dict[str, float]  # what lives then, by the file that made it
+
+
 @dataclass(frozen=True)
-class Peaks:
-    """Most bytes that live beyond q, k, v (and dout and out in the backward), in those of q."""
+class Counted:
+    """One rank's forward and backward."""
 
-    forward: float
-    backward: float
+    forward: Pass
+    backward: Pass
     call: AttentionCall
+    batches: Sequence[Batch]
 
 
-def peaks(
+def count(
     ranks: int,
     nodes: int,
     backward_ring: str,
@@ -64,31 +105,82 @@ def peaks(
     kv_heads: int = 4,
     topology: str = "",
     kernel: Any = None,
-) -> Peaks:
-    """Count the middle rank's forward and backward in bfloat16, [1, tokens, 4 heads, 128]."""
+    rank: int | None = None,
+) -> Counted:
+    """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
-    config, rank = BurstConfig(backward=backward_ring, topology=topology), ranks // 2
+    config = BurstConfig(backward=backward_ring, topology=topology)
+    rank = ranks // 2 if rank is None else rank
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         node_of = [r * nodes // ranks for r in range(ranks)]
         grid, _ = choose_grid(config.shape_of_rings, node_of)
         channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
-        communicator = Communicator(range(ranks), channels, 60.0)
-        communicator._watchdog = None  # nothing gets through
-        context = BurstContext(config, dist.group.WORLD, grid, node_of, communicator)
+        recorder = Recorder(range(ranks), channels, 60.0)
+        context = BurstContext(config, dist.group.WORLD, grid, node_of, recorder)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
             patch.setattr(contexts, "select_kernel", lambda *_: kernel or EmptyKernel())
+            patch.setattr(contexts, "log_choice", lambda *_: None)  # asks what GPU there is
+            heads = max(4, 8 * (kv_heads == 1))
             q, k, v = (
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
-                for heads in (4, kv_heads, kv_heads)
+                for heads in (heads, kv_heads, kv_heads)
             )
             call = context.prepare(q, k, v, mask, 1.0)
             keys = Keys(call.forward_plan.rank, k, v)
-            with LiveBytes((q, k, v)) as live:
+            with Counting((q, k, v)) as there:
                 out, lse = forward(q, keys, call)
             dout = torch.empty_like(out)
-            with LiveBytes((q, k, v, out, lse, dout)) as live_backward:
+            with Counting((q, k, v, out, lse, dout)) as back:
                 backward(dout, q, keys, out, lse, call)
-            return Peaks(live.peak / q.nbytes, live_backward.peak / q.nbytes, call)
+            return Counted(*(_pass(c, q.nbytes) for c in (there, back)), call, recorder.batches)
     finally:
         dist.destroy_process_group()
+
+
+def _pass(counted: Counting, unit: int) -> Pass:
+    made_by = {name: size / unit for name, size in counted.most.most_common()}
+    work = counted.kernels.total(), counted.bytes.total() / unit
+    return Pass(*work, counted.peak / unit, made_by)
+
+
+class _End(NamedTuple):
+    """A message at one of its ends, `number` of its channel from source to target."""
+
+    sends: bool
+    source: int
+    target: int
+    number: int
+    what: tuple[Any, ...]
+
+
+def check_order(by_rank: Sequence[Sequence[Batch]]) -> None:
+    """Run all ranks' batches, on each one after the other, as NCCL does; all must get through.
+
+    A batch does when the other ends of all its messages are in the first batches of their ranks.
+    """
+    left = [_numbered(rank, batches) for rank, batches in enumerate(by_rank)]
+    posted: set[_End] = set()
+    moved = True
+    while moved:
+        moved = False
+        for batches in left:
+            posted.update(*batches[:1])
+        for batches in left:
+            if batches and all(e._replace(sends=not e.sends) in posted for e in batches[0]):
+                batches.pop(0)
+                moved = True
+    stuck = {rank: batches[0] for rank, batches in enumerate(left) if batches}
+    assert not stuck, f"nobody can go on: {stuck}"
+
+
+def _numbered(rank: int, batches: Sequence[Batch]) -> list[list[_End]]:
+    numbers: Counter[tuple[Any, ...]] = Counter()
+    found: list[list[_End]] = []
+    for batch in batches:
+        found.append([])
+        for sends, peer, *what in batch:
+            ends = (rank, peer) if sends else (peer, rank)
+            numbers[*ends, what[1]] += 1
+            found[-1].append(_End(sends, *ends, numbers[*ends, what[1]], tuple(what)))
+    return found

@@ -80,12 +80,12 @@ def ring_attention(
 
     (a soft cap changes the scores before the mask, a sink the sum under the softmax: see below),
     without ever holding more than a few ranks' K and V: its own, and in buffers those in use and
-    those arriving, two more on a flat ring, four on a double ring, whatever the mask. `allgather`
+    those arriving, two more on a flat ring, three on a double ring, whatever the mask. `allgather`
     holds all; where a sparse mask's rows go straight to who needs them, a rank holds all that it
-    needs. With as many kv heads as query heads, in bfloat16, what lives beside inputs and output is
-    at most, in multiples of q, on a flat ring 8.1 in the forward and in the backward 20.6 (kv) or
-    18.2 (query); on a double ring 11.2, and 38.6 or 29.2. A mesh holds more, as much as
-    `--burst-memory-mb` allows.
+    needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
+    output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
+    15.6 (query), under windows and documents up to 24.5 and 19.1; on a double ring 9.1, and 34.5 or
+    25.7. A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together.
 
     Args:

@@ -83,5 +83,6 @@ class _Outputs:
             return self._out
         if item != self._visitor:
             _, dout, _, factor = block
-            self._visitor, self._surrogate = item, surrogate_output(dout, factor)
+            self._visitor, self._surrogate = item, self._out  # the last one is freed first
+            self._surrogate = surrogate_output(dout, factor)
         return self._surrogate

@@ -16,12 +16,7 @@ from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
-from megatron_burst.kernels import (
-    Kernel,
-    TileCall,
-    check_kernel_name,
-    select_kernel,
-)
+from megatron_burst.kernels import Kernel, TileCall, check_kernel_name, select_kernel
 from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups

@@ -34,6 +34,7 @@ def forward(
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | results.hand_on(step.sends))
         for some in call.forward_calls[number]:
+            results.make_room(some.tile.output)
             with span("forward", number, "tile", some.tile.query_owner, some.tile.key_owner):
                 partial = _attend(some, blocks, keys, call)
             with span("forward", number, "merge"):

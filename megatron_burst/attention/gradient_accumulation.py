@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.attention.rows import Rows, rows_of, write_rows
+from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
@@ -18,7 +19,6 @@ class _Sum:
 
     rows: Rows
     block: Block
-    arrived: bool = False  # whether it lies where it arrived
 
 
 class GradientAccumulator:
@@ -48,23 +48,11 @@ class GradientAccumulator:
             self._sums[item] = _Sum(rows, parts)
 
     def take(self, item: Item, block: Block) -> None:
-        """Add what has arrived.
-
-        The first arrival of a visitor's gradient becomes the sum, and its memory is in use until
-        the sum has been sent; `plan` keeps buffers by the same rule.
-        """
+        """Add what has arrived; it is not looked at again."""
+        rows = self._all_rows(item)
         if item.owner == self._rank:
-            whole = item._replace(part=None)
-            _accumulate(self._whole(whole), item.part or self._all_rows(whole), block)
-            return
-        mine = self._sums.get(item)
-        if mine is not None and mine.arrived:
-            _accumulate(mine.block, mine.rows, block)
-            return
-        wide = tuple(t.to(accumulation_dtype(t.dtype)) for t in block)
-        self._sums[item] = _Sum(self._all_rows(item), wide, arrived=True)
-        if mine is not None:
-            _accumulate(wide, mine.rows, mine.block)
+            rows, item = item.part or rows, item._replace(part=None)
+        _accumulate(self._whole(item), rows, block)
 
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
@@ -119,6 +107,11 @@ class GradientAccumulator:
 
 
 def _accumulate(total: Block, rows: Rows, parts: Block) -> None:
+    if (fused := triton_kernels(parts[0])) is not None:
+        views, index = views_of(total, rows)
+        for view, part in zip(views, parts, strict=True):
+            fused.add(view, part, index)
+        return
     sums = rows_of(total, rows)
     for some, part in zip(sums, parts, strict=True):
         some += part

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.rows import Rows, rows_of, write_rows
+from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
@@ -31,6 +32,11 @@ class PartialOutputs:
     def add(self, item: Item, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add a kernel call's results to these rows of the item; the tensors become ours."""
         self._of(item).add(rows, out_BSHD, lse_BHS)
+
+    def make_room(self, item: Item) -> None:
+        """Widen a first result before a second one is computed, not while it waits to be added."""
+        if item in self._results:
+            self._results[item].widen()
 
     def take(self, item: Item, block: Block) -> None:
         """Add what has arrived; it is not looked at again."""
@@ -80,7 +86,11 @@ class PartialResults:
 
     def merge(self, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add results in which rows may have seen nothing; the tensors stay the caller's."""
-        self._totals = totals = self._wide_totals()
+        totals = self.widen()
+        if (fused := triton_kernels(out_BSHD)) is not None:
+            views, index = views_of(totals, rows)
+            fused.merge(*views, out_BSHD, lse_BHS, index)
+            return
         total_out, total_lse = some = rows_of(totals, rows)
         merged = torch.logaddexp(total_lse, lse_BHS)
         finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
@@ -91,20 +101,22 @@ class PartialResults:
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out in the queries' dtype, lse), each head's sink among the scores."""
-        out_BSHD, lse_BHS = self._totals or self._wide_totals()
+        out_BSHD, lse_BHS = self._totals or self.widen()
         if sink is not None:
             out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
         return out_BSHD.to(self._q.dtype), lse_BHS
 
-    def _wide_totals(self) -> tuple[Tensor, Tensor]:
-        """Return the totals in the dtype of sums, made of nothing if there are none yet."""
+    def widen(self) -> tuple[Tensor, Tensor]:
+        """Bring the totals into the dtype of sums, made of nothing if there are none yet."""
         wide = accumulation_dtype(self._q.dtype)
         if self._totals is not None:
             out_BSHD, lse_BHS = self._totals
-            return out_BSHD.to(wide), lse_BHS.to(wide)
-        batch, tokens, heads, _ = self._shape
-        lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
-        return self._q.new_zeros(self._shape, dtype=wide), lse_BHS
+            self._totals = out_BSHD.to(wide), lse_BHS.to(wide)
+        else:
+            batch, tokens, heads, _ = self._shape
+            lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+            self._totals = self._q.new_zeros(self._shape, dtype=wide), lse_BHS
+        return self._totals
 
 
 def _per_row(x_BHS: Tensor) -> Tensor:

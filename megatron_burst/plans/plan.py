@@ -5,7 +5,7 @@ that a send and its receive come from one line, and says for every message the s
 it is posted, the step at whose end it has landed, and the buffer it lands in.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -275,6 +275,20 @@ class Plan:
         return tuple(receive for step in self.steps for receive in step.receives)
 
     @property
+    def most_sums(self) -> Counter[Kind]:
+        """Of each kind, how many of others' results arrivals are being added to, at the most."""
+        begun: dict[Item, int] = {}
+        there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
+        for step in self.steps:
+            for send in step.sends:
+                steps = range(begun.pop(send.item, send.lands) + 1, send.lands + 1)
+                there[send.item.kind].update(steps)
+            for receive in step.receives:
+                if receive.item.kind.is_result and receive.item.owner != self.rank:
+                    begun.setdefault(receive.item, receive.lands)
+        return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
+
+    @property
     def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
         """For each buffer, by kind and number, the largest item that lands in it."""
         largest: dict[tuple[Kind, int], Item] = {}
@@ -331,9 +345,8 @@ def _last_uses(
 ) -> dict[int, int]:
     """Return for each message that arrives, by number, the last step that needs its buffer.
 
-    A block stays for its tiles and until its sends have landed, or until it has landed again. Of a
-    result, the first arrival becomes the sum (see `attention.gradient_accumulation`) and stays
-    until the sum has been sent; what arrives after it, or at the owner, is added at once.
+    A block stays for its tiles and until its sends have landed, or until it has landed again. A
+    result is added at once.
     """
     order = [number for number, hop in enumerate(hops) if hop.target == rank]
     order.sort(key=lambda number: (hops[number].lands, hops[number].leaves))
@@ -344,15 +357,9 @@ def _last_uses(
     meetings = ((step, some) for step in tiles for some in by_blocks(tiles[step]))
     blocks = {(step, item) for step, some in meetings for item in some.blocks}
     uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
-    sent = (hop for hop in hops if hop.source == rank != hop.item.owner)
-    uses += [(hop.leaves, hop.lands, hop.item) for hop in sent]
-    handed_on: dict[Item, int] = {}
-    for begins, ends, item in sorted(uses, key=lambda use: use[0]):
-        since = handed_on.get(item, 0)
-        there = [n for n in arrivals.get(item, ()) if since <= hops[n].lands < begins]
-        if there:
-            number = there[0 if item.kind.is_result else -1]
-            last[number] = max(last[number], ends)
-        if item.kind.is_result:
-            handed_on[item] = begins
+    passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
+    uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]
+    for begins, ends, item in uses:
+        if there := [n for n in arrivals.get(item, ()) if hops[n].lands < begins]:
+            last[there[-1]] = max(last[there[-1]], ends)
     return last

@@ -1,9 +1,9 @@
 """Plans of rings: blocks go around the rank grid, gradients return to their owners.
 
 In step p·L + s (pass p, step s of it) rank (node, local) works on the block of (node-p, local-s).
-Within a pass a block moves on to the next rank of the node. Between passes it starts again from the
-node's rank of the same local index as its owner, to which it has been on its way for a whole pass.
-With one node this is the flat ring.
+Within a pass a block moves on to the next rank of the node. Each pass starts from the node's rank
+of the same local index as the owner, which has sent it the block straight, in the whole pass
+before. With one node this is the flat ring.
 
 A gradient that returns by the chain collects one partial sum a rank, a step behind its block. The
 owner's node returns it when the first pass is over; of every later node the sum of its pass is sent
@@ -66,7 +66,7 @@ class Ring(Schedule):
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        blocks, results = (4, 6) if self._two_levels else (2, 4)
+        blocks, results = (3, 6) if self._two_levels else (2, 4)
         if self.gather:
             blocks = self.grid.ranks - 1
         held = min(blocks, self.grid.ranks - 1) * sizes[self.sent]
@@ -146,12 +146,14 @@ class Ring(Schedule):
         return tiles.reading(self.sent, part)
 
     def _block_legs(self) -> Iterator[Leg]:
-        """A block's way: along its owner's column from node to node, and around each node."""
+        """A block's way: from its owner to every node of its column, and around each node.
+
+        Were it passed on from node to node, it would fill a buffer for a whole pass.
+        """
         length = self.grid.ranks_per_node
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                before = begin - length
-                yield Leg(before, begin, Channel.READ_BETWEEN, before, begin - 1)
+                yield Leg(0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
             for t in range(begin, begin + length - 1):
                 yield Leg(t, t + 1, Channel.READ_WITHIN, t, t)
 

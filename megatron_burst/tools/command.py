@@ -22,6 +22,7 @@ VERBS = {
     "doctor": Verb("doctor.command", "what is installed, and whether a training command will run"),
     "plan": Verb("plan.command", "bytes, memory and time of a run under every algorithm"),
     "verify": Verb("verify", "check attention over the ranks of a torchrun job"),
+    "gpu-check": Verb("gpu_check.command", "check on one GPU all that needs one, stage by stage"),
     "compare": Verb("compare.command", "train one model through several algorithms, one report"),
     "launch": Verb("launch.__main__", "start a training on this machine, over ssh or by Slurm"),
     "trace": Verb("trace", "how much communication a traced run hides behind computation"),

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(prepare(args.input, args.output, paragraphs=args.paragraphs))
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"corpus: {error}", file=sys.stderr)
         return 1
     return 0

@@ -89,9 +89,9 @@ def versions() -> dict[str, str]:
 def commit(directory: Path) -> str:
     """Return the commit of the repository, "+" behind it where code was changed; "" without git."""
     git = ("git", "-C", str(directory))
-    name = _output(*git, "rev-parse", "--short=12", "HEAD").strip()
+    name = output(*git, "rev-parse", "--short=12", "HEAD").strip()
     code = [":/", *(f":(exclude,top){what}" for what in ("docs", "*.md", "*.csv"))]
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code).strip()
+    changed = output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code).strip()
     return f"{name}+" if name and changed else name
 
 
@@ -106,13 +106,13 @@ def cpu_model() -> str:
 def gpus() -> list[dict[str, str]]:
     """Return each GPU's fields; none where there is no driver."""
     query = ("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
-    rows = (line.split(", ") for line in _output(*query).splitlines())
+    rows = (line.split(", ") for line in output(*query).splitlines())
     return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
 
 
 def gpu_links() -> list[str]:
     """Return the table of `nvidia-smi topo -m`, a row and a column for each GPU and NIC."""
-    table, _, _ = _output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
+    table, _, _ = output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
     return re.sub(r"\x1b\[\d*m", "", table).splitlines()
 
 
@@ -136,8 +136,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _output(*command: str) -> str:
-    """What a command printed; nothing where it is missing, fails or hangs."""
+def output(*command: str) -> str:
+    """Return what a command printed; nothing where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -37,7 +37,8 @@ _EXAMPLES = (
     "--heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048",
 )
 _ONE_RANK = """the kernel is right, but on one rank nothing was spread and no ring was checked; \
-start several: torchrun --nproc-per-node 4 -m megatron_burst verify (on one GPU --backend gloo)"""
+start several: torchrun --nproc-per-node 4 -m megatron_burst verify (on one GPU --backend gloo \
+--device cuda)"""
 MASKS = ("causal", "full", "window", "documents", "blocks")
 
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, the same on every rank."""
     args = parse(sys.argv[1:] if argv is None else argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
-    device = _start(args.backend)
+    device = _start(args.backend, args.device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)
     right = "all is right" if ranks > 1 else _ONE_RANK
@@ -130,24 +131,18 @@ def check(
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
     """Return a mask of a sequence for our attention, and the same for the reference."""
-    if name == "full":
-        return Mask.full(), Visibility(causal=False)
-    if name == "window":
-        window = tokens // 5
-        return Mask.causal(window=window), Visibility(causal=True, left=window)
-    if name == "documents":  # of a token, about a third, and the rest
-        bounds = [0, 1, tokens // 3 + 1, tokens]
-        return Mask.causal(documents=bounds), Visibility(
-            causal=True, cu_seqlens=torch.tensor(bounds)
-        )
-    if name == "blocks":  # each sees itself and the first
-        blocks = next(n for n in (8, 4, 2) if tokens % n == 0)
-        table = torch.eye(blocks, dtype=torch.bool)
-        table[:, 0] = True
-        return Mask.causal(block_table=table), Visibility(
-            causal=True, blocks=table, tokens_per_sample=tokens
-        )
-    return Mask.causal(), Visibility(causal=True)
+    bounds = [0, 1, tokens // 3 + 1, tokens]  # of documents: a token, about a third, and the rest
+    blocks = next(n for n in (8, 4, 2, 1) if tokens % n == 0)
+    table = torch.eye(blocks, dtype=torch.bool)  # each block sees itself and the first
+    table[:, 0] = True
+    settings: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "window": ({"window": tokens // 5}, {"left": tokens // 5}),
+        "documents": ({"documents": bounds}, {"cu_seqlens": torch.tensor(bounds)}),
+        "blocks": ({"block_table": table}, {"blocks": table, "tokens_per_sample": tokens}),
+    }
+    ours, reference = settings.get(name, ({}, {}))
+    make = Mask.full if name == "full" else Mask.causal
+    return make(**ours), Visibility(causal=name != "full", **reference)
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -159,15 +154,18 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
             yield Case(config, mask, dtype, args)
 
 
-def _start(backend: str) -> torch.device:
+def _start(backend: str, device_type: str) -> torch.device:
     """Join the other ranks that torchrun has started, if any; return this rank's device."""
-    on_gpu = torch.cuda.is_available() and backend != "gloo"
+    on_nccl = torch.cuda.is_available() and backend != "gloo" and device_type != "cpu"
     device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if on_nccl or device_type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        # Over gloo ranks may share a GPU.
+        local = local if on_nccl else local % max(torch.cuda.device_count(), 1)
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_nccl else "gloo")
     return device
 
 
@@ -199,7 +197,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--layout", layouts, "which tokens a rank holds"),
         ("--grad-dtype", list(GradDtype), "of gradients while they are sent"),
         ("--kernel", ("auto", *KERNELS), "of a tile"),
-        ("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs; gloo is on the CPU"),
+        ("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs"),
+        ("--device", ("auto", "cuda", "cpu"), "auto is the CPU with gloo; cuda shares GPUs there"),
     ):
         first, *others = map(str, choices)
         text = f"{text} (default: {first})"

@@ -19,6 +19,7 @@ from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
+from megatron_burst.tools.one_rank import Sizes
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
@@ -37,27 +38,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
 }
-
-
-class Sizes(NamedTuple):
-    """Of the tensors of one attention call, batch 1."""
-
-    tokens: int  # of a rank
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        heads = f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_dim}"
-        return f"{self.tokens} tokens a rank, {heads}"
-
-    def draw(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""
-        generator = torch.Generator(device).manual_seed(seed)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(1, self.tokens, n, self.head_dim) for n in heads]
-        drawn = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
-        return tuple(drawn)
 
 
 class Place(NamedTuple):

@@ -44,7 +44,7 @@ from algorithms import (
 )
 from harness import Row
 from ranks import join, launch
-from shaped_links import NIC, LinkError, bytes_out, refuse_where_impossible, shaped_links
+from shaped_links import LinkError, refuse_where_impossible, shaped_links
 
 from megatron_burst import BurstContext, Mask
 from megatron_burst.plans.cost import visible_pairs
@@ -83,7 +83,7 @@ class Found(NamedTuple):
     """What was measured of a case, by what ran."""
 
     times: dict[Way, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
-    sent: dict[str, Any]  # bytes of forward, of backward and through a NIC; of who sends most
+    sent: dict[str, Any]  # bytes of forward and of backward; of who sends most
 
 
 def mask_of(name: str, tokens: int) -> Mask:
@@ -138,22 +138,14 @@ def measure_case(
             about = (context, case.sizes, mask, args.device, dtype)
             whole = Attention(*about)
             runs[name, WHOLE], runs[name, KERNELS] = whole, kernels_alone(*about)
-            sent[name] = count_bytes(whole)
+            dist.barrier()
+            sent[name] = whole.count_bytes()
     ways = {way: partial(once, run, args.device) for way, run in runs.items()}
     times = harness.in_turns(ways, args.repetitions, seed=number)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (times, sent))
     slowest = {name: np.max([t[name] for t, _ in ranks], axis=0) for name in times}
     return Found(slowest, {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent})
-
-
-def count_bytes(run: Attention) -> tuple[int, int, int]:
-    """Return the payload that this rank counts forward and backward, and what its NIC counts."""
-    dist.barrier()
-    before = bytes_out().get(NIC, 0)
-    payload = run.count_bytes()
-    dist.barrier()
-    return *payload, bytes_out().get(NIC, 0) - before
 
 
 def message_rate() -> float:
@@ -226,8 +218,7 @@ def rows(
                 "ratio": median(seconds / baseline),
                 "kernels_s": median(alone),
                 "kernels_share": median(alone / seconds),
-                "payload_bytes": int(np.dot(sent[name][:2], parts)),
-                "card_bytes_of_a_step": sent[name][2],
+                "payload_bytes": int(np.dot(sent[name], parts)),
                 "flops": flops,
                 "tflops_a_rank": flops / place.ranks / spent["median_s"] / 1e12,
                 "over_causal": causal.get(key, math.nan) / rate,

@@ -16,7 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,13 +102,6 @@ def enter(namespace: str) -> None:
     """Move this thread, and the threads that it starts later, into the namespace."""
     with Path("/run/netns", namespace).open() as handle:
         os.setns(handle.fileno(), os.CLONE_NEWNET)
-
-
-def bytes_out() -> Mapping[str, int]:
-    """Return how many bytes each device of this thread's namespace has sent, headers included."""
-    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
-    rows = (line.split(":") for line in lines)
-    return {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
 
 
 def _build(cluster: Cluster, mbit: float, made: ExitStack) -> None:

@@ -9,31 +9,17 @@ lies in the buffers. Needs torch, one process and this checkout alone.
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from algorithms import Kernels, Sizes
 from harness import Clock, Flags, Row, in_turns, origin, publish, spread, table
 
-from megatron_burst import Mask
-from megatron_burst.attention.backward import backward
-from megatron_burst.attention.context import AttentionCall
-from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
-from megatron_burst.attention.rows import device_calls
-from megatron_burst.config import GradientReturn
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
-from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Kind, Plan, Receive, Step
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import flat_grid
-from megatron_burst.transport.comm import Block, Communicator, Transfers
+from megatron_burst.tools.one_rank import OneRank
 
 DEFAULTS: Mapping[str, Row] = {
     "cpu": {"ranks": 4, "tokens": 4096, "heads": 8, "head_dim": 64, "kernel": "cpu"},
@@ -46,59 +32,22 @@ ONE_CALL = "one call"
 type Job = tuple[int, Callable[[], object]]  # with the pairs of tokens that it computes
 
 
-class Silence(Communicator):
-    """Sends nothing."""
-
-    def __init__(self) -> None:
-        super().__init__((), {}, timeout_seconds=1)
-
-    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> Transfers:
-        return _Nothing(self, name, plan, template)
-
-
-class _Nothing(Transfers):
-    """Says of what would be received that it lies in its buffer."""
-
-    def __init__(self, *about: Any) -> None:
-        super().__init__(*about)
-        self._landing: dict[int, list[Receive]] = defaultdict(list)
-
-    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
-        for receive in step.receives:
-            self._landing[receive.lands].append(receive)
-
-    def land(self, number: int) -> list[tuple[Item, Block]]:
-        return [(r.item, self._buffer(r)) for r in self._landing.pop(number, [])]
-
-
 def make_jobs(
     sizes: Sizes, ranks: int, kernel: Kernel, device: str, dtype: torch.dtype
 ) -> dict[tuple[str, str], Job]:
     """Return everything to be timed, by phase and what it is."""
-    tiling = Tiling(zigzag(ranks * sizes.tokens, ranks), Mask.causal())
-    *qkv, dout = sizes.draw(device, dtype)
-    q, keys = qkv[0], Keys(ranks // 2, *qkv[1:])
+    tensors = sizes.draw(device, dtype)
     jobs: dict[tuple[str, str], Job] = {}
-    rings = {
-        kind: Ring(tiling, flat_grid(ranks), kind, GradientReturn.HOME)
-        for kind in (Kind.KV, Kind.QUERY)
-    }
-    for kind, ring in rings.items():
-        plans = rings[Kind.KV].forward(ranks // 2), ring.backward(ranks // 2)
-        calls = device_calls(plans, 1, q.device)
-        call = AttentionCall(
-            *(*plans, kernel, sizes.head_dim**-0.5, Silence()),
-            forward_calls=calls[0],
-            backward_calls=calls[1],
-        )
-        alone = Kernels(call, *qkv, dout)
-        result = forward(q, keys, call)
-        pairs = sum(tile.pairs for tile in plans[0].tiles)
-        if kind is Kind.KV:
-            jobs["forward", "ring"] = pairs, partial(forward, q, keys, call)
-            jobs["forward", "its kernels"] = pairs, alone.forward
-        jobs["backward", f"{kind} ring"] = pairs, partial(backward, dout, q, keys, *result, call)
-        jobs["backward", f"its kernels, {kind}"] = pairs, alone.backward
+    for kind in ("kv", "query"):
+        name = kernel.name.split(" ")[0]  # where it pads, that of the inner one
+        rank = OneRank.in_the_middle([0] * ranks, tensors, kind, "flat", name)
+        alone = Kernels(rank.call, *tensors)
+        rank.forward()
+        if kind == "kv":
+            jobs["forward", "ring"] = rank.pairs, rank.forward
+            jobs["forward", "its kernels"] = rank.pairs, alone.forward
+        jobs["backward", f"{kind} ring"] = rank.pairs, rank.backward
+        jobs["backward", f"its kernels, {kind}"] = rank.pairs, alone.backward
     return jobs | one_call(sizes, ranks, kernel, device, dtype)
 
 

@@ -13,7 +13,7 @@ from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import RowTable
 from megatron_burst.kernels import KERNELS, Kernel, TileCall
 from megatron_burst.plans.layout import Interval
-from tests.fake_ring import EmptyKernel, peaks
+from tests.fake_ring import EmptyKernel, count
 
 PLACES = {
     "kv": {"nodes": 1, "backward_ring": "kv"},
@@ -50,7 +50,7 @@ def thousand_documents(tokens: int) -> Mask:
 def test_a_step_of_a_thousand_documents_takes_few_calls(ranks: int, place: str) -> None:
     kernel = Counted(KERNELS["aten_flash"] if place == "kv" else EmptyKernel())
     mask = thousand_documents(1024 * ranks)
-    call = peaks(ranks=ranks, mask=mask, kernel=kernel, **PLACES[place]).call
+    call = count(ranks=ranks, mask=mask, kernel=kernel, **PLACES[place]).call
     forward, backward = ([*map(len, calls)] for calls in (call.forward_calls, call.backward_calls))
     assert max(forward) <= 2 and max(backward) <= 3
     assert kernel.calls == {"forward": sum(forward), "backward": sum(backward)}

@@ -275,6 +275,16 @@ def test_a_lost_gradient_of_the_query_ring_is_found(workers: WorkerPool) -> None
 # The command.
 
 
+@pytest.mark.parametrize("tokens", [15, 16])  # an odd number of tokens is one block
+@pytest.mark.parametrize("name", tool.MASKS)
+def test_the_reference_is_told_of_the_same_mask(name: str, tokens: int) -> None:
+    mask, visibility = tool.masks(name, tokens)
+    table = torch.tensor(mask.blocks) if mask.block_table else None
+    expected = oracle.visible_pairs(tokens, mask.is_causal, mask.window, mask.documents, table)
+    places = torch.arange(tokens)
+    assert torch.equal(visibility.pairs(places, places), expected)
+
+
 def command(team: Team, arguments: list[str], fault: str = "") -> int:
     with FAULTS[fault]():
         return tool.main([*arguments, "--backend", "gloo"])

@@ -121,7 +121,7 @@ def test_no_length_needs_more_than_the_limit() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("tokens", "vocabulary"),
-    [(8 * K, 32 * K), (8 * K, 256 * K), (16 * K, 128 * K), (64 * K, 32 * K)],
+    [(8 * K, 32 * K), (16 * K, 128 * K)],
 )
 def test_the_limit_holds_when_computed(tokens: int, vocabulary: int) -> None:
     size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": 16}

@@ -86,7 +86,6 @@ class _Rank:
     blocks: dict[Item, _Buffer | None] = field(default_factory=dict)  # None: the rank's own tensors
     unused: set[Item] = field(default_factory=set)  # blocks that arrived and were not looked at
     sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
-    adopted: dict[Item, _Buffer] = field(default_factory=dict)  # sums that live in a buffer
     flying: list[_Message] = field(default_factory=list)
     queue: list[list[_Message]] = field(default_factory=list)  # batches that are not through
 
@@ -130,13 +129,11 @@ class _Rank:
         if not item.kind.is_result:
             self.unused.discard(item)
             return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
-        payload, buffer = self.sums.pop(item), self.adopted.pop(item, None)
-        return self._fly(_Message(send, self.step, payload, buffer))
+        return self._fly(_Message(send, self.step, self.sums.pop(item)))
 
     def _receive(self, receive: Receive) -> _Message:
         buffer = (receive.item.kind, receive.buffer)
         taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
-        taken += [item for item, held in self.adopted.items() if held == buffer]
         if taken:
             raise self.error(f"receives {receive.item} over {', '.join(map(str, taken))}")
         self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
@@ -172,8 +169,6 @@ class _Rank:
             return
         at_home = item.owner == self.plan.rank
         self.sums[item._replace(part=None) if at_home else item].update(sent.payload)
-        if not at_home:
-            self.adopted.setdefault(item, buffer)
 
     def __str__(self) -> str:
         waiting = ", ".join(str(message) for message in self.landing if not message.through)

@@ -23,10 +23,10 @@ from tests.plans.test_plan import make_grid
 from tests.tier import slow_if, some
 
 CHUNK = 4
-SHAPES = [(1, 4), (4, 1), (1, 6), (4, 2), (6, 2), (4, 3), (8, 1), (9, 1), (1, 12), (8, 2), (16, 1)]
+SHAPES = [(1, 4), (4, 1), (1, 6), (4, 2), (6, 2), (4, 3), (8, 1), (9, 1), (16, 1)]
 GRIDS = [make_grid(*shape) for shape in SHAPES]
 GRIDS += [make_grid(4, 2, shuffled=True), Grid(((3, 0, 2, 1),))]
-LARGE = [make_grid(16, 1), make_grid(8, 2), make_grid(1, 12), make_grid(9, 1)]
+LARGE = [make_grid(16, 1), make_grid(9, 1)]
 BOTH = (False, True)
 # DeepSeek-V3's heads with their own keys and values, and a Llama's with shared ones.
 MHA = Shape(8192, 32, 32, 128, 128, 2, 4)
@@ -131,7 +131,7 @@ def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
 
 def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
     buffers = sum(sizes[kind] for kind, _ in plan.largest_arrivals)
-    sums, in_buffers, most = dict[Item, int](), set[Item](), 0
+    sums, most = dict[Item, int](), 0
     landing: dict[int, list[Receive | Send]] = {}
     for number, step in enumerate(plan.steps):
         for message in (*step.receives, *step.sends):
@@ -139,12 +139,14 @@ def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
                 landing.setdefault(message.lands, []).append(message)
         for tile in step.tiles:
             for item in tile.gradients if backward else (tile.output,):
-                if item.owner != plan.rank and item not in in_buffers:
+                if item.owner != plan.rank:
                     sums[item] = sizes[item.kind]
         most = max(most, sum(sums.values()))
         for message in landing.pop(number, ()):
-            sums.pop(message.item, None)  # it has left, or what arrived first is the sum now
-            (in_buffers.discard if isinstance(message, Send) else in_buffers.add)(message.item)
+            if isinstance(message, Send):
+                sums.pop(message.item)
+            else:
+                sums[message.item] = sizes[message.item.kind]
     return buffers + most
 
 

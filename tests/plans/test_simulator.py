@@ -195,29 +195,6 @@ def test_a_receive_into_a_buffer_that_something_is_arriving_in() -> None:
         simulate(plans, backward=False)
 
 
-def test_a_receive_into_a_buffer_that_a_gradient_is_being_sent_from() -> None:
-    plans = into_buffer(make_plans(True), 0, 3, Item(Kind.D_KV, 1), 0)
-    message = "rank 0, step 3: receives d_kv of rank 1 over d_kv of rank 2"
-    with pytest.raises(PlanError, match=message):
-        simulate(plans, backward=True)
-
-
-def test_a_receive_into_a_buffer_that_holds_a_sum_that_has_not_left() -> None:
-    (own,) = Ring(Tiling(zigzag(16, 4), Mask.causal()), FLAT).forward(0).steps[0].tiles
-    channel = Channel.GRADIENT_WITHIN
-    gives = Plan(0, (Step(tiles=(own,)), Step(sends=(Send(Item(Kind.D_KV, 0), 1, channel, 1),))))
-    takes = Plan(
-        1,
-        (
-            Step(receives=(Receive(Item(Kind.D_KV, 0), 0, channel, 0, 0),)),
-            Step(receives=(Receive(Item(Kind.D_KV, 2), 2, channel, 1, 0),)),
-        ),
-    )
-    message = "rank 1, step 1: receives d_kv of rank 2 over d_kv of rank 0"
-    with pytest.raises(PlanError, match=message):
-        simulate([gives, takes], backward=True)
-
-
 def test_two_ranks_that_wait_for_each_other() -> None:
     def takes_before_it_gives(rank: int) -> Plan:
         theirs, ours = Item(Kind.KV, 1 - rank), Item(Kind.KV, rank)

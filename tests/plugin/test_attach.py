@@ -171,6 +171,6 @@ def test_the_cpu_platform_brings_what_it_needs_and_none_of_our_flags(
             launch.cpu_platform, name, lambda name=name: called.append(name) or True
         )
     before = arguments.parse_args
-    launch.prepare()
+    launch.start()
     assert called == ["cpu_platform_wanted", "check_job", "activate", "mend"]
     assert arguments.parse_args is before

@@ -28,6 +28,5 @@ def test_what_balancing_makes_of_documents_is_said_once(caplog: pytest.LogCaptur
 
 
 def test_balancing_looks_at_no_block_mask() -> None:
-    config = BurstConfig(layout="balanced", block_mask="blocks.npy")
     with pytest.raises(ValueError, match="balanced looks at documents alone: drop --burst-block-m"):
-        Layouts(Context(config, 2, 0))
+        BurstConfig(layout="balanced", block_mask="blocks.npy")

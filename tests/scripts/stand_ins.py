@@ -18,6 +18,8 @@ SSH = """
 while [[ $1 == -* ]]; do if [[ $1 == -o ]]; then shift; fi; shift; done
 host=${1#*@}; shift
 if [[ $host == dead ]]; then echo "ssh: connect to host dead: No route to host" >&2; exit 255; fi
+if [[ $host == *chatty ]]; then echo "welcome to $host"; fi
+if [[ $host == only_chatty ]]; then exit; fi
 FAKE_HOST=$host exec bash -c "$*"
 """
 # The command follows the image. Variables named by --env pass, all others do not.

@@ -261,6 +261,8 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path) -> None:
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
     assert network.fastest_nics(tmp_path) == "=mlx5_0:1,mlx5_3:2"
+    (tmp_path / "infiniband" / "mlx5_3" / "ports" / "2" / "rate").unlink()
+    assert network.fastest_nics(tmp_path) == "=mlx5_0:1"
     assert network.fastest_nics(tmp_path / "nothing") == ""
 
 

@@ -70,8 +70,9 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         broken=gpu() + gpu(errors=2) + LINKS,
         smaller=gpu() + LINKS,
         unlinked=gpu() * 2 + LINKS.replace("NV18", "SYS"),
+        chatty=FREE,
     )
-    hosts = "good used computing broken smaller unlinked faulty dead"
+    hosts = "good used computing broken smaller unlinked chatty faulty dead only_chatty"
     found = check(machine, "--nodes", hosts, expect=1)
     reasons = {
         "good": "free",
@@ -82,6 +83,8 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         "unlinked": "unhealthy links between GPUs: not those of most nodes",
         "faulty": "unhealthy GPUs: none, most nodes have 2 x NVIDIA X",
         "dead": "unhealthy no answer: ssh: connect to host dead: No route to host",
+        "chatty": "free",
+        "only_chatty": "unhealthy no answer: welcome to only_chatty",
     }
     for host, reason in reasons.items():
         state, _, why = reason.partition(" ")

@@ -25,7 +25,7 @@ def main() -> None:
     inspect.getsource = functools.cache(inspect.getsource)
     os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
     with contextlib.redirect_stdout(io.StringIO()):
-        launch.prepare(own_entry=True)
+        launch.start(own_entry=True)
         from megatron.training import arguments
 
         configs, found = Configs.read(), {}

@@ -349,12 +349,25 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
     assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
 
 
-def test_json_is_all_that_is_printed(
+def test_json_is_all_that_is_printed_with_one_ranks_share(
     trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, "--json") == 0
+    assert run(tmp_path, "--json", "--tiles") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "compare.json").read_text())
+    shares = printed["shares"]
+    assert [row["name"] for row in shares[::2]] == [
+        "one call, 192 tokens",
+        "a rank of 8, kv ring",
+        "a rank of 8, query ring",
+    ]
+    assert {row["speed"] for row in shares[:2]} == {1.0}
+    assert all(row["seconds"] > 0 and row["tflops"] > 0 for row in shares)
+    flops = [row["tflops"] * row["seconds"] for row in shares[::2]]
+    assert flops[1:] == pytest.approx([flops[0]] * 2, rel=0.15), "about as many"
+    page = (tmp_path / "compare.md").read_text()
+    assert "## One rank's share of 8 on this device" in page
+    assert "| a rank of 8, query ring | 64 | backward | " in page
 
 
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:

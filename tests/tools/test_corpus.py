@@ -52,6 +52,14 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
     ]
 
 
+def test_what_cannot_be_read_or_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = text_file(tmp_path / "x.txt", "aaab")
+    assert run(file / "below", "--input", file) == 1
+    assert "corpus: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
 def test_facts_are_those_of_the_tokens(tmp_path: Path) -> None:
     run(tmp_path, "--input", text_file(tmp_path / "x.txt", "aaab"))
     found = facts(tmp_path)

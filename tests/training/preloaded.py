@@ -23,7 +23,7 @@ from megatron_burst import launch
 
 
 def serve() -> None:
-    launch.prepare()
+    launch.start()
     # What every rank would import.
     from megatron.core.models import mimo  # noqa: F401
     from megatron.core.tokenizers import text  # noqa: F401
@@ -84,7 +84,7 @@ def _fork(rank: int, job: dict, training: Any) -> int:
         if not job["logs_arguments"]:  # Megatron opens a file for each of 400
             training.write_args_to_tensorboard = lambda: None
         sys.argv = [job["module"], *job["flags"]]
-        launch.prepare()  # the log of this rank
+        launch.start()  # the log of this rank
         status = importlib.import_module(job["module"]).main() or 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1

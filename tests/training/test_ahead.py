@@ -8,7 +8,7 @@ import pytest
 
 from megatron_burst.tools import trace
 from megatron_burst.tools.runlog import read_scalars
-from tests.training.launcher import BURST, run_module
+from tests.training.launcher import BURST, STEPS, run_module
 from tests.training.test_masks import (
     BALANCED,
     CP2,
@@ -50,7 +50,8 @@ def counted(
 
     def run(ranks: int, flags: str, way: str) -> tuple[Path, list[tuple[int, ...]]]:
         directory = tmp_path_factory.mktemp(way)
-        common = (*short_documents, *start[len(data) :], *BURST, PER_TOKEN)
+        steps = ("--train-iters", str(min(6, STEPS[-1])))  # enough for plans to be counted
+        common = (*short_documents, *start[len(data) :], *BURST, PER_TOKEN, *steps)
         where = ("--tensorboard-dir", str(directory / "tensorboard"))
         words = (*where, *common, *DOCUMENTS.split(), *flags.split(), way)
         text = run_module("tests.training.count_plans", directory, ranks, *words)

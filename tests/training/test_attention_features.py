@@ -66,14 +66,12 @@ def trained(
 
 
 CASES = {
-    "hybrid of 2 x a ring of 2": ("", 4, f"{CP4} {HYBRID}"),
     "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),
     "hybrid in Megatron's groups": (
         "",
         4,
         f"{CP4} {HYBRID} --hierarchical-context-parallel-sizes 2 2",
     ),
-    "MLA": (MLA, 2, CP2),
     "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
     "MLA, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2}"),
     "latents": (MLA, 2, f"{CP2} {LATENT}"),
@@ -91,7 +89,6 @@ CASES = {
         f"{CP2} {LATENT} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    "learnable sinks": (SINKS, 2, CP2),
     "learnable sinks, hybrid": (SINKS, 4, f"{CP4} {HYBRID}"),
     "learnable sinks, TP 2 x CP 2": (SINKS, 4, f"{TP2} {CP2}"),
     "off-by-one": ("--softmax-type off-by-one", 2, CP2),

@@ -16,9 +16,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 CASES = {
     "alone": (1, ""),
-    "CP 2": (2, "--context-parallel-size 2"),
     "TP 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "PP 2": (2, "--pipeline-model-parallel-size 2"),
     "TP 2 x PP 2, sequence parallel": (
         4,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
@@ -132,7 +130,6 @@ def test_width_scaled_logits(tmp_path: Path, data: tuple[str, ...]) -> None:
     ("ranks", "flags"),
     [
         (2, "--tensor-model-parallel-size 2"),
-        (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
         (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
         (

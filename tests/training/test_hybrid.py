@@ -119,19 +119,20 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
         *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ),
+    "CP 4, Mamba, GDN and experts": (
+        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
+        *(4, "--context-parallel-size 4"),
+    ),
+    "TP 2 x CP 2, sequence parallel, Mamba": (
+        *("M*-M*-", MAMBA, ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel"),
+    ),
+    "TP 2 x CP 2, sequence parallel, GDN and experts": (
+        *("G*EG*E", f"{EXPERTS} {GDN}", ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel"),
+    ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-for layers, pattern, model in (
-    ("Mamba", "M*-M*-", MAMBA),
-    ("GDN and experts", "G*EG*E", f"{EXPERTS} {GDN}"),
-):
-    for mesh, ranks, flags in (
-        ("CP 2", 2, CP2),
-        ("CP 4", 4, "--context-parallel-size 4"),
-        ("TP 2, sequence parallel", 2, f"{TP2} --sequence-parallel"),
-        ("TP 2 x CP 2, sequence parallel", 4, f"{CP2} {TP2} --sequence-parallel"),
-    ):
-        CASES[f"{mesh}, {layers}"] = pattern, model, "", ranks, flags
 FAST = {
     "PP 2 x CP 2, a stage without attention, fraction 0.5",
     "CP 2, experts",

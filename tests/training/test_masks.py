@@ -90,12 +90,8 @@ DOCUMENT_CASES = {
     "CP 2, balanced": (2, f"{CP2} {BALANCED}"),
 }
 MORE_DOCUMENT_CASES = {
-    "CP 2, segmented": (2, f"{CP2} {SEGMENTED}"),
-    "PP 2": (2, PP2),
-    "CP 4": (4, CP4),
     "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
     "PP 4": (4, PP2.replace("2", "4")),
-    "CP 2 x PP 2, segmented": (4, f"{CP2} {PP2} {SEGMENTED}"),
     "CP 2 x interleaved PP 2, full recompute, segmented": (
         4,
         f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
@@ -103,7 +99,6 @@ MORE_DOCUMENT_CASES = {
     "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
     "CP 4, balanced": (4, f"{CP4} {BALANCED}"),
     "TP 2 x CP 2, balanced": (4, f"{CP2} {TP2} {BALANCED}"),
-    "CP 2 x PP 2, balanced": (4, f"{CP2} {PP2} {BALANCED}"),
     "CP 2 x interleaved PP 2, fraction 0.5, balanced": (
         4,
         f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5 {BALANCED}",

@@ -37,8 +37,6 @@ CASES = [
     slow(1, PAIRS, 0.3),
     slow(1, SELECTIVE, 0.5),
     slow(2, f"{CP2} {SELECTIVE}", 0.0),
-    slow(2, f"{PP2} {UNIFORM} {ACCUMULATION}", 0.5),
-    slow(2, f"{INTERLEAVED} {UNIFORM}", 0.5),
     slow(2, f"{INTERLEAVED} {BLOCK}", 0.0),
     slow(4, f"{CP2} {INTERLEAVED} {UNIFORM}", 0.5),
     slow(4, f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel {UNIFORM}", 0.5),

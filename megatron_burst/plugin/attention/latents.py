@@ -18,10 +18,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_latent_attention import (
-    FusedMLASelfAttention,
-    MLASelfAttention,
-)
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 

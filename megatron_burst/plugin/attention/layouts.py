@@ -5,7 +5,7 @@ import logging
 from collections.abc import Hashable
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.config import LayoutName, refuse
+from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import BOUND, balanced, imbalance
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
@@ -23,21 +23,11 @@ class Layouts:
     Args:
         context: of the group.
         window: how many keys before it a query sees in all layers; None is no limit, or several.
-
-    Raises:
-        ValueError: a block mask, which is not balanced.
     """
 
     def __init__(self, context: BurstContext, window: int | None = None) -> None:
         self._context, self._window = context, window
         config, ranks = context.config, context.ranks
-        refuse(
-            (
-                config.layout is LayoutName.BALANCED and config.block_mask is not None,
-                f"--burst-layout {config.layout} looks at documents alone: drop "
-                f"--burst-block-mask, or take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            )
-        )
         self._balances = config.layout is LayoutName.BALANCED and ranks > 1
         self._may_pay = config.layout is LayoutName.ZIGZAG and config.block_mask is None
         self._may_pay &= context.rank == 0 and context.heads.size < ranks

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.compare.picture import draw
 from megatron_burst.tools.compare.results import FAILED, RAN, Difference, Result, differences
 from megatron_burst.tools.compare.switching import HEAD, switching
@@ -39,6 +40,14 @@ _WORDS = """
 * **exposed**: communication that nothing is computed beside, of a rank and step, and its share of
   the time of attention; **hidden** is the rest, as a share of communication.
 """
+_TILES = """
+## One rank's share of {} on this device
+
+Causal attention in bfloat16. A rank in the middle of a ring runs its own plans, kernels, merges and
+sums, without messages. Beside it one call of the same kernel, and of TransformerEngine where it is
+installed, on so many tokens that the FLOPs are about the same. Rings lose on one GPU what their
+speed is below 1; what messages cost more needs several.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,7 @@ class Comparison:
     judged_steps: int
     tolerance: float
     is_toy: bool = False  # which has to learn: another training may go on from a checkpoint
+    shares: Sequence[tiles.Row] = ()  # one rank's share of a ring on this device, if timed
 
     @property
     def ran(self) -> list[Result]:
@@ -133,6 +143,9 @@ def _page(comparison: Comparison, picture: str) -> str:
     if others:
         why = _table(["not run", "", "why"], [[r.name, r.status, r.reason] for r in others])
         parts += ["## Not in the figures", why]
+    if comparison.shares:
+        table = _table(["", *tiles.COLUMNS], tiles.cells(comparison.shares))
+        parts += [_TILES.strip().format(tiles.RANKS), table]
     made = f"```bash\n{comparison.command}\n```\n\nEvery variant's command is in compare.json."
     if (documents := max((r.documents or 0 for r in comparison.ran), default=0)) > 1:
         made += f" A micro-batch has {documents:.1f} documents in the mean."

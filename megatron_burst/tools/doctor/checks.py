@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 
 from megatron_burst.plugin.arguments import asks_for_us
+from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
 from megatron_burst.tools.doctor import documents
-from megatron_burst.tools.doctor.documents import DOCUMENTS
+from megatron_burst.tools.doctor.documents import BURST, DOCUMENTS
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
 
-_BURST = "--context-parallel-algo burst"
-_TE_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _ERROR, _WRONG, _WARNING, _NOTE = Level
 
 
@@ -146,7 +145,7 @@ def _windows(args: Namespace) -> Iterator[Finding]:
 def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
     if args.softmax_type == "learnable" and args.tensor_model_parallel_size > 1:
         text = "gradients of sinks count in the norm on the first TP rank alone: clipping is wrong"
-        yield Finding("sink-norm", _WRONG, text, _BURST)
+        yield Finding("sink-norm", _WRONG, text, BURST)
     if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
         text = "TransformerEngine's causal kernels do not read the mask of --reset-attention-mask"
         yield Finding("idle-mask", _WRONG, text, DOCUMENTS)
@@ -155,12 +154,12 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
         text = f"the data loader makes a mask of {size:,.0f} GiB for every micro-batch"
         yield Finding("dense-mask", _WARNING, text, "--no-create-attention-mask-in-dataloader")
     types = set(args.cp_comm_type or ["p2p"]) if args.context_parallel_size > 1 else set()
-    if unknown := sorted(types - {*_TE_TYPES}):
+    if unknown := sorted(types - {*MEGATRONS}):
         text = (
-            f"--cp-comm-type {' '.join(unknown)}: TransformerEngine knows {', '.join(_TE_TYPES)}, "
+            f"--cp-comm-type {' '.join(unknown)}: TransformerEngine knows {', '.join(MEGATRONS)}, "
             "and says so only when the first layer runs"
         )
-        remedy = "--cp-comm-type all_gather" if "allgather" in unknown else _BURST
+        remedy = "--cp-comm-type all_gather" if "allgather" in unknown else BURST
         yield Finding("te-spelling", _ERROR, text, remedy)
     for is_wanted, what, lack_it in (
         (args.window_size, "windows", {"p2p", "a2a+p2p"}),
@@ -172,4 +171,4 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
                 f"TransformerEngine 2.17 has no {what} with --cp-comm-type {' '.join(found)}; "
                 "older versions may leave them out without a word"
             )
-            yield Finding("te-features", _ERROR, text, _BURST)
+            yield Finding("te-features", _ERROR, text, BURST)

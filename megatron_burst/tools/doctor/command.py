@@ -52,12 +52,23 @@ def _parser() -> options.Parser:
     text = "GPUs, and ranks, of a node"
     add("--gpus-per-node", metavar="L", help=text, **number)
     text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
-    add("--compute-capability", default="9.0", metavar="X.Y", help=text)
+    add("--compute-capability", type=_capability, default="9.0", metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
-    add("--shape", metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
+    add("--shape", type=_sizes, metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
     add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
     add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
     return parser
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _sizes(text: str) -> tuple[int, int, int, int]:
+    heads, kv_heads, size, *more = map(options.positive, text.split(","))
+    (value_size,) = more or [size]
+    return heads, kv_heads, size, value_size
 
 
 def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
@@ -74,7 +85,9 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     if line is not None and line.folder is not None:
         sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
     parts = machine.parts()  # before the CPU platform hides some
-    request, kernel = _shape(given, target), "auto"
+    request, kernel = None, "auto"
+    if given.shape is not None:
+        request = Request(target.device, DTYPES[given.dtype], *given.shape)
     with target.pretended():
         if line is not None:
             parsed = parse(line, target)
@@ -95,17 +108,7 @@ def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
         nodes, per_node = line.nodes or nodes, line.ranks_per_node or per_node
     if given.gpus_per_node is None and given.nodes is None:
         return Target(nodes, per_node)
-    major, _, minor = given.compute_capability.partition(".")
-    capability = int(major), int(minor or 0)
-    return Target(given.nodes or nodes, given.gpus_per_node or per_node, capability)
-
-
-def _shape(given: argparse.Namespace, target: Target) -> Request | None:
-    if given.shape is None:
-        return None
-    heads, kv_heads, size, *more = map(int, given.shape.split(","))
-    value_size = more[0] if more else size
-    return Request(target.device, DTYPES[given.dtype], heads, kv_heads, size, value_size)
+    return Target(given.nodes or nodes, given.gpus_per_node or per_node, given.compute_capability)
 
 
 def _described(request: Request | None) -> str:

@@ -13,7 +13,7 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.tools.doctor.finding import Finding, Level
 
 DOCUMENTS = "--dataloader-inter-document-masking"
-_BURST = "--context-parallel-algo burst"
+BURST = "--context-parallel-algo burst"
 _LOOKED_AT, _DRAWN = 64, 4  # documents, micro-batches
 _ERROR, _WRONG, _WARNING, _NOTE = Level
 
@@ -67,13 +67,13 @@ def _ends(args: Namespace, indexes: list[tuple[str, Any]]) -> Iterator[Finding]:
 def _megatrons(args: Namespace) -> Iterator[Finding]:
     if args.transformer_impl == "local":
         text = "Megatron's local attention asserts in the first step that no sequences are packed"
-        yield Finding("stock-documents", _ERROR, text, _BURST)
+        yield Finding("stock-documents", _ERROR, text, BURST)
     elif args.context_parallel_size > 1 and {*(args.cp_comm_type or ["p2p"])} & {"p2p", "a2a"}:
         text = (
             "Megatron splits the whole sequence among the ranks, TransformerEngine takes every "
             "document for split: queries meet the wrong keys"
         )
-        yield Finding("stock-documents", _WRONG, text, _BURST)
+        yield Finding("stock-documents", _WRONG, text, BURST)
 
 
 def _ours(

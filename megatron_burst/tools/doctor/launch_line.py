@@ -81,12 +81,14 @@ def _of_torchrun(words: Sequence[str], gpus_here: int) -> LaunchLine:
             options = get_args_parser().parse_args(list(words))
     except SystemExit as leaving:
         raise ValueError(f"torchrun: {said.getvalue().strip().splitlines()[-1]}") from leaving
-    nodes = int(str(options.nnodes).split(":")[0])  # elastic: the fewest
+    nodes = str(options.nnodes).split(":")[0]  # elastic: the fewest
+    if not nodes.isdigit():
+        raise ValueError(f"torchrun: --nnodes {options.nnodes} is no number")
     ranks = str(options.nproc_per_node)  # None where those are the GPUs of another machine
     meant = {"gpu": gpus_here or None, "auto": gpus_here or os.cpu_count(), "cpu": os.cpu_count()}
     per_node = int(ranks) if ranks.isdigit() else meant.get(ranks)
     program = _program(options.training_script, *options.training_script_args)
-    return replace(program, nodes=nodes, ranks_per_node=per_node)
+    return replace(program, nodes=int(nodes), ranks_per_node=per_node)
 
 
 def _program(name: str, *flags: str) -> LaunchLine:

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         site.load_env()
         return PLACES[place].run(args)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:  # as where there is no ssh, or no sbatch
         say(str(error))
         return 2
     except KeyboardInterrupt:

@@ -89,10 +89,12 @@ def _ask(host: str, command: Sequence[str], args: argparse.Namespace) -> Node:
         )
     except subprocess.TimeoutExpired:
         return Node(host, faults=[f"no answer within {args.timeout:g} s"])
-    if done.returncode:
-        first = (done.stderr.splitlines() or [f"status {done.returncode}"])[0]
+    lines = done.stdout.splitlines() or [""]
+    try:
+        said = json.loads(lines[-1])  # behind what a login prints
+    except ValueError:
+        first = [*done.stderr.splitlines(), *filter(None, lines), f"status {done.returncode}"][0]
         return Node(host, faults=[f"no answer: {first}"])
-    said = json.loads(done.stdout)
     node = Node(host, _kinds(said))
     node.memory_mib = _most(said, "memory.used")
     if errors := _most(said, "ecc.errors.uncorrected.volatile.total"):

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +26,7 @@ def device_towards(host: str) -> str:
             probe.connect((target, 9))  # which sends nothing
             own = probe.getsockname()[0]
             if not own.startswith("127."):
-                command = ["ip", "-j", "address", "show", "to", own]
-                rows = json.loads(subprocess.check_output(command))
+                rows = json.loads(hardware.output("ip", "-j", "address", "show", "to", own) or "[]")
                 return next((str(row["ifname"]) for row in rows if row), "")
     return ""
 
@@ -38,7 +36,7 @@ def fastest_nics(sysfs: Path) -> str:
 
     A NIC for storage or management beside them would be used for training, too.
     """
-    ports = [port for port in hardware.network(sysfs) if ":" in port["name"]]
+    ports = [p for p in hardware.network(sysfs) if ":" in p["name"] and p["rate"]]
     rates = {p["name"]: float(p["rate"].split()[0]) for p in ports if "ACTIVE" in p["state"]}
     fastest = [name for name, rate in rates.items() if rate == max(rates.values())]
     return "=" + ",".join(fastest) if fastest else ""

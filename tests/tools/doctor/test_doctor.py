@@ -216,6 +216,13 @@ def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[st
         assert f"{title}" in said
 
 
+@pytest.mark.parametrize("shape", ["16,2", "16,2,128,128,128", "16,two,128", "16,0,128"])
+def test_a_shape_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], shape: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["--shape", shape])
+    assert "error: argument --shape: " in capsys.readouterr().err
+
+
 def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--gpus-per-node", "1", "--shape", "16,2,300"]) == 1
     assert "head size 300 is not a multiple of 8" in capsys.readouterr().out

@@ -69,6 +69,7 @@ def test_a_script_is_attached_if_it_starts_us_and_asks_for_us(tmp_path: Path) ->
     [
         ("sbatch job.sh", "no training program in: sbatch job.sh"),
         ("torchrun --nproc-per-node", "torchrun: .*expected one argument"),
+        ("torchrun --nnodes $NODES train.py", r"torchrun: --nnodes \$NODES is no number"),
         ("python -m megatron_burst.run", "wants a script"),
     ],
 )

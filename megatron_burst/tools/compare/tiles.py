@@ -1,0 +1,87 @@
+"""One rank's share of a ring, on one device, beside single calls of as many FLOPs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+
+from megatron_burst.tools.gpu_check.stage import DTYPE, Device
+from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes
+
+RANKS = 8
+A_RANK = f"a rank of {RANKS}"
+COLUMNS = ("tokens a rank", "pass", "ms", "TFLOP/s", "speed over one call")
+_PRODUCTS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
+
+type Way = tuple[int, Mapping[str, Callable[[], object]]]  # pairs of a forward, and both passes
+type Row = Mapping[str, Any]
+
+
+def measure(device: Device, tokens: Sequence[int] = (16384, 65536)) -> Iterator[Row]:
+    """Time the rank in the middle of 8, without messages, one call, and TransformerEngine's."""
+    sizes = [Sizes(number, 32, 8, 128) for number in tokens]
+    for each in sizes if device.is_gpu else [Sizes(64, 4, 2, 32)]:
+        yield from _rows(device, each)
+        device.free()
+
+
+def _rows(device: Device, sizes: Sizes) -> Iterator[Row]:
+    ways = _ways(device, sizes)
+    speeds: dict[str, float] = {}
+    for (name, (pairs, passes)), phase in product(ways.items(), _PRODUCTS):
+        seconds = device.seconds(passes[phase], 3)
+        flops = _PRODUCTS[phase] * 2 * sizes.heads * sizes.head_dim * pairs / seconds
+        speeds.setdefault(phase, flops)  # of one call, the first
+        row = {"name": name, "tokens": sizes.tokens, "phase": phase, "seconds": seconds}
+        yield row | {"tflops": flops / 1e12, "speed": flops / speeds[phase]}
+
+
+def _ways(device: Device, sizes: Sizes) -> dict[str, Way]:
+    one = OneCall(device.kernel(*sizes[1:]), sizes, RANKS, device.device)
+    tokens = f"{one.sizes.tokens} tokens"
+    ways: dict[str, Way] = {
+        f"one call, {tokens}": (one.pairs, {"forward": one.forward, "backward": one.backward})
+    }
+    tensors = sizes.draw(device.device, DTYPE)
+    for ring in ("kv", "query"):
+        rank = OneRank.in_the_middle([0] * RANKS, tensors, ring, "flat")
+        passes = {"forward": rank.forward, "backward": rank.backward}
+        ways[f"{A_RANK}, {ring} ring"] = rank.pairs, passes
+    if device.is_gpu and find_spec("transformer_engine"):
+        ways[f"TransformerEngine, {tokens}"] = one.pairs, _transformer_engine(device, one.sizes)
+    return ways
+
+
+def _transformer_engine(device: Device, sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """Return both passes of TransformerEngine's causal attention, as Megatron's stock layers."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    attention = DotProductAttention(
+        sizes.heads,
+        sizes.head_dim,
+        num_gqa_groups=sizes.kv_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+    )
+    *qkv, dout = sizes.draw(device.device, DTYPE)
+    qkv = [x.requires_grad_() for x in qkv]
+    out = attention(*qkv)
+    dout = dout.reshape(out.shape)
+    return {
+        "forward": lambda: attention(*qkv),
+        "backward": lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
+    }
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the lines of a table: the name, then `COLUMNS`."""
+    return [
+        [
+            *(row["name"], f"{row['tokens']}", row["phase"], f"{row['seconds'] * 1e3:.2f}"),
+            *(f"{row['tflops']:.4g}", f"{row['speed']:.3f}"),
+        ]
+        for row in rows
+    ]

@@ -1,0 +1,110 @@
+"""Check on one GPU what needs one: kernels, rings, speed, memory, loss, recompute, a training.
+
+Nine stages of at most ten minutes each on an H100, without a network; only the last needs
+megatron-core. Writes DIR/gpu-check.md and DIR/gpu-check.json after every stage. With --device cpu
+the same runs on small sizes and nothing is asked of times. The exit status is 1 if a stage failed.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megatron_burst.tools import hardware, options, terminal
+from megatron_burst.tools.gpu_check.report import Report, Result
+from megatron_burst.tools.gpu_check.stage import Check, Device
+
+# Modules with a `check(device)`, whose first line says what it proves, and a `REMEDY`.
+STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the stages; return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(words)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; --device cpu runs the same on small sizes")
+    console = Console(stderr=True, quiet=True) if args.json else terminal.console()
+    args.output.mkdir(parents=True, exist_ok=True)
+    device = Device(torch.device(args.device), args.output)
+    name = torch.cuda.get_device_name() if device.is_gpu else f"CPU, {hardware.cpu_model()}"
+    machine = hardware.describe("gpu-check", ["megatron-burst", "gpu-check", *words])
+    del machine["host"]  # the page is there to be shown
+    results: list[Result] = []
+    report = Report(device=name, machine=machine, results=results)
+    for number in sorted(set(args.stage)):
+        results.append(_run(number, device, console))
+        page = report.write(args.output)  # also if the next one ends the process
+    if args.json:
+        print(json.dumps(report.as_json(), indent=2))
+    console.print(f"report: {page}, {page.with_suffix('.json')}")
+    terminal.complain("gpu-check", report.advice(args.output))
+    return 1 if report.failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(
+        "gpu-check",
+        __doc__ or "",
+        "megatron-burst gpu-check",
+        "megatron-burst gpu-check --stage 2 3 --output runs/gpu-check-h100",
+        "megatron-burst gpu-check --device cpu",
+    )
+    add, numbers = parser.add_argument, range(1, len(STAGES) + 1)
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    listed = ", ".join(f"{number} {name}" for number, name in enumerate(STAGES, start=1))
+    text = f"only these (default: all): {listed}"
+    add("--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=text)
+    text = "a directory (default: runs/gpu-check)"
+    add("--output", type=Path, default=Path("runs/gpu-check"), metavar="DIR", help=text)
+    return parser
+
+
+def _run(number: int, device: Device, console: Console) -> Result:
+    name, begun = STAGES[number - 1], time.perf_counter()
+    module = importlib.import_module(f"{__package__}.{name}")
+    about = (module.__doc__ or "").partition("\n")[0]
+    console.print(f"[{number}/{len(STAGES)}] {name}: {about}")
+    checks: list[Check] = []
+    with console.status(name) as status:
+        for check in _checks(module, device):
+            checks.append(check)
+            status.update(f"{name}: {check.name}")
+            state = "FAILED" if not check.passed else "ok" if check.allowed else ""
+            console.print(f"  {state:<6} {check.name}: {check.found} {check.allowed}".rstrip())
+    seconds = time.perf_counter() - begun
+    result = Result(
+        number=number,
+        name=name,
+        about=about,
+        remedy=module.REMEDY,
+        seconds=seconds,
+        checks=checks,
+    )
+    console.print(f"  {result.verdict} in {seconds:.0f} s")
+    return result
+
+
+def _checks(module: Any, device: Device) -> Iterator[Check]:
+    """Yield what a stage finds, and as a failure what it raises: the next one runs all the same."""
+    try:
+        device.synchronize()  # an error of an earlier kernel is not this stage's
+    except RuntimeError as error:
+        text = f"{error}; run --stage with this number alone"
+        yield Check("an earlier stage has left the device in error", text, passed=False)
+        return
+    try:
+        yield from module.check(device)
+        device.synchronize()
+    except Exception as error:
+        where = traceback.format_exc(limit=-3).strip()
+        yield Check(f"{type(error).__name__}", f"{error}\n{where}", passed=False)
+    device.free()

@@ -1,0 +1,91 @@
+"""The chunked loss: numbers, memory and time beside all logits at once."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+from megatron_burst.tools.gpu_check.stage import (
+    DTYPE,
+    Check,
+    Device,
+    at_most,
+    relative_error,
+    told,
+)
+
+REMEDY = "train with --lm-head-loss megatron"
+_ERROR = 1e-2  # of the norm, in bfloat16
+_SLOWER = 1.25  # than all logits at once: backward makes the logits again
+_TOKEN_BYTES = 32  # that a token may take beside the limit
+
+type _Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def check(device: Device) -> Iterator[Check]:
+    """Compare losses and gradients with float64, and cost with `F.cross_entropy`."""
+    yield from _numbers(device)
+    shape = (8192, 131072, 4096) if device.is_gpu else (256, 2048, 32)
+    limit = 6144 if device.is_gpu else 1
+    inputs = _inputs(device, *shape)
+    chunked = partial(linear_cross_entropy, memory_mb=limit)
+    seconds, peaks = zip(
+        *(_cost(device, way, inputs) for way in (chunked, _all_logits)), strict=True
+    )
+    allowed = limit + _TOKEN_BYTES * shape[0] / 2**20
+    gradients = sum(x.nbytes for x in inputs[:2]) / 2**20
+    said = f" MiB, {peaks[1] / 2**20:.0f} with all logits"
+    yield at_most("memory", peaks[0] / 2**20 - gradients, allowed, "{:.0f}", more=said)
+    ratio = at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER)
+    yield device.judged(ratio)
+    yield told("forward and backward", f"{seconds[0] * 1e3:.1f} ms, {seconds[1] * 1e3:.1f} ms")
+
+
+def _numbers(device: Device) -> Iterator[Check]:
+    hidden, weight, targets = _inputs(
+        device, *((512, 4096, 256) if device.is_gpu else (64, 256, 32))
+    )
+    targets[::7] = -100
+    found = _losses_and_gradients(
+        partial(linear_cross_entropy, chunk_size=48), hidden, weight, targets
+    )
+    exact, wide = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    right = _losses_and_gradients(_all_logits, exact, wide, targets)
+    for name, mine, expected in zip(("losses", "dhidden", "dweight"), found, right, strict=True):
+        yield at_most(f"error of {name}", relative_error(mine, expected), _ERROR)
+
+
+def _all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def _losses_and_gradients(
+    way: _Way, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, ...]:
+    loss = way(hidden, weight, targets)
+    scale = torch.linspace(0.5, 1.5, len(loss), device=loss.device, dtype=loss.dtype)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), scale)
+
+
+def _inputs(device: Device, tokens: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw states and a weight whose logits have a standard deviation of 2, and targets."""
+    generator = torch.Generator(device.device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=device.device)
+    hidden, weight = draw(tokens, dim), draw(rows, dim) * 2 / dim**0.5
+    targets = torch.arange(tokens, device=device.device) * 7919 % rows
+    return hidden.to(DTYPE).requires_grad_(), weight.to(DTYPE).requires_grad_(), targets
+
+
+def _cost(device: Device, way: _Way, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[float, int]:
+    """Return the seconds and the peak of a forward and a backward."""
+
+    def both() -> None:
+        way(*inputs).mean().backward()
+        inputs[0].grad = inputs[1].grad = None
+
+    return device.seconds(both, 3), device.peak(both, inputs)

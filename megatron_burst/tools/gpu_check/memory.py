@@ -1,0 +1,71 @@
+"""The memory of one rank's attention against what is counted without a device."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels import TileCall
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
+from megatron_burst.tools.live_bytes import LiveBytes
+from megatron_burst.tools.one_rank import OneRank, Sizes
+
+REMEDY = "plan with the larger figure; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
+_APART = 0.15  # of the count: kernels have memory of their own, allocators round
+_NODES = {"flat": (0,) * 8, "double": (0,) * 4 + (1,) * 4}  # of each rank
+_RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv"))
+
+
+class _EmptyKernel:
+    """Returns what a kernel returns, without values."""
+
+    name = "empty"
+
+    def reasons_against(self, _: Any) -> list[str]:
+        return []
+
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+        (batch, queries, heads, _), dim = tile.q.shape, tile.v.shape[3]
+        lse = tile.q.new_empty((batch, heads, queries), dtype=torch.float32)
+        return tile.q.new_empty((batch, queries, heads, dim)), lse
+
+    def backward(self, tile: TileCall, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.new_empty(x.shape) for x in tile.qkv)
+        return q, k, v
+
+
+def check(device: Device) -> Iterator[Check]:
+    """Compare the peaks of both rings, flat and double, without grouped heads."""
+    sizes = Sizes(16384, 32, 32, 128) if device.is_gpu else Sizes(256, 4, 4, 64)
+    tensors = sizes.draw(device.device, DTYPE)
+    for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
+        rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology)
+        rank.backward()  # what is made once is no part of it
+        rank.result = None
+        found = [device.peak(rank.forward, tensors)]
+        found.append(device.peak(rank.backward, (*tensors, *(rank.result or ()))))
+        counted = _counted(topology, ring, sizes)
+        for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
+            yield _compared(f"{topology} {ring} ring, {name}", mine, right, tensors[0])
+        del rank
+        device.free()
+
+
+def _counted(topology: str, ring: str, sizes: Sizes) -> tuple[int, int]:
+    """Return the peaks of a forward and a backward, counted on tensors without values."""
+    tensors = sizes.draw("meta", DTYPE)
+    # The reference serves any device.
+    rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology, "reference")
+    rank.call = replace(rank.call, kernel=_EmptyKernel())
+    with LiveBytes(tensors) as forward:
+        result = rank.forward()
+    with LiveBytes((*tensors, *result)) as backward:
+        rank.backward()
+    return forward.peak, backward.peak
+
+
+def _compared(name: str, found: int, counted: int, q: Tensor) -> Check:
+    sizes = f" ({found / q.nbytes:.1f} x q, counted {counted / q.nbytes:.1f})"
+    return at_most(f"{name}: apart", abs(found / counted - 1), _APART, more=sizes)

@@ -1,0 +1,127 @@
+"""All ranks of a group as threads of one process, on one device.
+
+What NCCL does not do, several ranks on one GPU, and gloo only by way of the host. Messages are
+matched as NCCL matches them: between two ranks and on a channel, in the order in which both post.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.plans.plan import Channel, Receive, Send
+from megatron_burst.transport.comm import CommunicationError, Communicator, Message
+
+
+class _Key(NamedTuple):
+    """The how-manieth message from one rank to another on a channel."""
+
+    source: int
+    target: int
+    channel: Channel
+    number: int
+
+
+class Post:
+    """What is on its way between the ranks, and what went wrong first."""
+
+    def __init__(self, patience: float = 300.0) -> None:
+        self.patience = patience  # seconds that a rank waits for another
+        self.sent: dict[_Key, Tensor] = {}
+        self.changed, self.error = threading.Condition(), ""
+
+    def put(self, key: "_Key", tensor: Tensor) -> None:
+        """Send a message."""
+        with self.changed:
+            self.sent[key] = tensor
+            self.changed.notify_all()
+
+    def fail(self, error: str) -> None:
+        """Let all who wait know what went wrong, the first time."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def take(self, key: "_Key", what: str) -> Tensor:
+        """Wait for a message, or until a rank has failed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.error or key in self.sent, self.patience)
+            if self.error or key not in self.sent:
+                raise CommunicationError(self.error or f"nobody sent what was to {what}")
+            return self.sent.pop(key)
+
+
+class ThreadedCommunicator(Communicator):
+    """The transport of one rank.
+
+    What will be received is NaN from when it is posted until it has landed, and what is sent must
+    stay as it was until then: the plan says when both are free.
+    """
+
+    def __init__(self, rank: int, ranks: int, post: Post) -> None:
+        super().__init__(range(ranks), {}, post.patience)
+        self._rank, self._post = rank, post
+        self._posted: Counter[tuple[int, int, Channel]] = Counter()
+
+    def start(self, messages: Sequence[Message], where: str) -> list[Any]:
+        """Send at once; poison what is to be received."""
+        works: list[Any] = []
+        for message in messages:
+            assert message.tensor.is_contiguous(), f"{where}: {message.name} is not contiguous"
+            self.bytes_by_channel[message.transfer.channel] += message.bytes_sent
+            works.append((message.name, self._begin(message, self._key(message.transfer))))
+        return works
+
+    def _begin(self, message: Message, key: _Key) -> tuple[Tensor, _Key | Tensor]:
+        if isinstance(message.transfer, Receive):
+            return message.tensor.fill_(torch.nan), key
+        copy = message.tensor.clone()
+        self._post.put(key, copy)
+        return message.tensor, copy
+
+    def _key(self, transfer: Send | Receive) -> _Key:
+        ends = self._rank, self._ranks[transfer.peer]
+        key = *(ends[::-1] if isinstance(transfer, Receive) else ends), transfer.channel
+        self._posted[key] += 1
+        return _Key(*key, self._posted[key])
+
+    def wait(self, works: Sequence[Any], where: str) -> None:
+        """Let what is received land; look whether what was sent is still the same."""
+        for name, (tensor, other) in works:
+            if isinstance(other, Tensor):
+                if not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)):
+                    self._fail(f"{where}: written to before it had landed: {name}")
+                continue
+            arrived = self._post.take(other, f"{name}, {where}")
+            if (arrived.shape, arrived.dtype) != (tensor.shape, tensor.dtype):
+                self._fail(f"{where}: {name}: {arrived.shape} came for {tensor.shape}")
+            tensor.copy_(arrived)
+
+    def _fail(self, text: str) -> None:
+        raise CommunicationError(f"rank {self._rank}, {text}")
+
+
+def run_all[T](post: Post, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Run the jobs of all ranks at once, without gradients; return their results.
+
+    Raises:
+        RuntimeError: what a rank raised first.
+    """
+
+    def one(rank: int) -> T:
+        try:
+            with torch.no_grad():  # which is a thread's own
+                return jobs[rank]()
+        except Exception as error:
+            post.fail(f"rank {rank}: {type(error).__name__}: {error}")
+            raise
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = [pool.submit(one, rank) for rank in range(len(jobs))]
+    if post.error:
+        raise RuntimeError(post.error)
+    return [future.result() for future in futures]

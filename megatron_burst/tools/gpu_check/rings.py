@@ -1,0 +1,169 @@
+"""The real plans of all ranks on one device, against the unsharded reference.
+
+Buffers hold NaN from when a message is posted until it lands, so that what is read too early shows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import ExpandedLatents, Keys, expand
+from megatron_burst.attention.verify import Finding, compare
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.planning import make_layout
+from megatron_burst.tools import verify
+from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error, told
+from megatron_burst.tools.one_rank import Sizes, context_of
+
+REMEDY = "if one kernel alone is wrong see stage 2; if all are, trust no ring on this machine"
+_GRIDS = ((4, 4), (8, 4), (8, 2))  # ranks, and those of a node
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "kv ring": {"backward": "kv", "topology": "double"},
+    "query ring": {"backward": "query", "topology": "double"},
+    "query ring, flat, gradients in bfloat16": {
+        **{"backward": "query", "topology": "flat"},
+        "grad_dtype": "model",
+    },
+    "kv ring, gradients by a chain": {
+        **{"backward": "kv", "topology": "double"},
+        "gradient_return": "chain",
+    },
+    "mesh": {"topology": "mesh"},
+    "auto": {},  # under documents and block masks a direct exchange
+    "ring": {"algorithm": "ring"},
+    "allgather": {"algorithm": "allgather"},
+}
+
+
+class _Case(NamedTuple):
+    nodes: tuple[int, ...]  # of each rank
+    setting: str
+    mask: str
+    sizes: Sizes
+
+
+def check(device: Device) -> Iterator[Check]:
+    """Compare every schedule under every mask, with each kernel that serves this device."""
+    sizes = Sizes(256, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 16)
+    expected = cache(_expected)  # which all schedules share
+    for kernel in device.kernels(sizes.heads, sizes.kv_heads, sizes.head_dim):
+        for number, setting in enumerate(_SETTINGS):
+            grids, masks = list(_GRIDS), list(verify.MASKS)
+            if not device.is_gpu:  # each once, not each with each
+                grids = [grids[number % len(grids)]]
+                masks = [masks[(number + turned) % len(masks)] for turned in (0, 2)]
+            for ranks, per_node in grids:
+                nodes = tuple(rank // per_node for rank in range(ranks))
+                if setting == "mesh" and len(set(nodes)) < 4:
+                    nodes = tuple(range(4))  # at least two rows and two columns
+                cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
+                yield from _of_setting(device, kernel, cases, expected)
+    yield from _latents(device)
+
+
+def _of_setting(
+    device: Device, kernel: str, cases: Sequence[_Case], expected: Any
+) -> Iterator[Check]:
+    nodes, setting, *_ = cases[0]
+    name = f"{kernel}, {len(nodes)} ranks on {len(set(nodes))} nodes, {setting}"
+    worst: dict[str, Finding] = {}
+    for case in cases:
+        try:
+            found = run(device.device, kernel, case, expected)
+        except ValueError as error:
+            yield told(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
+            continue
+        worst[case.mask] = max(found, key=lambda finding: finding.share)
+    for mask, finding in worst.items():
+        if finding.where:
+            yield Check(f"{name}, {mask}", str(finding), passed=False)
+    if worst:
+        mask = max(worst, key=lambda m: worst[m].share)
+        more = f" of what is allowed ({worst[mask].tensor}, {mask})"
+        yield at_most(name, worst[mask].share, 1.0, more=more)
+
+
+def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[Finding]:
+    """Run one call of all ranks, forward and backward, and compare it.
+
+    Raises:
+        ValueError: the kernel does not serve it.
+    """
+    ranks, tokens = len(case.nodes), len(case.nodes) * case.sizes.tokens
+    config = BurstConfig(kernel=kernel, **_SETTINGS[case.setting])
+    mask, _ = verify.masks(case.mask, tokens)
+    whole = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
+    layout = make_layout(config, tokens, ranks)
+    shards = [[layout.shard(x, rank, 1).contiguous() for x in whole] for rank in range(ranks)]
+    scale = case.sizes.head_dim**-0.5
+
+    post, jobs = Post(), []
+    for rank, (q, k, v, dout) in enumerate(shards):
+        context = context_of(rank, case.nodes, config, ThreadedCommunicator(rank, ranks, post))
+        call = context.prepare(q, k, v, mask, scale)
+        jobs.append(partial(_both_passes, q, k, v, dout, call))
+    found = _whole(layout, run_all(post, jobs))
+    margin = MARGIN + (ranks**0.5 if config.grad_dtype == "model" else 0.0)
+    right = expected(device, case._replace(setting=""), margin)
+    return compare(right, found, torch.arange(tokens))
+
+
+def _both_passes(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: AttentionCall
+) -> list[Tensor]:
+    keys = Keys(call.forward_plan.rank, k, v)
+    out, lse = forward(q, keys, call)
+    dq, dk, dv, _ = backward(dout, q, keys, out, lse, call)
+    return [out, lse.transpose(1, 2)[..., None], dq, dk, dv]
+
+
+def _whole(layout: Layout, by_rank: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    joined = (layout.unshard(list(shards), 1) for shards in zip(*by_rank, strict=True))
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), joined, strict=True))
+
+
+def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected]:
+    tokens = len(case.nodes) * case.sizes.tokens
+    _, visibility = verify.masks(case.mask, tokens)
+    q, k, v, dout = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
+    spread = Spread([torch.arange(tokens)], None)
+    scale = case.sizes.head_dim**-0.5
+    reference = Reference(spread, visibility, scale, q, k, v, margin=margin)
+    return [*reference.expect(), *reference.expect(dout)]
+
+
+def _latents(device: Device) -> Iterator[Check]:
+    """Compare the products that stand between a visitor's latents and its K and V."""
+    rank, rotary, heads, dim = (512, 64, 8, 128) if device.is_gpu else (32, 8, 4, 16)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device.device).to(DTYPE)
+
+    generator = torch.Generator(device.device).manual_seed(0)
+    latent, rotary_key = drawn(1, dim, rank), drawn(1, dim, 1, rotary)
+    weight = drawn(2 * heads * dim, rank)
+    k, v = expand(latent[:, :, None], rotary_key, weight, heads, dim)
+    dk, dv = drawn(*k.shape), drawn(*v.shape)
+    keys = ExpandedLatents(0, k, v, latent, weight, differentiates_weight=True)
+    made = keys.read(Item(Kind.KV, 1), keys.sent)
+    dlatent, drotary = keys.reduce(Interval(0, dim), keys.sent, dk, dv)
+    latent, rotary_key, weight = (x.double().requires_grad_() for x in (latent, rotary_key, weight))
+    exact = expand(latent[:, :, None], rotary_key, weight, heads, dim)
+    wide = dk.double(), dv.double()
+    gradients = torch.autograd.grad(exact, (latent, rotary_key, weight), wide)
+    assert keys.weight_gradient is not None
+    found = *made, dlatent[:, :, 0], drotary, keys.weight_gradient
+    names = "k", "v", "dlatent", "drotary", "dweight"
+    for name, mine, right in zip(names, found, (*exact, *gradients), strict=True):
+        allowed = 1e-2 if name in ("k", "v") else 1e-4  # gradients are not rounded
+        yield at_most(f"latents, error of {name}", relative_error(mine, right), allowed)

@@ -1,0 +1,135 @@
+"""What a stage is given, and what it answers."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels import KERNELS, Kernel, Request, select_kernel
+from megatron_burst.tools.live_bytes import LiveBytes
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of a stage: what was found, what is allowed, and whether that holds."""
+
+    name: str
+    found: str
+    allowed: str = ""  # nothing where it is only told
+    passed: bool = True
+
+
+def told(name: str, found: str) -> Check:
+    """Return a line that nothing is asked of."""
+    return Check(name, found)
+
+
+def at_most(
+    name: str, found: float, allowed: float, form: str = "{:.3g}", *, more: str = ""
+) -> Check:
+    """Return a line that fails above `allowed`, and with NaN."""
+    return Check(name, form.format(found) + more, f"<= {allowed:g}", found <= allowed)
+
+
+def at_least(name: str, found: float, allowed: float, *, more: str = "") -> Check:
+    """Return a line that fails below `allowed`, and with NaN."""
+    return Check(name, f"{found:.3f}{more}", f">= {allowed:g}", found >= allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What is looked at, and how: on a GPU sizes that say something, elsewhere small ones."""
+
+    device: torch.device
+    folder: Path  # for what a stage writes
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether times say something."""
+        return self.device.type == "cuda"
+
+    def judged(self, check: Check) -> Check:
+        """Return a line about time, of which nothing is asked without a GPU."""
+        return check if self.is_gpu else told(check.name, check.found)
+
+    def kernels(self, heads: int, kv_heads: int, dim: int) -> dict[str, Kernel]:
+        """Return what serves bfloat16 of such a shape, and nothing slow."""
+        request = Request(self.device, DTYPE, heads, kv_heads, dim, dim)
+        names = (name for name in KERNELS if name != "reference")
+        return {n: KERNELS[n] for n in names if not KERNELS[n].reasons_against(request)}
+
+    def kernel(self, heads: int, kv_heads: int, dim: int) -> Kernel:
+        """Return the one that `auto` takes for causal tiles."""
+        return select_kernel("auto", Request(self.device, DTYPE, heads, kv_heads, dim, dim))
+
+    def synchronize(self) -> None:
+        """Wait for the device; an error of a kernel shows here."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Return the seconds of one call, with what it compiles."""
+        self.synchronize()
+        begun = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+    def seconds(self, run: Callable[[], object], repetitions: int = 5) -> float:
+        """Return the median of some calls, after one that does not count."""
+        timed = self._between_events if self.is_gpu else self.once
+        return median([timed(run) for _ in range(repetitions + 1)][1:])
+
+    def _between_events(self, run: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def peak(self, run: Callable[[], object], existing: Iterable[Tensor]) -> int:
+        """Return the most bytes that a call takes beside the existing tensors."""
+        if not self.is_gpu:
+            with LiveBytes(existing) as live:
+                run()
+            return live.peak
+        self.free()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def left_behind(self, run: Callable[[], object]) -> int:
+        """Return by how many bytes three calls leave more behind than one."""
+        with LiveBytes() as live:
+
+            def now() -> int:
+                run()
+                self.synchronize()
+                gc.collect()
+                return torch.cuda.memory_allocated(self.device) if self.is_gpu else live.now
+
+            first, _, last = now(), now(), now()
+        return last - first
+
+    def free(self) -> None:
+        """Give back what earlier stages have left."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of what is expected; inf for NaN."""
+    found, expected = found.double(), expected.double()
+    size = expected.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return ((found - expected).norm() / size).nan_to_num(nan=torch.inf).item()

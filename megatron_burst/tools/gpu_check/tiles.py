@@ -1,0 +1,140 @@
+"""The work of one rank against one call of its kernel; merges and loss against a copy.
+
+The loops of a rank in the middle of a ring, with its kernels, merges and sums, but no messages.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_burst import linear_cross_entropy
+from megatron_burst.attention.merge import PartialResults
+from megatron_burst.plans.layout import Interval
+from megatron_burst.tools.compare import tiles
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most, told
+from megatron_burst.tools.one_rank import OneRank, Sizes
+
+REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
+_EFFICIENCY, _OF_COPY = 0.95, 0.85
+_MERGE_BYTES, _LOGIT_BYTES = 10, 6  # of an element, read and written; of a logit in a pass
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+
+
+def check(device: Device) -> Iterator[Check]:
+    """Time the tiles of a rank, look whether the host waits, time merges and the loss."""
+    for row in tiles.measure(device, (16384, 65536, 131072)):
+        name = f"{row['tokens']} tokens a rank, {row['name']}, {row['phase']}"
+        check = at_least(name, row["speed"], _EFFICIENCY, more=f", {row['tflops']:.4g} TFLOP/s")
+        judged = row["name"].startswith(tiles.A_RANK)
+        yield device.judged(check) if judged else told(name, check.found)
+    yield _waits(device)
+    copied = _copy_speed(device)
+    yield told("a copy", f"{copied / 1e9:.0f} GB/s read and written")
+    first, merged = _merge(device)
+    more = f", its first call {first:.2f} s"
+    check = at_least("a merge's speed over a copy's", merged / copied, _OF_COPY, more=more)
+    yield device.judged(check)
+    for name, seconds, logits in _loss(device):
+        moved = seconds * copied / logits
+        name = f"bytes a logit in the time of the loss {name}"
+        yield device.judged(at_most(name, moved, _LOGIT_BYTES / _OF_COPY))
+
+
+def _small(tokens: int) -> Sizes:
+    return Sizes(tokens, 4, 2, 32)
+
+
+class _HostWaits(TorchDispatchMode):
+    """Counts operations whose result the host has to know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (name := function.__name__.partition(".")[0]) in _WAITS:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def _waits(device: Device) -> Check:
+    """Look whether a rank's loops, once planned, wait for the device."""
+    sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else _small(16)
+    found: list[str] = []
+    for ring in ("kv", "query"):
+        rank = OneRank.in_the_middle([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
+        rank.backward()  # what is compiled may wait
+        with _HostWaits() as waits, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            mode = torch.cuda.get_sync_debug_mode() if device.is_gpu else 0
+            if device.is_gpu:
+                torch.cuda.set_sync_debug_mode("warn")
+            rank.forward()
+            rank.backward()
+            if device.is_gpu:
+                torch.cuda.set_sync_debug_mode(mode)
+        found += [*waits.found, *(str(w.message) for w in said if "synchroniz" in str(w.message))]
+    what = f": {', '.join(sorted(set(found)))}" if found else ""
+    return at_most("times that the host waits in a ring", len(found), 0, "{:.0f}", more=what)
+
+
+def _copy_speed(device: Device) -> float:
+    """Return the bytes a second that a copy reads and writes."""
+    x = torch.zeros(2**32 if device.is_gpu else 2**16, dtype=torch.uint8, device=device.device)
+    other = torch.empty_like(x)
+    return 2 * x.nbytes / device.seconds(lambda: other.copy_(x))
+
+
+def _merge(device: Device) -> tuple[float, float]:
+    """Return the seconds of a first merge, and the bytes a second of later ones.
+
+    Counted are float32 sums, read and written, and a bfloat16 part.
+    """
+    sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else _small(64)
+    q, *_, part = sizes.draw(device.device, DTYPE)
+    lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
+    results, rows = PartialResults(q, sizes.head_dim), Interval(0, sizes.tokens)
+
+    def merge() -> None:
+        results.merge(rows, part, lse)
+
+    first = device.once(merge)
+    return first, _MERGE_BYTES * q.numel() / device.seconds(merge)
+
+
+def _loss(device: Device) -> Iterator[tuple[str, float, int]]:
+    """Yield name, seconds and logits of a pass of the loss, less its products.
+
+    Hidden states are short, so that products take little of the time.
+    """
+    tokens, rows, hidden, chunk = (8192, 131072, 128, 2048) if device.is_gpu else (32, 256, 16, 16)
+    states, weight, dlogits = (
+        torch.randn(shape, device=device.device).to(DTYPE)
+        for shape in ((tokens, hidden), (rows, hidden), (chunk, rows))
+    )
+    targets = torch.arange(tokens, device=device.device) % rows
+    some = states[:chunk]
+    logits = device.seconds(lambda: torch.mm(some, weight.t(), out=dlogits)) * (tokens // chunk)
+    of_states = device.seconds(lambda: dlogits @ weight) * (tokens // chunk)
+    of_weight = device.seconds(lambda: dlogits.t() @ some) * (tokens // chunk)
+    states, weight = states.requires_grad_(), weight.requires_grad_()
+
+    def forward() -> Tensor:
+        return linear_cross_entropy(states, weight, targets, chunk_size=chunk)
+
+    loss = forward()
+    ones = torch.ones_like(loss)
+    seconds = (
+        device.seconds(forward),
+        device.seconds(
+            lambda: torch.autograd.grad(loss, (states, weight), ones, retain_graph=True)
+        ),
+    )
+    yield "forward", seconds[0] - logits, tokens * rows
+    yield "backward", seconds[1] - logits - of_states - of_weight, tokens * rows

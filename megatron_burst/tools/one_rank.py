@@ -1,0 +1,132 @@
+"""One rank of a ring by itself: its own plans, loops, kernels and sums, and no messages."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.keys import Keys
+from megatron_burst.config import Backward, Topology
+from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.plans.mask import Band
+from megatron_burst.plans.topology import choose_grid
+from megatron_burst.transport.comm import Communicator, Message
+
+type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
+
+
+class Sizes(NamedTuple):
+    """Of the tensors of one attention call, batch 1."""
+
+    tokens: int  # of a rank
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_dim}"
+        return f"{self.tokens} tokens a rank, {heads}"
+
+    def draw(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Tensors:
+        """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""
+        is_meta = torch.device(device).type == "meta"
+        generator = None if is_meta else torch.Generator(device).manual_seed(seed)
+
+        def drawn(heads: int) -> Tensor:
+            shape = 1, self.tokens, heads, self.head_dim
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        q, k, v = drawn(self.heads), drawn(self.kv_heads), drawn(self.kv_heads)
+        return q, k, v, drawn(self.heads)
+
+
+class Silence(Communicator):
+    """Sends nothing; what would be received is what lies in its buffer."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(range(ranks), {}, timeout_seconds=1.0)
+
+    def start(self, messages: Sequence[Message], where: str) -> list[Any]:
+        """Return nothing to wait for."""
+        return []
+
+
+def context_of(
+    rank: int, nodes: Sequence[int], config: BurstConfig, communicator: Communicator
+) -> BurstContext:
+    """Return the context of one of the ranks that are placed on these nodes, without a group."""
+    grid, _ = choose_grid(config.shape_of_rings, nodes)
+    context = BurstContext(config, None, grid, nodes, communicator)
+    context.rank = rank
+    return context
+
+
+class OneRank:
+    """The attention of one rank; the values of what would arrive say nothing."""
+
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self.call, self._dout, self._q = call, dout, q
+        self._keys = Keys(call.forward_plan.rank, k, v)
+        self.result: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def in_the_middle(
+        cls,
+        nodes: Sequence[int],
+        tensors: Tensors,
+        backward: str,
+        topology: str = "auto",
+        kernel: str = "auto",
+    ) -> "OneRank":
+        """Plan causal attention for the rank in the middle of those that are on these nodes.
+
+        Raises:
+            ValueError: no kernel serves the tensors.
+        """
+        q, k, v, _ = tensors
+        kind, shape = Backward(backward), Topology(topology)
+        config = BurstConfig(backward=kind, topology=shape, kernel=kernel)
+        context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
+        call = context.prepare(q, k, v, Mask.causal(), q.shape[-1] ** -0.5)
+        return cls(call, *tensors)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key it computes in a forward."""
+        return sum(tile.pairs for tile in self.call.forward_plan.tiles)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        self.result = None  # else it would live beside the next
+        self.result = forward(self._q, self._keys, self.call)
+        return self.result
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return (dq, dk, dv, None) of the last forward."""
+        out, lse = self.result or self.forward()
+        return backward(self._dout, self._q, self._keys, out, lse, self.call)
+
+
+class OneCall:
+    """One causal call of a kernel with about the FLOPs of one rank of so many."""
+
+    def __init__(self, kernel: Kernel, sizes: Sizes, ranks: int, device: torch.device) -> None:
+        tokens = round(sizes.tokens * ranks**0.5 / 64) * 64 or sizes.tokens
+        self.sizes, self.pairs = sizes._replace(tokens=tokens), tokens * (tokens + 1) // 2
+        q, k, v, dout = self.sizes.draw(device, torch.bfloat16)
+        self._kernel, self._dout = kernel, dout
+        self._tile = TileCall(q, k, v, Band.CAUSAL, sizes.head_dim**-0.5)
+        self._result = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        return self._kernel.forward(self._tile)
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        return self._kernel.backward(self._tile, self._dout, *self._result)

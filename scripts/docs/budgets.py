@@ -1,0 +1,210 @@
+"""Counts what a rank does beside its attention kernels, and what lives meanwhile, without a GPU.
+
+python scripts/docs/budgets.py [NUMBER ...]
+
+Writes docs/budgets.md and the .csv beside it; of a few rows of the .csv, by number, these alone.
+"""
+
+import csv
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from megatron_burst import Mask  # noqa: E402
+from tests.fake_ring import Counted, Pass, count  # noqa: E402
+
+PAGE = ROOT / "docs" / "budgets.md"
+TOKENS = 1024  # of a rank
+HEADS = {"4:4": 4, "8:1": 1}  # kv heads
+PARTS = {
+    "comm": "receive buffers",
+    "gradient_accumulation": "sums of gradients, and what is being sent of them",
+    "merge": "sums of outputs",
+    "surrogate": "surrogate outputs",
+    "fake_ring": "what kernels returned",
+}
+SHOWN = ("calls", "kernels", "bytes", "peak")
+TEXT = """\
+# What a rank does beside its attention kernels
+
+<!-- written by python scripts/docs/budgets.py -->
+
+Counted, not measured: forward and backward of one attention call run on fake CUDA tensors in a
+fake process group, bfloat16, {tokens} tokens a rank, heads of 128, of the rank in the middle.
+Bytes are in those of q, so that the number of tokens does not matter.
+`tests/attention/test_budgets.py` fails where one grows, where the host would wait for the device
+(a value read, a copy between devices), or where ranks post messages in an order that does not get
+through.
+
+* **calls**: of the attention kernel.
+* **kernels**, **bytes**: of what runs between these calls, and what it reads and writes; an
+  operation of torch is a kernel, and so is a fused one.
+* **peak**: the most that lives beyond q, k and v, in the backward also beyond the output, its
+  log-sum-exp and its gradient. What a kernel uses inside is not seen.
+
+A window is of three ranks' tokens; `documents` are a thousand in the sequence. A mesh on one node
+is of its ranks. [All figures]({name}.csv).
+
+{table}
+
+## What lives at the peak
+
+With as many kv heads as query heads, causal:
+
+{peaks}
+
+A tensor of the size of q is 1, its float32 sum 2; K and V of a block are 2. A flat kv ring has
+two blocks at a time (4), raw gradients on their way in and out (4), float32 sums of dQ, dK and dV
+(6) and what the kernel returns. Between nodes there are three blocks (6), and gradients of a node
+are summed in float32, so float32 is what travels. Beside the rank's own sums (6) a part of one
+tile is being sent (4) and another arrives (4), a node's sum grows (4) while that of the pass
+before is on its way to its owner for a whole pass (4), and one of the rank's own arrives (4). Less
+than that takes sums in bfloat16, parts within a node as the kernel returned them (4 less), or
+messages between nodes that hide under less than a pass.
+
+Before blocks went straight to every node and arrivals were added at once (d7dc6b8), the same was
+8.0 and 16.5 (kv), 16.1 (query) on 8 ranks; 11.1 and 38.5, 29.1 on 4 x 8; 9.5 and 26.0 (kv) on
+2 x 16.
+
+## Beside other implementations
+
+Theirs by reading the sources, causal zigzag on a flat ring of P ranks, of rank r, as many kv
+heads as query heads in bfloat16, float32 temporaries counted as if the compiler fused them away:
+
+* **ring-flash-attention** (`zigzag_ring_flash_attn.py`, 0fc25b4). Forward 9: two blocks 4, the
+  sum 2, a partial output 1, the next sum 2. Backward 17: two blocks 4, dK and dV in float32 twice
+  8, dQ 2, what the kernel returns 3. Sums in float32.
+* **TransformerEngine** (`AttnFuncWithCPAndKVP2P`, 2.17.1). Forward 2P for the blocks of all
+  steps, which it keeps to the end, (P + r + 1) / 2 for their partial outputs, and 1: 23.5 for P =
+  8 and r = 4, 89.5 for P = 32 and r = 16. Backward 14: two blocks with dK and dV 8, dQ 1, what
+  the kernel returns 3, the block that the forward received last 2. Outputs and gradients are
+  summed in bfloat16.
+
+A merge moves, an element of a partial output, 10 bytes in ring-flash-attention where TorchScript
+fuses it and 34 where not, 6 in TransformerEngine, whose sum is of two bytes.
+"""
+
+type Row = dict[str, str]
+
+
+class Case(NamedTuple):
+    """One row: what is counted, of a rank in the middle."""
+
+    ranks: int
+    nodes: int
+    heads: str
+    ring: str  # kv, query; mesh: of nodes, or of ranks where there is one node
+    mask: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.nodes} x {self.ranks // self.nodes}" if self.nodes > 1 else f"{self.ranks}"
+
+
+def cases() -> list[Case]:
+    """Every place with both heads causal, and with the other masks as many heads of each."""
+    found = []
+    for ranks, nodes in ((8, 1), (32, 4), (32, 2)):
+        rings = ("kv", "query") if nodes == 2 else ("kv", "query", "mesh")
+        found += [Case(ranks, nodes, heads, ring, "causal") for heads in HEADS for ring in rings]
+        masks = ("window", "documents")
+        found += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
+    return found
+
+
+def counted(case: Case, rank: int | None = None) -> Counted:
+    ring = "query" if case.ring == "mesh" else case.ring
+    topology = "mesh" if case.ring == "mesh" else ""
+    return count(
+        *(case.ranks, case.nodes, ring, mask_of(case)),
+        kv_heads=HEADS[case.heads],
+        tokens=TOKENS,
+        topology=topology,
+        rank=rank,
+    )
+
+
+def mask_of(case: Case) -> Mask:
+    """A window of three ranks' tokens, or a thousand documents."""
+    tokens = TOKENS * case.ranks
+    if case.mask == "window":
+        return Mask.causal(window=3 * TOKENS)
+    if case.mask == "documents":
+        cuts = random.Random(0).sample(range(1, tokens), 999)
+        return Mask.causal(documents=(0, *sorted(cuts), tokens))
+    return Mask.causal()
+
+
+def row(case: Case, found: Counted) -> Row:
+    cells = {name: str(value) for name, value in case._asdict().items()}
+    calls, passes = (
+        (found.call.forward_calls, found.call.backward_calls),
+        (found.forward, found.backward),
+    )
+    for way, made, steps in zip(("forward", "backward"), passes, calls, strict=True):
+        cells |= {
+            f"{way}_calls": str(sum(map(len, steps))),
+            f"{way}_kernels": str(made.kernels),
+            f"{way}_bytes": f"{made.bytes:.1f}",
+            f"{way}_peak": f"{made.peak:.2f}",
+            f"{way}_at_the_peak": "; ".join(_parts(made)),
+        }
+    return cells
+
+
+def _parts(made: Pass) -> list[str]:
+    shown = [(PARTS.get(name, name), size) for name, size in made.made_by.items()]
+    return [f"{name} {size:.1f}" for name, size in shown if size >= 0.05]
+
+
+def read() -> list[Row]:
+    with PAGE.with_suffix(".csv").open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def write(rows: Sequence[Row], page: Path) -> None:
+    with page.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    head = ["ranks", "heads", "ring", "mask"]
+    head += [f"{way} {what}" for way in ("forward", "backward") for what in SHOWN]
+    lines = [head, ["---"] * len(head), *map(_line, rows)]
+    peaks = [
+        f"* {Case(int(r['ranks']), int(r['nodes']), *list(r.values())[2:5]).place} {r['ring']}, "
+        f"{way}, {r[f'{way}_peak']}: {r[f'{way}_at_the_peak']}."
+        for r in rows
+        if (r["heads"], r["mask"]) == ("4:4", "causal")
+        for way in ("forward", "backward")
+    ]
+    text = TEXT.format(
+        table="\n".join(map(_cells, lines)), peaks="\n".join(peaks), tokens=TOKENS, name=page.stem
+    )
+    page.write_text(text)
+
+
+def _line(cells: Row) -> list[str]:
+    case = Case(int(cells["ranks"]), int(cells["nodes"]), *list(cells.values())[2:5])
+    ways = ("forward", "backward")
+    return [case.place, *case[2:], *(cells[f"{way}_{what}"] for way in ways for what in SHOWN)]
+
+
+def _cells(line: Sequence[str]) -> str:
+    return f"| {' | '.join(line)} |"
+
+
+def main() -> None:
+    every, numbers = cases(), [int(number) for number in sys.argv[1:]]
+    rows = read() if numbers else [{}] * len(every)
+    for number in numbers or range(len(every)):
+        rows[number] = row(every[number], counted(every[number]))
+    write(rows, PAGE)
+
+
+if __name__ == "__main__":
+    main()

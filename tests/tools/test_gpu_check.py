@@ -1,0 +1,311 @@
+"""The verb gpu-check on the CPU: every stage passes, and fails on a planted error. (fast tier)
+
+The stages that start processes, ranks and training, are slow.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+from megatron_burst.attention import keys
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.merge import PartialResults
+from megatron_burst.attention.saved import AttentionMemory, SavedRows
+from megatron_burst.kernels import TileCall
+from megatron_burst.kernels.cpu import CpuKernel
+from megatron_burst.plans.head_parallel import HeadGroups
+from megatron_burst.tools.gpu_check import (
+    command,
+    kernels,
+    loss,
+    memory,
+    ranks,
+    recompute,
+    rings,
+    training,
+)
+from megatron_burst.tools.gpu_check.command import STAGES
+from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
+from megatron_burst.tools.gpu_check.report import Report, Result
+from megatron_burst.tools.gpu_check.stage import Check, Device, at_least, at_most
+from megatron_burst.transport.comm import CommunicationError, Transfers
+from tests.attention.faults import lost_gradient, stale_buffer, swapped_chunk
+
+QUIET = Console(quiet=True)
+IN_PROCESS = [str(number) for number, name in enumerate(STAGES, 1) if number < 8]
+
+
+def test_every_stage_of_one_process_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--device", "cpu", "--json", "--output", str(tmp_path), "--stage", *IN_PROCESS]
+    status = command.main(flags)
+    content = json.loads(capsys.readouterr().out)
+    faults = [c for s in content["stages"] for c in s["checks"] if not c["passed"]]
+    assert status == 0 and content["passed"], faults
+    assert [stage["name"] for stage in content["stages"]] == STAGES[:7]
+    assert content == json.loads((tmp_path / "gpu-check.json").read_text())
+    page = (tmp_path / "gpu-check.md").read_text()
+    assert page.startswith("# GPU check: 7 of 7 stages passed") and "## 3. rings: passed" in page
+    lines = {check["name"]: check for stage in content["stages"] for check in stage["checks"]}
+    settings = {name.partition(" nodes, ")[2] for name in lines if " nodes, " in name}
+    assert settings == set(rings._SETTINGS), "every schedule was compared"
+    assert not any(c["allowed"] for n, c in lines.items() if "speed" in n or "tokens a rank" in n)
+
+
+# Planted errors: which stage, of which object what is replaced, and by what.
+
+
+def scaled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any) -> Any:
+        dq, dk, dv = original(*args)
+        return dq, dk * 1.03, dv
+
+    return backward
+
+
+def broken(_: Any) -> Callable[..., Any]:
+    def forward(*_: Any) -> Any:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    return forward
+
+
+def wrong_merge(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Parts count as much as their rows say, not as their log-sum-exps do."""
+
+    def merge(self: PartialResults, rows: Any, out: Tensor, lse: Tensor) -> None:
+        original(self, rows, out, lse + 0.1)
+
+    return merge
+
+
+def early_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Land without waiting."""
+
+    def wait(self: ThreadedCommunicator, works: Any, where: str) -> None:
+        if where.startswith("forward"):
+            return
+        original(self, works, where)
+
+    return wait
+
+
+def early_write(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Write to what is still being sent."""
+
+    def post(self: Transfers, number: int, step: Any, outgoing: Any) -> None:
+        original(self, number, step, outgoing)
+        for send in step.sends:
+            outgoing[send.item][0].mul_(1.5)
+
+    return post
+
+
+def waits(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge(self: PartialResults, rows: Any, out: Tensor, lse: Tensor) -> None:
+        if lse.max().item() > -torch.inf:
+            original(self, rows, out, lse)
+
+    return merge
+
+
+LEAKED: list[Tensor] = []
+
+
+def hoards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that keeps its workspace."""
+
+    def forward(self: CpuKernel, tile: TileCall) -> Any:
+        LEAKED.append(tile.q.float())
+        return original(self, tile)
+
+    return forward
+
+
+def leaks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: AttentionMemory, row: int, out: Tensor, lse: Tensor) -> None:
+        LEAKED.append(out.clone())
+        original(self, row, out, lse)
+
+    return save
+
+
+def other_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    def put(self: SavedRows, out: Tensor, lse: Tensor) -> None:
+        original(replace(self, out_BSHD=self.out_BSHD.flip(1)), out, lse)
+
+    return put
+
+
+def other_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **more: linear_cross_entropy(*args, z_loss=0.01, **more)
+
+
+def all_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **_: loss._all_logits(*args)
+
+
+def rounded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b: original(a, b).bfloat16().float()
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+    "a kernel that cannot start": ("machine", CpuKernel, "forward", broken),
+    "a wrong gradient": ("kernels", CpuKernel, "backward", scaled),
+    "a wrong merge": ("rings", PartialResults, "merge", wrong_merge),
+    "an early read": ("rings", ThreadedCommunicator, "wait", early_read),
+    "an early write": ("rings", Transfers, "post", early_write),
+    "a stale buffer": ("rings", Transfers, "land", stale_buffer),
+    "a lost gradient": ("rings", GradientAccumulator, "take", lost_gradient),
+    "a swapped rank": ("rings", HeadGroups, "ring_layout", swapped_chunk),
+    "a rounded gradient of latents": ("rings", keys, "_product", rounded),
+    "the host waits": ("tiles", PartialResults, "merge", waits),
+    "more memory": ("memory", CpuKernel, "forward", hoards),
+    "another loss": ("loss", loss, "linear_cross_entropy", other_loss),
+    "a loss of all logits": ("loss", loss, "linear_cross_entropy", all_at_once),
+    "saved rows in another order": ("recompute", SavedRows, "put", other_rows),
+    "a leak": ("recompute", AttentionMemory, "save", leaks),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_error_fails_its_stage(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, holder, name, make = FAULTS[fault]
+    monkeypatch.setattr(rings, "_SETTINGS", {"kv ring": rings._SETTINGS["kv ring"]})
+    monkeypatch.setattr(memory, "_RINGS", memory._RINGS[:1])
+    monkeypatch.setattr(recompute, "_FRACTIONS", (0.5,))
+    monkeypatch.setattr(kernels, "cases", lambda **_: kernels.CORNERS[2:5])
+    monkeypatch.setattr(holder, name, make(getattr(holder, name)))
+    result = run(stage, tmp_path)
+    assert result.verdict == "failed" and result.faults
+    LEAKED.clear()
+
+
+def run(stage: str, folder: Path) -> Result:
+    return command._run(STAGES.index(stage) + 1, Device(torch.device("cpu"), folder), QUIET)
+
+
+NOTHING: Any = (1, 0, None, 1)
+
+
+def test_a_message_that_nobody_sends_is_named() -> None:
+    post = Post()
+
+    def fail() -> None:
+        raise ValueError("this rank sends nothing")
+
+    with pytest.raises(RuntimeError, match="rank 1: ValueError: this rank sends nothing"):
+        run_all(post, [lambda: post.take(NOTHING, "receive kv"), fail])
+    with pytest.raises(CommunicationError, match="nobody sent what was to receive kv"):
+        Post(patience=0.01).take(NOTHING, "receive kv")
+
+
+# The stages that start processes.
+
+FOUND = {"out": {"error": 0.5, "allowed": 1.0}, "dq": {"error": 3.0, "allowed": 2.0}}
+
+
+def test_the_findings_of_several_ranks_are_judged() -> None:
+    (wrong,) = ranks.judge("x", json.dumps({"results": {"a": FOUND}, "problems": []}), "")
+    assert not wrong.passed and wrong.found == "1.5 of what is allowed (dq; a)"
+    fine = {"results": {"a": {"out": FOUND["out"]}}, "problems": ["a cannot run: why"]}
+    problem, right = ranks.judge("x", f"logged\n{json.dumps(fine)}", "")
+    assert right.passed and not problem.passed and problem.found == "a cannot run: why"
+    (crash,) = ranks.judge("x", "", "ranks died")
+    assert not crash.passed and "ranks died" in crash.found
+    (nothing,) = ranks.judge("x", json.dumps({"results": {}, "problems": []}), "")
+    assert not nothing.passed
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(0.0, "passed"), (0.3, "failed")])
+def test_losses_that_differ_fail_the_training(
+    apart: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is trained: the results are made up."""
+    pytest.importorskip("tensorboard")
+    results = importlib.import_module("megatron_burst.tools.compare.results")
+
+    def made_up(_: Any, variant: Any, *__: Any) -> Any:
+        more = apart if "chunked" in variant.name else 0.0
+        losses = [(step, 5.0 - step / 20 + more) for step in range(1, 21)]
+        return results.Result(name=variant.name, status=results.RAN, losses=losses, steps=20)
+
+    running = importlib.import_module("megatron_burst.tools.compare.running")
+    toy = importlib.import_module("megatron_burst.tools.compare.toy")
+    monkeypatch.setattr(running.Series, "run", made_up)
+    monkeypatch.setattr(toy, "make_toy", lambda *_: [])
+    assert run("training", tmp_path).verdict == verdict
+
+
+def test_without_megatron_the_training_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "find_spec", lambda _: None)
+    result = run("training", tmp_path)
+    assert result.verdict == "passed" and "pip install" in result.checks[0].found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["ranks", "training"])
+def test_a_stage_of_processes_passes(stage: str, tmp_path: Path) -> None:
+    result = run(stage, tmp_path)
+    assert result.verdict == "passed", result.faults
+
+
+# What is said.
+
+
+def test_a_failure_says_what_to_do_and_what_to_report(tmp_path: Path) -> None:
+    checks = [at_most("error of a|b", float("nan"), 1.0), at_least("speed", 0.9, 0.8)]
+    wrong = Result(
+        number=2, name="kernels", about="About.", remedy="do this", seconds=1.0, checks=checks
+    )
+    right = replace(wrong, number=3, checks=[Check("x", "1")])
+    machine = {"time": "today", "versions": {"torch": "2.11"}, "command": ["megatron-burst"]}
+    report = Report(device="d", machine=machine, results=[wrong, right])
+    page = report.write(tmp_path).read_text()
+    assert page.startswith("# GPU check: 1 of 2 stages passed")
+    assert "* stage 2, kernels, failed: do this" in page and "gpu-check.json" in page
+    assert "| error of a/b | nan | <= 1 | **failed** |" in page
+    assert replace(right, checks=[]).verdict == "failed", "a stage that looked at nothing"
+
+
+def test_on_a_gpu_times_are_between_events_and_memory_is_the_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda _: 2.0)
+    stand_ins: dict[str, Any] = {
+        "Event": lambda **_: event,
+        "memory_allocated": lambda _: 100,
+        "max_memory_allocated": lambda _: 350,
+    }
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        stand_ins[name] = lambda *_: None
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = Device(torch.device("cuda"), tmp_path)
+    assert device.seconds(lambda: None) == 2e-3
+    assert device.peak(lambda: None, ()) == 250
+    assert device.left_behind(lambda: None) == 0
+    failed = at_least("speed", 0.5, 0.8)
+    assert device.judged(failed) == failed
+    assert Device(torch.device("cpu"), tmp_path).judged(failed).passed
+
+
+def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no GPU here; --device cpu runs the same"):
+        command.main([])
