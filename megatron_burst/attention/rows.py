@@ -13,7 +13,7 @@ from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.calls import KernelCall, Known, calls_of
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Plan, Tile
+from megatron_burst.plans.plan import Meeting, Plan
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.pinned import to_device
 
@@ -32,7 +32,7 @@ type Rows = Interval | RowTable
 class DeviceCall:
     """A `KernelCall`: which rows of which blocks it reads, and how they are packed."""
 
-    tile: Tile
+    tile: Meeting
     band: Band
     queries: Rows
     keys: Rows

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_burst.plans.cells import FAR, Cells, Ints
 from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Tile, Tiles, by_blocks
+from megatron_burst.plans.plan import Meeting, Tile, Tiles, by_blocks
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
@@ -26,8 +26,8 @@ class KernelCall:
     them, so that what comes of the call is added by rows, in any order, to the same sums.
     """
 
-    tile: Tile
-    """Any of them, for the blocks."""
+    tile: Meeting
+    """Of the blocks."""
     band: Band
     """Of several sequences that of a square: each one's, counted from its last corner."""
     queries: tuple[Interval, ...]
@@ -58,7 +58,7 @@ def calls_of(tiles: Sequence[Tile], known: Known | None = None) -> tuple[KernelC
         key = id(some.cells), some.query_part, some.key_part
         if key not in known:
             known[key] = some, _calls(some)
-        found += (replace(call, tile=some[0]) for call in known[key][1])
+        found += (replace(call, tile=some) for call in known[key][1])
     return tuple(found)
 
 
@@ -67,13 +67,13 @@ def _calls(tiles: Tiles) -> list[KernelCall]:
 
     What comes of the first stays as it is where it is all that there is of a block.
     """
-    cells, tile = tiles.slices, tiles[0]
+    cells = tiles.slices
     if len(cells) <= _FEW:
         return [
-            KernelCall(tile, band, (queries,), (keys,), ((queries.length, keys.length),))
+            KernelCall(tiles, band, (queries,), (keys,), ((queries.length, keys.length),))
             for queries, keys, band in cells
         ]
-    calls = [call for alike in _by_band(cells) for call in _of_band(tile, *alike)]
+    calls = [call for alike in _by_band(cells) for call in _of_band(tiles, *alike)]
     return sorted(calls, key=lambda call: -_rows(call.queries))
 
 
@@ -97,7 +97,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         yield Band(left, right), cells.some(number == which)
 
 
-def _of_band(tile: Tile, band: Band, cells: Cells) -> Iterator[KernelCall]:
+def _of_band(tile: Meeting, band: Band, cells: Cells) -> Iterator[KernelCall]:
     """Make calls of cells of one band, so that no row is in two of a call's."""
     queries, keys = cells.queries, cells.keys
     order = queries[:, 0].argsort()
@@ -116,7 +116,7 @@ def _of_band(tile: Tile, band: Band, cells: Cells) -> Iterator[KernelCall]:
 
 
 def _call(
-    tile: Tile, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
+    tile: Meeting, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
 ) -> KernelCall:
     if len(lengths) == 1:
         band = band.of_corner(*lengths[0])

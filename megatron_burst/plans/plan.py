@@ -105,8 +105,40 @@ class Receive(NamedTuple):
     buffer: int
 
 
+class Meeting:
+    """A query block and a key block that meet."""
+
+    __slots__ = ()
+
+    query_owner: int
+    key_owner: int
+    query_part: Interval | None
+    key_part: Interval | None
+
+    @property
+    def blocks(self) -> tuple[Item, Item]:
+        """The query and the key block that are read."""
+        return (
+            Item(Kind.QUERY, self.query_owner, self.query_part),
+            Item(Kind.KV, self.key_owner, self.key_part),
+        )
+
+    @property
+    def output(self) -> Item:
+        """The output that is added to."""
+        return Item(Kind.OUTPUT, self.query_owner, self.query_part)
+
+    @property
+    def gradients(self) -> tuple[Item, Item]:
+        """The query and the key gradient that are added to."""
+        return (
+            Item(Kind.D_QUERY, self.query_owner, self.query_part),
+            Item(Kind.D_KV, self.key_owner, self.key_part),
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Meeting):
     """Rows of one rank's queries against rows of one rank's keys: a kernel call, or part of one.
 
     Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
@@ -135,27 +167,6 @@ class Tile:
         """Whether the tile is neither full nor a causal square."""
         return self.band.is_banded(self.query_rows.length, self.key_rows.length)
 
-    @property
-    def blocks(self) -> tuple[Item, Item]:
-        """The query and the key block that it reads."""
-        return (
-            Item(Kind.QUERY, self.query_owner, self.query_part),
-            Item(Kind.KV, self.key_owner, self.key_part),
-        )
-
-    @property
-    def output(self) -> Item:
-        """The output that it adds to."""
-        return Item(Kind.OUTPUT, self.query_owner, self.query_part)
-
-    @property
-    def gradients(self) -> tuple[Item, Item]:
-        """The query and the key gradient that it adds to."""
-        return (
-            Item(Kind.D_QUERY, self.query_owner, self.query_part),
-            Item(Kind.D_KV, self.key_owner, self.key_part),
-        )
-
     def rows_of(self, kind: Kind) -> Interval:
         """Return the rows of its KV or QUERY block, counted in the whole."""
         return self.key_rows if kind is Kind.KV else self.query_rows
@@ -168,7 +179,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles(Sequence[Tile]):
+class Tiles(Meeting, Sequence[Tile]):
     """The tiles of one query block and one key block, made when they are looked at."""
 
     query_owner: int
@@ -199,14 +210,6 @@ class Tiles(Sequence[Tile]):
         """The cells, counted in the parts of the blocks that are read."""
         first = [part.start if part else 0 for part in (self.query_part, self.key_part)]
         return Cells(self.cells.rows - np.repeat(first, 2), self.cells.sides)
-
-    @property
-    def blocks(self) -> tuple[Item, Item]:
-        """The query and the key block that are read."""
-        return (
-            Item(Kind.QUERY, self.query_owner, self.query_part),
-            Item(Kind.KV, self.key_owner, self.key_part),
-        )
 
     def having(self, cells: Cells) -> "Tiles":
         """Return other tiles of the same blocks."""
@@ -303,9 +306,10 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     one order, the same for all ranks.
     """
     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
-    busy = {t for hop in ours for t in (hop.leaves, hop.lands)} | {t for t in tiles if tiles[t]}
+    tiles = {step: some for step, some in tiles.items() if some}
+    busy = {step for hop in ours for step in (hop.leaves, hop.lands)} | tiles.keys()
     number = {step: index for index, step in enumerate(sorted(busy))}
-    buffers = _buffers(rank, ours, {t: tiles[t] for t in tiles if tiles[t]})
+    buffers = _buffers(rank, ours, tiles)
     receives: dict[int, list[Receive]] = defaultdict(list)
     sends: dict[int, list[Send]] = defaultdict(list)
     for index, (item, source, target, channel, leaves, lands) in enumerate(ours):
