@@ -87,6 +87,11 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
+    high_priority_streams: bool = False
+    """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
+    Megatron's process group then serves no more, unless it has such streams: one communicator more
+    a rank. Without the flag our groups do as Megatron's, see --high-priority-stream-groups cp."""
+
     head_parallel_size: int | None = field(default=1, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
@@ -161,8 +166,8 @@ class BurstConfig:
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the
-    peer and the tensor; on NCCL, how long none may get through. Under Megatron:
-    --distributed-timeout-minutes."""
+    peer and the tensor; on NCCL that is logged somewhat earlier, and NCCL ends the process. Under
+    Megatron: --distributed-timeout-minutes."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)

@@ -46,6 +46,7 @@ def test_flags_agree_with_the_fields() -> None:
         "backward": "--burst-backward",
         "topology": "--burst-topology",
         "ranks_per_node": "--burst-ranks-per-node",
+        "high_priority_streams": "--burst-high-priority-streams",
         "head_parallel_size": "--burst-head-parallel-size",
         "layout": "--burst-layout",
         "segments": "--burst-segments",

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.attention.rows import Rows, rows_of, write_rows
+from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
@@ -106,6 +107,11 @@ class GradientAccumulator:
 
 
 def _accumulate(total: Block, rows: Rows, parts: Block) -> None:
+    if (fused := triton_kernels(parts[0])) is not None:
+        views, index = views_of(total, rows)
+        for view, part in zip(views, parts, strict=True):
+            fused.add(view, part, index)
+        return
     sums = rows_of(total, rows)
     for some, part in zip(sums, parts, strict=True):
         some += part

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, Request, passed_over
+from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import mib
@@ -29,14 +30,19 @@ def log_choice(
         spread = f"heads over {heads} ranks, "
         size = mib(shape.exchange_bytes(heads))
         exchanged = f"; the all-to-all over the heads sends {size} a rank forward and backward each"
+    merged = ""
+    if request.device.type == "cuda":
+        plain = why_plain(request.device, request.dtype)
+        merged = f", merged by plain torch ({plain})" if plain else ", merged by Triton"
     logger.info(
-        "burst attention: %s on %d ranks (%s, %s%s), kernel %s; %s%s",
+        "burst attention: %s on %d ranks (%s, %s%s), kernel %s%s; %s%s",
         config.algorithm,
         heads * grid.ranks,
         config.layout,
         spread,
         grid,
         f"{kernel.name} ({reasons})" if reasons else kernel.name,
+        merged,
         choice,
         exchanged,
     )

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.rows import Rows, rows_of, write_rows
+from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
@@ -86,6 +87,10 @@ class PartialResults:
     def merge(self, rows: Rows, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Add results in which rows may have seen nothing; the tensors stay the caller's."""
         totals = self.widen()
+        if (fused := triton_kernels(out_BSHD)) is not None:
+            views, index = views_of(totals, rows)
+            fused.merge(*views, out_BSHD, lse_BHS, index)
+            return
         total_out, total_lse = some = rows_of(totals, rows)
         merged = torch.logaddexp(total_lse, lse_BHS)
         finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN

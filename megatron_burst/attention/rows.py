@@ -86,6 +86,11 @@ def rows_of(block: Block, rows: Rows | None) -> Block:
     return block if rows is None else tuple(_of(t, rows) for t in block)
 
 
+def views_of(block: Block, rows: Rows) -> tuple[Block, Tensor | None]:
+    """Return views that have these rows and, of a table, which of their rows they are."""
+    return (block, rows.index) if isinstance(rows, RowTable) else (rows_of(block, rows), None)
+
+
 def write_rows(block: Block, rows: Rows, values: Block) -> None:
     """Write back what was made in place of `rows_of(block, rows)`; nothing to do for views."""
     if isinstance(rows, RowTable):

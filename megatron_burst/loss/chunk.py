@@ -1,22 +1,92 @@
 """One chunk on one rank: its logits, the statistics they leave, and their gradient, in place."""
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.products import LogitsGradient
 from megatron_burst.loss.vocabulary import Targets
 
 
-class Workspace:
+class Workspace(Protocol):
     """The buffers that all chunks of a pass share, so that one chunk of logits exists at a time.
 
     Products are made in the dtype of the weight, everything else in the dtype of sums.
     """
 
+    def statistics(
+        self, hidden: Tensor, weight: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [statistics, tokens], and if asked for, in which row the largest logits are.
+
+        They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
+        target is in no column, and for label smoothing the sum of the logits.
+        """
+
+    def gradient(
+        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
+    ) -> LogitsGradient:
+        """Return the gradient of the unscaled, uncapped logits.
+
+        Args:
+            tokens: hidden states [tokens, d], log-sum-exps of the whole vocabulary and gradients of
+                the losses [tokens]; 0 for what is ignored.
+            weight: [rows, d].
+            targets: of these tokens among these rows.
+            whole: rows of the whole vocabulary.
+        """
+
+
+def workspace(weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> Workspace:
+    """Make buffers for the logits of `tokens` and all rows of `weight`; slopes: for gradients."""
+    kernels = triton_kernels(weight, "fused_loss")
+    if kernels is not None:
+        return InTriton(weight, tokens, call, kernels)
+    return InTorch(weight, tokens, call, slopes=slopes)
+
+
+class InTriton:
+    """Logits in the dtype of the weight alone: 4 bytes of memory are moved a logit, or 6."""
+
+    def __init__(self, weight: Tensor, tokens: int, call: Call, kernels: Any) -> None:
+        self._call, self._kernels = call, kernels
+        self._logits = weight.new_empty(tokens, weight.shape[0])
+        self._bounds = call.logit_scale, call.logit_softcap or 0.0
+
+    def _product(self, hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        logits = torch.mm(hidden, weight.t(), out=self._logits[: len(hidden)])
+        return logits, targets.column.masked_fill(~targets.mine, -1)
+
+    def statistics(
+        self, hidden: Tensor, weight: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Workspace`."""
+        logits, column = self._product(hidden, weight, targets)
+        found = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
+        best = None if self._call.on_best is None else torch.empty_like(column)
+        self._kernels.logit_statistics(found, best, logits, column, *self._bounds)
+        return found, best
+
+    def gradient(
+        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
+    ) -> LogitsGradient:
+        """See `Workspace`."""
+        hidden, lse, grad = tokens
+        logits, column = self._product(hidden, weight, targets)
+        smoothing = self._call.label_smoothing
+        weights = self._call.z_loss, smoothing, smoothing / whole
+        self._kernels.logit_gradient(logits, lse, grad, column, *self._bounds, *weights)
+        return LogitsGradient(logits, logits)
+
+
+class InTorch:
+    """The reference, and what serves elsewhere."""
+
     def __init__(self, weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> None:
-        """Make buffers for the logits of `tokens` and all rows of `weight`."""
         wide = accumulation_dtype(weight.dtype)
         shape = tokens, weight.shape[0]
         self._call = call
@@ -25,8 +95,7 @@ class Workspace:
         slopes = slopes and call.logit_softcap is not None
         self._slopes = weight.new_empty(shape, dtype=wide) if slopes else None
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return scaled and capped logits [tokens, rows] in the dtype of sums."""
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         tokens = hidden.shape[0]
         logits = torch.mm(hidden, weight.t(), out=self._narrow[:tokens])
         if self._wide is not self._narrow:
@@ -40,41 +109,30 @@ class Workspace:
             logits.mul_(cap)
         return logits
 
-    def statistics(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Return [statistics, tokens]; overwrites `logits`.
-
-        They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
-        target is in no column, and for label smoothing the sum of the logits.
-        """
+    def statistics(
+        self, hidden: Tensor, weight: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Workspace`."""
+        logits = self._logits(hidden, weight)
+        best = None if self._call.on_best is None else logits.argmax(1)
         target = logits.gather(1, targets.column[:, None])[:, 0].mul_(targets.mine)
         sums = [logits.sum(1)] if self._call.label_smoothing else []
         highest = logits.amax(1)
         logits.sub_(highest[:, None]).exp_()
-        return torch.stack([highest, logits.sum(1), target, *sums])
+        return torch.stack([highest, logits.sum(1), target, *sums]), best
 
     def gradient(
-        self,
-        probabilities: Tensor,
-        lse: Tensor,
-        targets: Targets,
-        grad: Tensor,
-        vocabulary: int,
+        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
     ) -> LogitsGradient:
-        """Return the gradient of the unscaled, uncapped logits.
-
-        Args:
-            probabilities: [tokens, rows], overwritten.
-            lse: [tokens], of the whole vocabulary.
-            targets: of these tokens among these rows.
-            grad: [tokens], the gradient of the losses; 0 for what is ignored.
-            vocabulary: rows of the whole vocabulary.
-        """
+        """See `Workspace`."""
+        hidden, lse, grad = tokens
+        probabilities = self._logits(hidden, weight).sub_(lse[:, None]).exp_()
         grad = grad * self._call.logit_scale
         smoothing, z_loss = self._call.label_smoothing, self._call.z_loss
         factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad
         probabilities.mul_(factor[:, None])
         if smoothing:
-            probabilities.sub_((grad * (smoothing / vocabulary))[:, None])
+            probabilities.sub_((grad * (smoothing / whole))[:, None])
         hit = grad * (smoothing - 1.0) * targets.mine
         probabilities.scatter_add_(1, targets.column[:, None], hit[:, None])
         if self._slopes is not None:

@@ -26,6 +26,7 @@ class Sizes:
     parts: int = 1  # ranks that hold a part of the tokens each
     statistics: int = 3  # numbers a token's logits leave
     slopes: bool = False  # the soft cap's derivative is kept beside the logits
+    fused: bool = False  # logits are in the dtype of the weight alone
     sums_apart: bool = False  # dW is summed in memory that is not its gradient's
 
     @property
@@ -37,11 +38,14 @@ class Sizes:
         """Bytes of a token in the chunk, with this rank's rows of the weight or so many of them.
 
         The logits in the dtype of sums, the soft cap's slopes, and where products are made in a
-        narrower dtype the logits in that, and the hidden states widened. Where ranks hold parts of
-        the tokens, the hidden states of two chunks and the gradient of one.
+        narrower dtype the logits in that, by fused kernels in that alone, and as many numbers as
+        the hidden states in the dtype of sums. Where ranks hold parts of the tokens, the hidden
+        states of two chunks and the gradient of one.
         """
         narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
         copies = self._wide * (2 if self.slopes else 1) + narrow
+        if self.fused:
+            copies = self.dtype.itemsize
         widened = self.hidden * self._wide if narrow else 0
         gathered = 3 * self.hidden * self.dtype.itemsize if self.parts > 1 else 0
         return copies * (rows or self.vocabulary) + widened + gathered + 8 * self._wide + 40

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
@@ -102,6 +103,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
         parts=spread.parts,
         statistics=call.statistics,
         slopes=call.logit_softcap is not None,
+        fused=triton_kernels(weight, "fused_loss") is not None,
         sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
     )
     head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))

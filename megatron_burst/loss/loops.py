@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk import Workspace
+from megatron_burst.loss.chunk import workspace
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
 from megatron_burst.loss.tokens import HiddenGradient, Spread, slices
@@ -33,18 +33,18 @@ class Head:
 
     def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
-        workspace = Workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
+        buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
         wide = accumulation_dtype(hidden.dtype)
         loss, lse = (hidden.new_empty(targets.shape, dtype=wide) for _ in range(2))
         for block in slices(hidden.shape[0], self.chunking.combined // self.spread.parts):
             wanted = targets[:, block]
             of_shard = loss.new_empty(self.call.statistics, *wanted.shape)
             for chunk, tokens in self._chunks(hidden[block], self.chunking.tokens):
-                logits, shape = workspace.logits(tokens, self.weight), wanted[:, chunk].shape
-                if self.call.on_best is not None:
-                    self.call.on_best(*(best.view(shape) for best in logits.max(1)))
-                found = workspace.statistics(logits, self._locate(wanted[:, chunk]))
+                targets_of, shape = self._locate(wanted[:, chunk]), wanted[:, chunk].shape
+                found, best = buffers.statistics(tokens, self.weight, targets_of)
                 of_shard[:, :, chunk] = found.view(-1, *shape)
+                if best is not None and self.call.on_best is not None:
+                    self.call.on_best(found[0].clone().view(shape), best.view(shape))
             of_all, where = self.vocabulary.combine(of_shard.flatten(1)), self._locate(wanted)
             made = losses(of_all, where, self.vocabulary.size, self.call)
             loss[:, block], lse[:, block] = (x.view(wanted.shape) for x in made)
@@ -90,15 +90,15 @@ class Head:
     ) -> Iterator[tuple[slice, Tensor, LogitsGradient]]:
         """Yield hidden states and the gradient of some columns of the logits, chunk by chunk."""
         weight = self.weight[rows]
-        workspace = Workspace(weight, size, self.call, slopes=True)
+        buffers = workspace(weight, size, self.call, slopes=True)
         for chunk, hidden in self._chunks(tokens[0], size):
             targets, lse, grad = (x[:, chunk].reshape(-1) for x in tokens[1:])
             where = self._locate(targets)
             grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
             grad = self.vocabulary.check_gradient(grad, targets, where)
-            probabilities = workspace.logits(hidden, weight).sub_(lse[:, None]).exp_()
-            of_rows, whole = where.in_rows(rows), self.vocabulary.size
-            yield chunk, hidden, workspace.gradient(probabilities, lse, of_rows, grad, whole)
+            of_tokens, whole = (hidden, lse, grad), self.vocabulary.size
+            found = buffers.gradient(of_tokens, weight, where.in_rows(rows), whole)
+            yield chunk, hidden, found
 
     def _chunks(self, hidden: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
         return self.spread.gathered(hidden, size // self.spread.parts)

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LogitsGradient:
-    """The gradient of a chunk's logits [tokens, rows]; one tensor where the dtypes are one."""
+    """The gradient of a chunk's logits [tokens, rows]; one tensor where there is no wide one."""
 
     narrow: Tensor  # in the dtype of the weight
-    wide: Tensor  # in the dtype of sums, not rounded; memory to use when it is not needed more
+    wide: Tensor  # in the dtype of sums, not rounded
 
 
 class WeightSum(Protocol):
@@ -63,7 +63,7 @@ def add_product(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> None
     if total.dtype == hidden.dtype:
         total.addmm_(gradient.narrow.t(), hidden)
     elif total.device.type == "cpu":
-        total.addmm_(gradient.wide.t(), hidden.to(total.dtype))
+        total.addmm_(gradient.wide.t().to(total.dtype), hidden.to(total.dtype))
     else:
         best_way(total.device, hidden.dtype, total.dtype)(total, gradient, hidden)
 
@@ -84,20 +84,15 @@ def rounded_parts(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> No
 def _in_parts(
     total: Tensor, gradient: LogitsGradient, hidden: Tensor, dtype: torch.dtype, **options: Any
 ) -> None:
-    """Add products of as many rows at a time as the memory of the wide gradient holds.
+    """Add products of as many rows at a time as the chunk has tokens.
 
-    So no second tensor of the size of dW is needed.
+    So no second tensor of the size of dW is needed, but one as large as the hidden states, widened.
     """
-    width = hidden.shape[1]
-    scratch = gradient.wide.flatten().view(dtype)
-    at_a_time = scratch.numel() // width
-    if at_a_time == 0:
-        scratch, at_a_time = scratch.new_empty(width), 1
-    for start in range(0, total.shape[0], at_a_time):
-        columns = gradient.narrow[:, start : start + at_a_time]
-        part = scratch[: columns.shape[1] * width].view(columns.shape[1], width)
-        torch.mm(columns.t(), hidden, out=part, **options)
-        total[start : start + at_a_time].add_(part)
+    scratch = torch.empty_like(hidden, dtype=dtype)
+    for start in range(0, total.shape[0], len(hidden)):
+        columns = gradient.narrow[:, start : start + len(hidden)]
+        part = torch.mm(columns.t(), hidden, out=scratch[: columns.shape[1]], **options)
+        total[start : start + len(hidden)].add_(part)
 
 
 @functools.cache

@@ -11,12 +11,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, refuse
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid
 from megatron_burst.transport.comm import gather_objects
+
+_MAKE = "make process groups with the whole job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +63,74 @@ def make_groups(
 
     A collective call of all ranks of the job, each with its own group, unless `group` is all of
     them: torch names a new group by how many there were, which has to agree.
+
+    Raises:
+        ValueError: the streams are to be of high priority, and the backend is not NCCL.
     """
     assert dist.group.WORLD is not None
     wanted = channels_of(grid, head_parallel_size)
-    given = dict(zip((Channel.READ_WITHIN, Channel.READ_BETWEEN), hierarchy or (), strict=False))
-    channels = {channel: given[channel] for channel in wanted if channel in given}
-    if wanted and not channels:
-        channels[wanted[0]] = group
+    channels = _adopted(config, group, wanted, hierarchy)
     missing = tuple(channel for channel in wanted if channel not in channels)
+    has_priority = _takes_priority(config, group)
     ours = tuple(dist.get_process_group_ranks(group))
-    everybody = gather_objects(
-        dist.group.WORLD,
-        "make process groups with the whole job",
-        (ours, missing),
-        config.timeout_seconds,
-    )
-    limit = timedelta(seconds=config.timeout_seconds)
+    wish, seconds = (ours, missing), config.timeout_seconds
+    everybody = gather_objects(dist.group.WORLD, _MAKE, wish, seconds)
+    limit = timedelta(seconds=seconds)
     agreement = group
     for ranks, needed in dict.fromkeys(everybody):
-        made = [dist.new_group(ranks, timeout=limit) for _ in needed]
-        of_gloo = dist.new_group(ranks, timeout=limit, backend=dist.Backend.GLOO)
+        made = [_channel_group(ranks, limit, channel, has_priority) for channel in needed]
+        of_gloo = _gloo_group(ranks, limit, "agreement")
         if ranks == ours:
             channels.update(zip(needed, made, strict=True))
             agreement = of_gloo
     return Groups(channels, agreement)
+
+
+def _adopted(
+    config: BurstConfig,
+    group: dist.ProcessGroup,
+    wanted: Sequence[Channel],
+    hierarchy: Sequence[dist.ProcessGroup] | None,
+) -> dict[Channel, dist.ProcessGroup]:
+    """Return the caller's groups that serve as channels; their priority cannot be changed."""
+    reads = (Channel.READ_WITHIN, Channel.READ_BETWEEN) if hierarchy else wanted[:1]
+    given = zip(reads, hierarchy or (group,), strict=False)
+    any_serves = not config.high_priority_streams
+    return {c: g for c, g in given if c in wanted and (any_serves or _has_high_priority(g))}
+
+
+def _takes_priority(config: BurstConfig, group: dist.ProcessGroup) -> bool:
+    """Whether the streams of new channels are of high priority: as asked, or as the caller's."""
+    asked, backend = config.high_priority_streams, dist.get_backend(group)
+    text = f"--burst-high-priority-streams is for NCCL, and the backend is {backend}: drop it"
+    refuse((asked and dist.Backend.NCCL not in backend, text))
+    return asked or _has_high_priority(group)
+
+
+def _has_high_priority(group: dist.ProcessGroup) -> bool:
+    """Whether it was made so, as by Megatron's --high-priority-stream-groups."""
+    if dist.Backend.NCCL not in dist.get_backend(group):
+        return False
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    return getattr(options, "is_high_priority_stream", False)
+
+
+def _channel_group(
+    ranks: Sequence[int], limit: timedelta, channel: Channel, has_priority: bool
+) -> dist.ProcessGroup:
+    options = None  # torch writes into them: each group has its own
+    if has_priority:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}"
+    )
+    return made
+
+
+def _gloo_group(ranks: Sequence[int], limit: timedelta, purpose: str) -> dist.ProcessGroup:
+    gloo, purpose = dist.Backend.GLOO, f"burst {purpose}"
+    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
+    return made
 
 
 def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
@@ -95,11 +142,10 @@ def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.Pr
         return None
     assert dist.group.WORLD is not None
     ours, found = tuple(dist.get_process_group_ranks(group)), None
-    purpose = "make process groups with the whole job"
-    everybody = gather_objects(dist.group.WORLD, purpose, ours, timeout_seconds)
+    everybody = gather_objects(dist.group.WORLD, _MAKE, ours, timeout_seconds)
     limit = timedelta(seconds=timeout_seconds)
     for ranks in dict.fromkeys(everybody):
-        made = dist.new_group(ranks, timeout=limit, backend=dist.Backend.GLOO)
+        made = _gloo_group(ranks, limit, "plans ahead")
         found = made if ranks == ours else found
     return found
 

@@ -66,6 +66,7 @@ STEPS = {
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
     "packed": _measured("packed", 4, PACKED, "attention"),
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
+    "budgets": Step(3, ("docs/budgets.md", "docs/budgets.csv"), ("scripts/docs/budgets.py",)),
     "schedules": Step(
         3,
         tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),

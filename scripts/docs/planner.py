@@ -9,11 +9,13 @@ import argparse
 import csv
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import validation
 from matplotlib.figure import Figure
 from plot import save
+from rows import rows_of
 from validation import Compared
 
 from megatron_burst.tools.plan.configs import Configs
@@ -22,12 +24,11 @@ _COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
 BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
 END = "<!-- end of predictions -->"
 COLUMNS = ("row", "code", "unit", "measured", "predicted", "fitted")
-_MARKS = {"tokens/s/GPU": "o", "TFLOP/s": "s", "GiB": "^"}
 
 
 def write_page(configs: Configs, page: Path) -> None:
     """Replace what stands between the markers of `page`; beside it lie its .csv and its .svg."""
-    rows, table = validation.rows_of(configs), page.with_suffix(".csv")
+    rows, table = rows_of(configs), page.with_suffix(".csv")
     of_gpus = [*validation.compare_speed(configs, rows), *validation.compare_memory(configs, rows)]
     lines = [f"* {line}" for line in validation.messages(configs, rows)]
     lines.append(f"* every row, measured and predicted: [{table.name}]({table.name})")
@@ -50,20 +51,23 @@ def csv_row(each: Compared) -> list[str]:
 
 
 def draw(found: Sequence[Compared], path: Path) -> None:
-    """Draw the predictions over the measurements, a mark for each unit."""
+    """Draw the predictions over the measurements, a colour a table; memory as triangles."""
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
-    for number, (unit, mark) in enumerate(_MARKS.items()):
-        for fitted, face in ((False, f"C{number}"), (True, "white")):
-            some = [each for each in found if (each.unit, each.fitted) == (unit, fitted)]
+    for number, table in enumerate(dict.fromkeys(each.table for each in found)):
+        for fitted, mark in product((False, True), "o^"):
+            some = [e for e in found if (e.table, e.fitted) == (table, fitted)]
+            some = [e for e in some if (e.unit == "GiB") == (mark == "^")]
             points = [e.measured for e in some], [e.predicted for e in some]
-            label = None if fitted else f"{unit} (hollow: fitted)"
-            axes.plot(*points, mark, color=f"C{number}", mfc=face, markersize=5, label=label)
+            face, label = "white" if fitted else f"C{number}", None
+            if mark == "o" and not fitted:
+                label = f"{table} (hollow: fitted)"
+            axes.plot(*points, mark, color=f"C{number}", mfc=face, markersize=4, label=label)
     ends = [0.8 * min(e.measured for e in found), 1.25 * max(e.measured for e in found)]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
     axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured (A800; band: 15 %)", ylabel="predicted")
+    axes.set(xlabel="measured (triangles: GiB; band: 15 %)", ylabel="predicted")
     axes.legend(loc="upper left", frameon=False)
     save(figure, path)
 
@@ -83,7 +87,7 @@ def main() -> None:
     elif args.write:
         write_page(configs, args.write)
     else:
-        print(*validation.messages(configs, validation.rows_of(configs)), sep="\n")
+        print(*validation.messages(configs, rows_of(configs)), sep="\n")
 
 
 if __name__ == "__main__":

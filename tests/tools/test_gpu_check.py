@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
+from megatron_burst.attention import keys
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.saved import AttentionMemory, SavedRows
@@ -154,6 +156,10 @@ def all_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **_: loss._all_logits(*args)
 
 
+def rounded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b: original(a, b).bfloat16().float()
+
+
 FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a kernel that cannot start": ("machine", CpuKernel, "forward", broken),
     "a wrong gradient": ("kernels", CpuKernel, "backward", scaled),
@@ -163,6 +169,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a stale buffer": ("rings", Transfers, "land", stale_buffer),
     "a lost gradient": ("rings", GradientAccumulator, "take", lost_gradient),
     "a swapped rank": ("rings", HeadGroups, "ring_layout", swapped_chunk),
+    "a rounded gradient of latents": ("rings", keys, "_product", rounded),
     "the host waits": ("tiles", PartialResults, "merge", waits),
     "more memory": ("memory", CpuKernel, "forward", hoards),
     "another loss": ("loss", loss, "linear_cross_entropy", other_loss),
@@ -274,6 +281,28 @@ def test_a_failure_says_what_to_do_and_what_to_report(tmp_path: Path) -> None:
     assert "* stage 2, kernels, failed: do this" in page and "gpu-check.json" in page
     assert "| error of a/b | nan | <= 1 | **failed** |" in page
     assert replace(right, checks=[]).verdict == "failed", "a stage that looked at nothing"
+
+
+def test_on_a_gpu_times_are_between_events_and_memory_is_the_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda _: 2.0)
+    stand_ins: dict[str, Any] = {
+        "Event": lambda **_: event,
+        "memory_allocated": lambda _: 100,
+        "max_memory_allocated": lambda _: 350,
+    }
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        stand_ins[name] = lambda *_: None
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = Device(torch.device("cuda"), tmp_path)
+    assert device.seconds(lambda: None) == 2e-3
+    assert device.peak(lambda: None, ()) == 250
+    assert device.left_behind(lambda: None) == 0
+    failed = at_least("speed", 0.5, 0.8)
+    assert device.judged(failed) == failed
+    assert Device(torch.device("cpu"), tmp_path).judged(failed).passed
 
 
 def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,10 @@ MACHINE = cluster(
     nic_rate=2e7,
     contention=0.2,
     copy_rate=1e9,
+    grain=2.0,
+    traffic=3.0,
+    within_latency=1e-6,
+    nic_latency=3e-6,
 )
 CAUSAL = Tiling(zigzag(TOKENS, RANKS), Mask.causal())
 WINDOW = Tiling(zigzag(TOKENS, RANKS), Mask.causal(window=8))
@@ -87,34 +91,42 @@ def by_events(
         if any(nodes[plan.rank] != nodes[s.peer] for s in plan.sends)
     )
 
-    def kernels(tiles: tuple[Tile, ...]) -> float:
+    def called(tiles: tuple[Tile, ...], rank: int) -> tuple[int, int]:
+        """The rows of kernel calls, at most two of each block of queries, and blocks of others."""
+        rows, visitors = (
+            sum(tile.query_rows.length for tile in tiles),
+            {tile.query_owner for tile in tiles} - {rank},
+        )
+        return min(rows, 2 * shape.tokens * (1 + len(visitors))), len(visitors)
+
+    def kernels(tiles: tuple[Tile, ...], rank: int) -> float:
         dims = shape.query_heads, shape.head_dim, shape.value_head_dim
-        return sum(attention_flops(t.pairs, *dims, backward=backward) for t in tiles) / rate
+        pairs = sum(t.pairs for t in tiles) + machine.grain * called(tiles, rank)[0]
+        return attention_flops(1, *dims, backward=backward) * pairs / rate
 
     def sums(tiles: tuple[Tile, ...], rank: int) -> float:
-        moved, dims = 0, shape.head_dim + shape.value_head_dim
-        for tile in tiles:
-            rows, keys = tile.query_rows.length, tile.key_rows.length
-            moved += rows * 4 * (8 if backward else 16) * (2 + 8)
-            moved += keys * 2 * dims * (2 + 8) if backward else 0
-        visitors = {tile.query_owner for tile in tiles} - {rank}
-        return (moved + 2 * len(visitors) * shape.tokens * 4 * 16 * 2) / machine.memory_rate
+        dims, (rows, visitors) = shape.head_dim + shape.value_head_dim, called(tiles, rank)
+        moved = rows * 4 * (8 if backward else 16) * (2 + 8)
+        moved += sum(t.key_rows.length for t in tiles) * 2 * dims * (2 + 8) if backward else 0
+        made = 2 * visitors * shape.tokens * 4 * 16 * 2
+        return machine.traffic * (moved + made) / machine.memory_rate
 
     def message(item: Item, source: int, target: int) -> tuple[str, float]:
         size = payload(item, sizes, shape.tokens)
         if nodes[source] == nodes[target]:
-            return "within", size / machine.within_rate
+            return "within", machine.within_latency + size / machine.within_rate
         sharing = min(links.beside, machine.gpus_per_nic) * leaving[nics[source]]
-        return "between", size * sharing / machine.nic_rate
+        return "between", machine.nic_latency + size * sharing / machine.nic_rate
 
     def computing(rank: int, step: Step) -> float:
         sending = sum(message(s.item, rank, s.peer)[1] for s in step.sends)
         receiving = sum(message(r.item, r.peer, rank)[1] for r in step.receives)
         copied = sum(payload(s.item, sizes, shape.tokens) for s in step.sends) / machine.copy_rate
         taken = machine.contention * max(sending, receiving) + copied
-        return kernels(step.tiles) + sums(step.tiles, rank) + taken
+        return kernels(step.tiles, rank) + sums(step.tiles, rank) + taken
 
     most = max(plans, key=lambda plan: sum(tile.pairs for tile in plan.tiles))
     ended = event_clock.duration(plans, computing, message)
     each = [sums(step.tiles, most.rank) for step in most.steps]
-    return ended, kernels(most.tiles), sum(each)
+    computed = sum(kernels(step.tiles, most.rank) for step in most.steps)
+    return ended, computed, sum(each)

@@ -9,12 +9,14 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.command import main
-from megatron_burst.tools.flops import Flags, Model
+from megatron_burst.tools.model import Flags, Model
 from megatron_burst.tools.options import split_at_dashes
-from megatron_burst.tools.plan import command, memory, timing
+from megatron_burst.tools.plan import command, memory, step, timing
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, parsed
 from megatron_burst.tools.plan.ranking import rank
-from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
 HEADS, DIM, TOKENS = 4, 8, 512
@@ -180,10 +182,11 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
     assert (sharded.sharded, whole.sharded) == (True, False)
     optimizers = [memory.predict(load, 1.0).optimizer for load in (sharded, whole)]
     assert optimizers[1] == pytest.approx(16 * optimizers[0])
-    assert timing.weights_seconds(whole, 0.0) > timing.weights_seconds(sharded, 0.0)
+    assert step.weights_seconds(whole, 0.0) > step.weights_seconds(sharded, 0.0)
     # Float32 gradients go twice, or once and 16-bit weights once.
-    mixed = replace(whole, element_bytes=2, gradient_bytes=4, offload=True)
-    twice, once = (timing.weights_seconds(replace(mixed, sharded=s), 0.0) for s in (False, True))
+    free = replace(machine, host_rate=float("inf"))
+    mixed = replace(whole, cluster=free, element_bytes=2, gradient_bytes=4, offload=True)
+    twice, once = (step.weights_seconds(replace(mixed, sharded=s), 0.0) for s in (False, True))
     assert twice / once == pytest.approx(8 / 6)
 
 
@@ -264,7 +267,7 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
     assert main(words.split()) == 1
     shown = capsys.readouterr()
     assert not any(each["fits"] for each in json.loads(shown.out))
-    assert "nothing fits: more GPUs" in shown.err
+    assert "nothing fits: at least" in shown.err and "GiB are needed" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -275,17 +278,21 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         (["--cluster", "x", "--gpus", "8", "--model", "14b"], "there is no cluster x"),
         (
             ["--model", "14b", "--cluster", "a800", "--gpus", "8", "--seq-length", "262144"],
-            "nothing fits: more GPUs",
+            "a800 has room for 74: more GPUs",
         ),
-        (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8 cannot be predicted"),
+        (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8 has no effect"),
         (
             ["--run", "toy", "--", "--tensor-model-parallel-size", "3", "--sequence-parallel"],
             "4 GPUs do not divide",
         ),
-        (["--run", "toy", "--", "--tensor-model-parallel-size", "2"], "without --sequence-parall"),
         (
-            ["--run", "toy", "--", "--micro-batch-size", "2"],
-            "--micro-batch-size 2 cannot be predicted here: 1 alone",
+            "--run toy -- --recompute-granularity selective --recompute-modules moe gdn".split(),
+            "--recompute-modules gdn cannot be predicted here: core_attn, layernorm, mlp, moe_act",
+        ),
+        (["--run", "toy", "--", "--fp8-format", "hybrid"], "the GPUs of cpu have no FP8"),
+        (
+            "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
+            "2 layers do not divide over 4; 2 divides over 1, 2",
         ),
         (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
         (
@@ -297,8 +304,8 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--recompute-num-layers 2 cannot be predicted here: 1 alone",
         ),
         (
-            ["--run", "toy", "--", "--hybrid-layer-pattern", "M-*-"],
-            "--hybrid-layer-pattern M-*- is not counted, only '*-' repeated is",
+            ["--run", "toy", "--", "--hybrid-layer-pattern", "M-D-"],
+            "--hybrid-layer-pattern M-D- is not counted: it has layers D; known are *, -, E, M",
         ),
         (
             ["--run", "toy", "--", "--num-layers", "4"],
@@ -308,7 +315,7 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--run toy -- --context-parallel-size 2 --global-batch-size 3".split(),
             "--global-batch-size 3 does not divide over 2 data-parallel",
         ),
-        (["--run", "masks-documents"], "inter-document-masking True cannot be predicted here"),
+        (["--run", "masks-documents"], "the mean length of a document: give plan --documents N"),
     ],
 )
 def test_what_cannot_be_ranked_is_said(

@@ -8,9 +8,10 @@ import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.config import GradientReturn
-from megatron_burst.tools.flops import Model
+from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
-from megatron_burst.tools.plan.workload import Cluster, Workload
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport.comm import Communicator
 from tests.plans.simulator import bytes_sent
 

@@ -3,14 +3,22 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid, flat_grid
-from megatron_burst.transport.groups import channels_of, make_groups, nodes_of_ranks
+from megatron_burst.transport import groups
+from megatron_burst.transport.groups import (
+    channels_of,
+    make_gloo_group,
+    make_groups,
+    nodes_of_ranks,
+)
 from tests.attention.cases import (
     FLOAT32_TOLERANCE,
     HEADS,
@@ -149,6 +157,91 @@ def test_the_first_channel_is_the_callers_group_and_the_others_are_new(
     expected = dict.fromkeys(map(str, channels), ranks)
     first = [True] + [False] * (len(channels) - 1)
     assert workers.run(ranks, members_of_channels, rows) == [{**expected, "adopted": first}] * 8
+
+
+def described(team: Team, rows: tuple[tuple[int, ...], ...]) -> set[str]:
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        new_group = dist.new_group
+        patch.setattr(
+            dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]
+        )
+        make_groups(BurstConfig(), team.group, Grid(rows), None)
+        make_gloo_group(team.group, 60.0)
+    return {group.group_desc for group in made}
+
+
+def test_each_new_group_says_what_it_is_for(workers: WorkerPool) -> None:
+    channels = {f"burst {channel}" for channel in (*WITHIN[1:], *BETWEEN)}
+    expected = {*channels, "burst agreement", "burst plans ahead"}
+    assert workers.run(range(8), described, ((0, 1, 2, 3), (4, 5, 6, 7))) == [expected] * 8
+
+
+class OnNccl:
+    """Stands in for a process group of NCCL; there are none without a GPU."""
+
+    def __init__(self, has_priority: bool) -> None:
+        self.options = SimpleNamespace(is_high_priority_stream=has_priority)
+
+    def _get_backend(self, device: torch.device) -> "OnNccl":
+        assert device.type == "cuda"
+        return self
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "adopted", "high"),
+    [
+        (False, False, True, False),
+        (True, False, False, True),
+        (True, True, True, True),
+        (False, True, True, True),  # as Megatron's --high-priority-stream-groups wants it
+    ],
+)
+@pytest.mark.parametrize("in_hierarchy", [False, True])
+def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+    given: bool,
+    adopted: bool,
+    high: bool,
+    in_hierarchy: bool,
+) -> None:
+    group, *hierarchy = (OnNccl(given) for _ in range(3))
+    made: list[SimpleNamespace] = []
+
+    def new_group(ranks: object, limit: object = None, **kwargs: object) -> SimpleNamespace:
+        made.append(SimpleNamespace(**kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
+    monkeypatch.setattr(type(dist.group), "WORLD", group)
+    monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
+    config, grid = BurstConfig(high_priority_streams=asked), Grid(((0, 1), (2, 3)))
+    found = make_groups(config, group, grid, hierarchy if in_hierarchy else None)
+    callers = hierarchy if in_hierarchy else [group]
+    channels = list(found.channels.values())
+    assert set(found.channels) == {*WITHIN, *BETWEEN}
+    assert [any(g is c for c in channels) for g in callers] == [adopted] * len(callers)
+    options = [group.pg_options for group in channels if group not in callers]
+    assert len(options) == 4 - adopted * len(callers)
+    assert [o is not None and o.is_high_priority_stream for o in options] == [high] * len(options)
+    assert len({id(o) for o in options if o}) == high * len(options), "torch writes into each"
+
+
+def priority_on_gloo(team: Team) -> str:
+    try:
+        team_groups = BurstConfig(high_priority_streams=True), team.group, flat_grid(2), None
+        make_groups(*team_groups)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_gloo_has_no_streams_to_give_priority(workers: WorkerPool) -> None:
+    text = "--burst-high-priority-streams is for NCCL, and the backend is gloo: drop it"
+    assert workers.run(2, priority_on_gloo) == [text] * 2
 
 
 def refused(_: Team) -> str:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_burst.config import LmHeadConfig
+from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.function import apply
@@ -170,13 +171,15 @@ class ChunkedLoss:
             group=self._layer.tp_group,
             sequence_parallel=self._layer.sequence_parallel,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
-            on_chunking=self._say_chunking,
+            on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
         return apply(logits.hidden, logits.weight, labels.t(), call).t().contiguous()
 
-    def _say_chunking(self, chunking: Chunking) -> None:
-        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}"
+    def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
+        plain = why_plain(weight.device, weight.dtype)
+        softmax = f"plain torch ({plain})" if plain else "Triton"
+        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}, softmax by {softmax}"
         if torch.is_grad_enabled() and text not in self._said:
             self._said.add(text)
             logger.info("%s", text)

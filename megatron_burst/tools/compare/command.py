@@ -29,9 +29,10 @@ from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
-from megatron_burst.tools.flops import Flags, peak_tflops
+from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
+from megatron_burst.tools.model import Flags
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 
 _OURS = """

@@ -15,13 +15,14 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.keys import ExpandedLatents, Keys, expand
 from megatron_burst.attention.verify import Finding, compare
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, told
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error, told
 from megatron_burst.tools.one_rank import Sizes, context_of
 
 REMEDY = "if one kernel alone is wrong see stage 2; if all are, trust no ring on this machine"
@@ -67,6 +68,7 @@ def check(device: Device) -> Iterator[Check]:
                     nodes = tuple(range(4))  # at least two rows and two columns
                 cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
                 yield from _of_setting(device, kernel, cases, expected)
+    yield from _latents(device)
 
 
 def _of_setting(
@@ -138,3 +140,30 @@ def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected
     scale = case.sizes.head_dim**-0.5
     reference = Reference(spread, visibility, scale, q, k, v, margin=margin)
     return [*reference.expect(), *reference.expect(dout)]
+
+
+def _latents(device: Device) -> Iterator[Check]:
+    """Compare the products that stand between a visitor's latents and its K and V."""
+    rank, rotary, heads, dim = (512, 64, 8, 128) if device.is_gpu else (32, 8, 4, 16)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device.device).to(DTYPE)
+
+    generator = torch.Generator(device.device).manual_seed(0)
+    latent, rotary_key = drawn(1, dim, rank), drawn(1, dim, 1, rotary)
+    weight = drawn(2 * heads * dim, rank)
+    k, v = expand(latent[:, :, None], rotary_key, weight, heads, dim)
+    dk, dv = drawn(*k.shape), drawn(*v.shape)
+    keys = ExpandedLatents(0, k, v, latent, weight, differentiates_weight=True)
+    made = keys.read(Item(Kind.KV, 1), keys.sent)
+    dlatent, drotary = keys.reduce(Interval(0, dim), keys.sent, dk, dv)
+    latent, rotary_key, weight = (x.double().requires_grad_() for x in (latent, rotary_key, weight))
+    exact = expand(latent[:, :, None], rotary_key, weight, heads, dim)
+    wide = dk.double(), dv.double()
+    gradients = torch.autograd.grad(exact, (latent, rotary_key, weight), wide)
+    assert keys.weight_gradient is not None
+    found = *made, dlatent[:, :, 0], drotary, keys.weight_gradient
+    names = "k", "v", "dlatent", "drotary", "dweight"
+    for name, mine, right in zip(names, found, (*exact, *gradients), strict=True):
+        allowed = 1e-2 if name in ("k", "v") else 1e-4  # gradients are not rounded
+        yield at_most(f"latents, error of {name}", relative_error(mine, right), allowed)

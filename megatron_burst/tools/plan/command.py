@@ -7,10 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.flops import Flags
+from megatron_burst.tools.model import Flags
+from megatron_burst.tools.plan import measure, plot
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
+from megatron_burst.tools.plan.memory import usable
 from megatron_burst.tools.plan.ranking import Candidate, rank
-from megatron_burst.tools.plan.workload import Cluster, loss_chunking
+from megatron_burst.tools.plan.reading import loss_chunking
+from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
@@ -26,7 +30,12 @@ _RATES = {
 }
 # The columns of numbers: the figure, in what unit and form.
 _COLUMNS = {
+    "TP": ("tensor", 1, "{}"),
+    "CP": ("context", 1, "{}"),
+    "PP": ("pipeline", 1, "{}"),
+    "EP": ("expert", 1, "{}"),
     "heads": ("head_parallel_size", 1, "{}"),
+    "host": ("offloaded", 1, "{}"),
     "rho": ("recompute_fraction", 1, "{}"),
     "GiB": ("memory_bytes", 2**30, "{:.1f}"),
     "MiB": ("sent_bytes_a_layer", 2**20, "{:.0f}"),
@@ -43,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     own, rest = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
     given = _parser().parse_args(own)
     configs = Configs.read()
-    if given.list is not None:
+    if given.measure:
+        measure.write(given.measure)
+    elif given.list is not None:
         print(*configs.names(given.list), sep="\n")
     elif given.flags:
         if not given.run:
@@ -57,16 +68,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
     wanted, cluster, gpus = _asked(configs, given, flags)
-    found = rank(wanted, cluster, gpus, given.fractions, configs.constant("working_set"))
+    factor = configs.constant("working_set")
+    if given.search is None:
+        found = rank(wanted, cluster, gpus, given.fractions, factor)
+    else:
+        wish = Wish(given.fractions, "pp" in given.search, "ep" in given.search)
+        found = search(wanted, cluster, gpus, wish, factor, given.top)
+    if given.plot:
+        plot.draw(found, given.plot)
     if given.json:
         print(json.dumps([_figures(each) for each in found], indent=2))
     else:
-        print(f"loss: {describe_loss(wanted)}")
+        print(f"loss: {describe_loss(found[0].flags)}")
         _print(found, given.top)
     if not found[0].fits:
+        least = min(each.memory.total for each in found) / 2**30
         raise ValueError(
-            "nothing fits: more GPUs, a larger --tensor-model-parallel-size, or "
-            "--recompute-granularity full"
+            f"nothing fits: at least {least:.0f} GiB are needed, {cluster.name} has room for "
+            f"{usable(cluster) / 2**30:.0f}: more GPUs, a larger --tensor-model-parallel-size, "
+            "--recompute-granularity full, or --search for what does"
         )
 
 
@@ -82,7 +102,13 @@ def _figures(each: Candidate) -> dict[str, Any]:
     return {
         "algorithm": each.name,
         "predicted_alike": list(each.twins),
+        "tensor": each.load.tensor,
+        "context": each.load.context,
+        "pipeline": each.load.pipeline,
+        "expert": each.load.expert,
+        "data": each.load.data,
         "head_parallel_size": each.load.head_parallel,
+        "offloaded": each.offloaded,
         "recompute_fraction": each.fraction,
         "memory_bytes": each.memory.total,
         "memory_parts": asdict(each.memory),
@@ -108,8 +134,8 @@ def _print(found: list[Candidate], most: int) -> None:
     console = terminal.console()
     console.print(
         f"{load.gpus} GPUs of {load.cluster.name}: tensor {load.tensor} x context {load.context} x "
-        f"data {load.data}; {load.tokens} tokens, {load.model.parameters / 1e9:.2f} billion "
-        "parameters"
+        f"{f'pipeline {load.pipeline} x ' if load.pipeline > 1 else ''}data {load.data}; "
+        f"{load.tokens} tokens, {load.model.parameters / 1e9:.2f} billion parameters"
     )
     console.print(table)
     console.print(
@@ -142,18 +168,28 @@ def _asked(
         flags["seq-length"] = given.seq_length
     positions = int(flags.get("max-position-embeddings", 0))
     flags["max-position-embeddings"] = max(positions, int(flags.get("seq-length", 0)))
-    # All GPUs take part, with a sequence for each data-parallel rank.
-    tensor = int(flags.get("tensor-model-parallel-size", 1))
-    if "context-parallel-size" not in own and (given.gpus or not run):
-        flags["context-parallel-size"] = gpus // tensor
-    if "global-batch-size" not in own:
-        data = max(1, gpus // (tensor * int(flags.get("context-parallel-size", 1))))
-        flags["global-batch-size"] = data * -(-int(flags.get("global-batch-size", 1)) // data)
+    if given.documents:
+        flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     measured = {
         field: unit * value
         for flag, (field, unit, _) in _RATES.items()
         if (value := getattr(given, flag.replace("-", "_"))) is not None
     }
+    if given.search is not None:  # sizes stay if they are among the flags behind the dashes
+        flags = {
+            name: value for name, value in flags.items() if name not in SEARCHED or name in own
+        }
+        return flags, replace(configs.cluster(name), **measured), gpus
+    # All GPUs take part, with a sequence for each data-parallel rank.
+    tensor = int(flags.get("tensor-model-parallel-size", 1))
+    if "context-parallel-size" not in own and (given.gpus or not run):
+        stages = int(flags.get("pipeline-model-parallel-size", 1))
+        flags["context-parallel-size"] = max(1, gpus // (tensor * stages))
+    if "global-batch-size" not in own:
+        stages = int(flags.get("pipeline-model-parallel-size", 1))
+        data = gpus // (tensor * stages * int(flags.get("context-parallel-size", 1)))
+        data = max(1, data) * int(flags.get("micro-batch-size", 1))
+        flags["global-batch-size"] = data * -(-int(flags.get("global-batch-size", 1)) // data)
     return flags, replace(configs.cluster(name), **measured), gpus
 
 
@@ -163,6 +199,8 @@ def _parser() -> options.Parser:
         _ABOUT,
         "megatron-burst plan --run 14b_1m_32gpu_a800",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
+        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --search",
+        "megatron-burst plan --measure here.toml",
         "megatron-burst plan --run toy --flags",
     )
     add = parser.add_argument
@@ -173,11 +211,19 @@ def _parser() -> options.Parser:
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
     add("--model", metavar="NAME", help="a model of configs/; or flags after --")
-    add("--cluster", metavar="NAME", help="a800, a100, h100, h200, b200")
+    text = "a800, a100, h100, h200, b200, gb200, or a file that --measure wrote"
+    add("--cluster", metavar="NAME", help=text)
     add("--gpus", type=options.positive, metavar="N", help="of the job")
     add("--seq-length", type=options.positive, metavar="N", help="tokens of a sequence")
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
     add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
+    text = "try all sizes that are not given behind --, of pipelines (pp) and experts (ep) if asked"
+    add("--search", nargs="*", choices=("pp", "ep"), metavar="pp ep", help=text)
+    text = "packed sequences: documents of this mean length, exponentially distributed"
+    add("--documents", type=options.positive, metavar="N", help=text)
+    add("--plot", metavar="FILE", help="draw tokens/s over memory")
+    text = "measure the rates of this machine's GPUs and write a cluster file"
+    add("--measure", metavar="FILE", help=text)
     for flag, (_, _, what) in _RATES.items():
         add(f"--{flag}", type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.flops import Flags, peak_tflops
-from megatron_burst.tools.plan.workload import Cluster
+from megatron_burst.tools.model import Flags, hybrid_pattern
+from megatron_burst.tools.plan.cluster import Cluster, cluster_of
 
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
@@ -68,44 +68,30 @@ class Configs:
 
     def cluster(self, name: str) -> Cluster:
         """Return a cluster."""
+        if name.endswith(".toml"):
+            tables = {**self.clusters, **tomllib.loads(Path(name).read_text())}
+            name = Path(name).stem
+            return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
         _check("cluster", name, self.clusters)
-        table = self.clusters[name]
-        peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table["gpu"]) or 0.0)
-
-        def reached(what: str) -> float:
-            share = f"share_{what}"
-            return peak * float(table.get(share, self.constant(share)))
-
-        return Cluster(
-            name=name,
-            gpus_per_node=table["gpus_per_node"],
-            memory=table["memory_gib"] * 2**30,
-            forward_rate=reached("forward"),
-            backward_rate=reached("backward"),
-            linear_rate=reached("linear"),
-            memory_rate=1e9 * table["memory_gb_s"],
-            within_rate=1e9 * table["within_gb_s"],
-            nic_rate=1e9 * table["nic_gb_s"],
-            gpus_per_nic=max(1, table["gpus_per_node"] // table["nics_per_node"]),
-            contention=self.constant("contention"),
-            copy_rate=float("inf"),
-            peak=peak,
-        )
+        return cluster_of(name, _inherited(self.clusters, name, "rates"), self.constant)
 
 
 def hybrid_form(flags: Flags) -> dict[str, Any]:
     """Return the flags of a GPTModel as those of the same HybridModel.
 
-    Attention, `*`, and the MLP, `-`, are layers of their own there; recompute counts both. With
-    --qk-layernorm, which Megatron's hybrid stack ignores, it stays a GPTModel.
+    Attention, `*`, and the MLP, `-`, or experts, `E`, are layers of their own there; recompute
+    counts both. With --qk-layernorm, which Megatron's hybrid stack ignores, latents or MTP's heads
+    it stays a GPTModel.
     """
     given = dict(flags)
-    if given.get("qk-layernorm"):
+    if any(map(given.get, ("qk-layernorm", "multi-latent-attention", "mtp-num-layers"))):
         return given
     if "recompute-num-layers" in given:
         given["recompute-num-layers"] = 2 * int(given["recompute-num-layers"])
     if "num-layers" in given:
-        given["hybrid-layer-pattern"] = "*-" * int(given.pop("num-layers"))
+        given["hybrid-layer-pattern"] = hybrid_pattern(given)
+        for name in ("num-layers", "moe-layer-freq"):
+            given.pop(name, None)
     return given
 
 
@@ -153,10 +139,10 @@ def _check(what: str, name: str, tables: Table) -> None:
         raise ValueError(f"there is no {what} {name}; there are: {', '.join(_names(tables))}")
 
 
-def _inherited(tables: Mapping[str, Table], name: str) -> dict[str, Any]:
-    """A table with what it does not say from its base; flags are joined."""
+def _inherited(tables: Mapping[str, Table], name: str, joined: str = "flags") -> dict[str, Any]:
+    """A table with what it does not say from its base; flags, or what else is named, are joined."""
     table = dict(tables[name])
     base = table.pop("base", None)
-    below = _inherited(tables, base) if base else {}
-    flags = {**below.get("flags", {}), **table.get("flags", {})}
-    return below | table | ({"flags": flags} if flags else {})
+    below = _inherited(tables, base, joined) if base else {}
+    both = {**below.get(joined, {}), **table.get(joined, {})}
+    return below | table | ({joined: both} if both else {})

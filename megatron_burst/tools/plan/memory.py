@@ -1,9 +1,12 @@
 """The memory of one GPU in a training step, counted part by part, at its two peaks."""
 
 from dataclasses import dataclass
+from math import ceil
 
+from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
-from megatron_burst.tools.plan.workload import Cluster, Workload
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.workload import Workload
 
 GIB = 2**30
 _USABLE = 0.92  # of the device: the rest is for CUDA, NCCL and what the allocator cannot use
@@ -13,7 +16,7 @@ _LOGIT_BYTES = 6  # of all logits at once: bfloat16 and float32, forward or back
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU."""
+    """Bytes of one GPU, of the pipeline stage that needs most."""
 
     weights: int
     gradients: int
@@ -32,7 +35,12 @@ class Memory:
 
     def fits(self, cluster: Cluster) -> bool:
         """Say whether it leaves room on a GPU for what is not counted."""
-        return self.total <= _USABLE * cluster.memory
+        return self.total <= usable(cluster)
+
+
+def usable(cluster: Cluster) -> float:
+    """Return the bytes of a GPU that may be counted."""
+    return _USABLE * cluster.memory
 
 
 def predict(load: Workload, working_set: float) -> Memory:
@@ -40,58 +48,132 @@ def predict(load: Workload, working_set: float) -> Memory:
 
     Args:
         load: the step.
-        working_set: the memory of a layer at work over the tensors counted here.
+        working_set: the memory of attention at work over the tensors counted here.
     """
+    stages = {0, load.pipeline - 1}
+    return max((_of_stage(load, stage, working_set) for stage in stages), key=lambda m: m.total)
+
+
+def states(load: Workload) -> float:
+    """Return the bytes of weights, gradients and optimizer, the least that a way needs."""
+    own, of_experts = _own(load, load.pipeline - 1)
+    return _weights(load, own) + _gradients(load, own) + _optimizer(load, own, of_experts)
+
+
+def _weights(load: Workload, own: int) -> int:
+    return own * load.element_bytes // (load.shards if load.zero3 else 1)
+
+
+def _gradients(load: Workload, own: int) -> int:
+    if load.zero3:
+        return 0 if load.offload else own * load.gradient_bytes // load.shards
+    return own * load.gradient_bytes
+
+
+def _optimizer(load: Workload, own: int, of_experts: int) -> int:
+    """Experts' states are spread over the ranks that have the same experts."""
+    if load.offload:
+        return 0
+    wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
+    spread = load.shards if load.sharded else 1
+    return int(wide * ((own - of_experts) / spread + of_experts / max(1, spread // load.expert)))
+
+
+def _of_stage(load: Workload, stage: int, working_set: float) -> Memory:
     model, tensor, e, tokens = load.model, load.tensor, load.element_bytes, load.local_tokens
-    own, ranks = model.parameters // tensor, load.data * load.context
-    shards = ranks if load.zero3 else 1
+    own, of_experts = _own(load, stage)
     fraction, (heads, _) = load.config.recompute_fraction, load.heads
     saved = 0.0 if fraction is None or not load.recompute else 1 - fraction
+    kept = 0.0 if load.config.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
+    logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
+    of_loss = load.loss_bytes if load.chunked_loss else logits
+    largest = max(part.parameters for part in model.parts.values())
     # Of ZeRO-3, with gradients: a layer that is used, one on its way, the embedding and the head.
-    others = 2 * e * (2 * model.layer_parameters + 2 * model.head_parameters)
-    all_logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
+    others = 2 * e * (2 * (largest + _attention(model)) + 2 * model.head_parameters)
     return Memory(
-        weights=own * e // shards,
-        gradients=0 if load.offload and load.zero3 else own * load.gradient_bytes // shards,
-        optimizer=0
-        if load.offload
-        else own * (_MOMENT_BYTES + (4 if e == 2 else 0)) // (ranks if load.sharded else 1),
-        gathered=others if load.zero3 and ranks > 1 else 0,
-        inputs=model.layers * _stored(load),
-        saved=int(model.layers * tokens * heads * (model.head_dim * e + 4) * saved),
-        layer=int(working_set * _working_set(load)),
-        loss=load.loss_bytes if load.chunked_loss else all_logits,
+        weights=_weights(load, own),
+        gradients=_gradients(load, own),
+        optimizer=_optimizer(load, own, of_experts),
+        gathered=others if load.zero3 and load.shards > 1 else 0,
+        inputs=int(_stored(load) * _in_flight(load, stage) / load.pipeline),
+        saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
+        layer=_working_set(load, working_set),
+        loss=of_loss if stage == load.pipeline - 1 else 0,
     )
 
 
-def _elements(load: Workload) -> tuple[int, int]:
-    """What a layer saves of a token for its backward: around its MLP, and in it.
+def _own(load: Workload, stage: int) -> tuple[int, int]:
+    """The parameters that a rank of a stage has, and of them those of experts."""
+    model, head = load.model, load.model.head_parameters
+    experts = model.expert_parameters // (load.pipeline * load.expert)
+    embeddings = model.parameters - sum(p.count * p.parameters for p in model.parts.values())
+    layers = model.parameters - embeddings - model.expert_parameters
+    ends = embeddings if load.pipeline == 1 else head
+    if 0 < stage < load.pipeline - 1:
+        ends = 0
+    return (layers // load.pipeline + ends + experts) // load.tensor, experts // load.tensor
 
-    Both norms and sums, q and k before and after rotary, v, the output; the MLP's first product,
-    and what the activation makes of it.
-    """
-    model = load.model
-    attention = model.head_dim * (3 * model.heads + 3 * model.kv_heads)
-    return 5 * model.hidden + attention, (3 if model.gated else 2) * model.ffn
+
+def _in_flight(load: Workload, stage: int) -> float:
+    """How many micro-batches wait for their backward on a stage, under 1F1B or interleaved."""
+    waiting = float(load.pipeline - stage)
+    if load.virtual > 1:  # as many as a warm-up has, in parts of a stage
+        warm_up = (load.virtual - 1) * load.pipeline + 2 * (load.pipeline - stage) - 1
+        waiting = warm_up / load.virtual
+    return min(waiting, load.micro_batches)
+
+
+def _attention(model: Model) -> int:
+    attention = model.parts.get("attention")
+    return attention.parameters if attention else 0
 
 
 def _stored(load: Workload) -> int:
-    """Of a layer until its backward: its input where it is recomputed, or all that it saves."""
-    elements = load.model.hidden if load.recompute else sum(_elements(load))
-    return load.local_tokens * load.element_bytes * elements // load.tensor
+    """Of all layers until their backward: the input where they are recomputed, or what they save.
+
+    Attention and the MLP after it are one layer there, other kinds one each.
+    """
+    model, a_token = load.model, load.local_tokens * load.element_bytes
+    if load.offload_inputs:
+        return 2 * a_token * model.hidden // load.tensor  # one that is used, one on its way
+    if load.recompute:
+        layers = max(model.layers, sum(p.count for p in model.parts.values()) - model.layers)
+        return layers * a_token * model.hidden // (load.tensor if load.sequence_parallel else 1)
+    return int(a_token * sum(_saved(load, name) * p.count for name, p in model.parts.items()))
 
 
-def _working_set(load: Workload) -> int:
+def _saved(load: Workload, name: str) -> float:
+    """Numbers of a token that a rank saves of a layer that is not recomputed whole."""
+    model, part, modules = load.model, load.model.parts[name], load.selective
+    # Without sequence parallelism every rank has all of what norms and sums see.
+    around = (3 if name == "attention" else 2) * model.hidden
+    inside = part.saved - around
+    if name == "attention" and "core_attn" in modules:
+        inside -= model.heads * model.value_head_dim
+    if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:
+        inside = 0
+    elif name in ("mlp", "experts") and "moe_act" in modules and name == "experts":
+        inside -= inside // (3 if model.gated else 2)
+    if "layernorm" in modules:
+        around -= model.hidden
+    return around / (load.tensor if load.sequence_parallel else 1) + inside / load.tensor
+
+
+def _working_set(load: Workload, factor: float) -> int:
     """The tensors of one layer in its backward: at its MLP or, when that is done, at attention.
 
     There they are the buffers of its plan, and float32 sums of dQ, dK and dV.
     """
     a_token, shape = load.local_tokens * load.element_bytes, load.ring.shape
-    around, mlp = _elements(load)
+    parts = load.model.parts
+    around = parts["attention"].saved + 2 * load.model.hidden if "attention" in parts else 0
     sizes = shape.item_bytes()
     buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
     sums = shape.query_heads * shape.head_dim
     sums += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     at_attention = a_token * around // load.tensor + buffers + 4 * shape.tokens * sums
     gathered = a_token * load.model.hidden if load.tensor > 1 else 0
-    return gathered + max(a_token * (around + 2 * mlp) // load.tensor, at_attention)
+    others = [part.saved for name, part in parts.items() if name != "attention"]
+    at_mlp = max((2 * (saved - 2 * load.model.hidden) for saved in others), default=0)
+    at_mlp = a_token * (around + ceil(at_mlp / load.mlp_chunks)) // load.tensor
+    return gathered + max(at_mlp, int(factor * at_attention))

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_burst.config import GradDtype, LayoutName
-from megatron_burst.tools.flops import Flags
-from megatron_burst.tools.plan import memory, timing
+from megatron_burst.tools.model import Flags
+from megatron_burst.tools.plan import memory, step
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import arguments
-from megatron_burst.tools.plan.workload import Cluster, Workload, workload_of
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
@@ -24,7 +26,7 @@ class Candidate:
 
     flags: Flags
     load: Workload
-    time: timing.Prediction
+    time: step.Prediction
     memory: memory.Memory
     twins: tuple[str, ...] = ()
     """Names of other flags of which the same is predicted."""
@@ -44,20 +46,35 @@ class Candidate:
         """ρ, for a table."""
         return str(self.flags.get(_FRACTION, "-"))
 
+    @property
+    def offloaded(self) -> str:
+        """What is in the host's memory, for a table."""
+        named = {"optimizer-cpu-offload": "optimizer", "recompute-attention-offload": "attention"}
+        return ", ".join(what for flag, what in named.items() if self.flags.get(flag)) or "-"
+
     def __str__(self) -> str:
         return " = ".join((self.name, *self.twins))
 
     def command(self) -> str:
         """Return the command line of every node."""
-        a_node = min(self.load.cluster.gpus_per_node, self.load.gpus)
+        cluster = self.load.cluster
+        more: dict[str, int] = {"documents-mean": False}  # which is the planner's
+        a_node = min(cluster.gpus_per_host or cluster.gpus_per_node, self.load.gpus)
+        if cluster.gpus_per_host and self.load.context > 1:  # host names would tell another node
+            more = {"burst-ranks-per-node": max(1, self.load.ranks_per_node)}
         nodes, where = self.load.gpus // a_node, "--standalone"
         if nodes > 1:
             where = f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
         # Megatron asks for the setting before it runs context parallelism before Blackwell.
         return (
             f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {where} --nproc-per-node {a_node} "
-            f"-m megatron_burst.pretrain {shlex.join(arguments(self.flags))}"
+            f"-m megatron_burst.pretrain {shlex.join(arguments({**self.flags, **more}))}"
         )
+
+
+def candidate(flags: Flags, load: Workload, working_set: float) -> Candidate:
+    """Predict a way."""
+    return Candidate(flags, load, step.predict(load), memory.predict(load, working_set))
 
 
 def rank(
@@ -82,9 +99,8 @@ def rank(
         fractions = ()
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
-        wanted = {**flags, **way, **_recompute(fraction)}
-        load = workload_of(wanted, cluster, gpus)
-        return Candidate(wanted, load, timing.predict(load), memory.predict(load, working_set))
+        wanted = {**flags, **way, **recomputing(fraction)}
+        return candidate(wanted, workload_of(wanted, cluster, gpus), working_set)
 
     def place(found: Candidate) -> tuple[bool, float]:
         return not found.fits, found.time.seconds
@@ -96,14 +112,16 @@ def rank(
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
     found += [predicted(way, fraction) for way in chosen for fraction in rest]
-    return _each_once(sorted(found, key=place))
+    return each_once(sorted(found, key=place))
 
 
-def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
+def each_once(found: Sequence[Candidate]) -> list[Candidate]:
     """Keep the first of those that are predicted alike, with the names of the others."""
     kept: dict[Any, Candidate] = {}
     for each in found:
-        same = each.load.head_parallel, each.fraction, each.time, each.memory
+        load = each.load
+        sizes = load.tensor, load.context, load.pipeline, load.expert, load.head_parallel
+        same = sizes, each.fraction, each.time, each.memory
         first = kept.get(same)
         kept[same] = replace(first, twins=(*first.twins, each.name)) if first else each
     return list(kept.values())
@@ -139,7 +157,7 @@ def _heads_divide(load: Workload, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def _recompute(fraction: float | None) -> dict[str, Any]:
+def recomputing(fraction: float | None) -> dict[str, Any]:
     """The flags of ρ, with the layout that spreads it evenly."""
     if fraction is None:
         return {}

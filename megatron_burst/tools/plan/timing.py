@@ -1,6 +1,6 @@
-"""The time of a training step: attention by its plans on a clock, all else by FLOPs and bytes."""
+"""The time of one layer's attention: the plans of all ranks on a clock."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.cost import Shape, visible_pairs
+from megatron_burst.config import Algorithm
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
@@ -18,7 +20,8 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.work import Work
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan.clock import Timed, duration
-from megatron_burst.tools.plan.workload import Cluster, Ring, Workload
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.workload import Ring, Workload
 
 _SUM_BYTES = 4  # of an element of a sum
 
@@ -43,46 +46,10 @@ class Pass(NamedTuple):
         return self.exposed / self.seconds
 
 
-def _together(*passes: Pass) -> Pass:
+def together(*passes: Pass) -> Pass:
+    """Add them up."""
     columns: Any = map(sum, zip(*passes, strict=True))
     return Pass(*columns)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Of a step."""
-
-    attention: Pass  # all passes of a layer
-    seconds: float
-    tokens_per_gpu: float  # a second
-    mfu: float
-
-
-def predict(load: Workload) -> Prediction:
-    """Predict a step; see the fields of the result."""
-    attention = _together(*attention_passes(load))
-    per_gpu = load.sequences / load.data
-    layers = load.model.layers * per_gpu
-    computed = layers * attention.seconds + per_gpu * linear_flops(load) / load.cluster.linear_rate
-    tensor = layers * _tensor_parallel_seconds(load)
-    seconds = computed + tensor + weights_seconds(load, computed)
-    rate = load.sequences * load.tokens / load.gpus / seconds
-    return Prediction(
-        attention, seconds, rate, rate * model_flops(load) / load.tokens / load.cluster.peak
-    )
-
-
-def model_flops(load: Workload) -> float:
-    """Return the FLOPs of a sequence that MFU counts: 3 x forward, visible pairs, no recompute."""
-    return load.model.step_flops(load.tokens, visible_pairs(load.ring.mask, load.tokens))
-
-
-def linear_flops(load: Workload) -> float:
-    """Return the FLOPs of one GPU's matrix products for a sequence."""
-    model, tokens = load.model, load.local_tokens / load.tensor
-    layers = 2 * tokens * model.layers * model.layer_parameters * (4 if load.recompute else 3)
-    of_head = load.head_products if load.chunked_loss else 3
-    return layers + 2 * tokens * model.head_parameters * of_head
 
 
 def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
@@ -91,7 +58,7 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
         beside = load.beside
-        return _together(_on_clock(ring, load.cluster, beside, backward=backward), heads)
+        return together(_on_clock(ring, load.cluster, beside, backward=backward), heads)
 
     again = Pass()
     if load.recompute and fraction is None:
@@ -99,17 +66,31 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     elif load.recompute and fraction:
         stop = boundary(load.ring.layout, fraction)
         again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=stop)))
+    elif "core_attn" in load.selective:
+        again = of(load.ring)
     elif load.recompute:
         again = heads  # the results are saved, but heads and tokens change places again
     return of(load.ring), again, of(load.ring, backward=True)
 
 
-@lru_cache(maxsize=64)
 def choice_of(ring: Ring) -> Choice:
     """Return the schedules that training chooses."""
-    tiling = _tiling(ring.layout, ring.mask)
-    limit = ring.config.memory_limit(ring.card)
-    return choose(ring.config, tiling, ring.grid, ring.shape, ring.nodes, memory_limit=limit)
+    return _taken(ring)[0]
+
+
+@lru_cache(maxsize=64)
+def _taken(ring: Ring) -> tuple[Choice, Shape]:
+    """The schedules, and what travels: in multi-latent attention latents where that is faster."""
+    tiling, config = _tiling(ring.layout, ring.mask), ring.config
+    limit = config.memory_limit(ring.card)
+
+    def chosen(shape: Shape) -> Choice:
+        return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit)
+
+    heads = replace(ring.shape, latents=None)
+    if not ring.shape.latents or config.algorithm is not Algorithm.BURST:
+        return chosen(heads), heads
+    return choose_keys(chosen, heads, ring.shape, config.mla)[:2]
 
 
 @lru_cache(maxsize=32)
@@ -124,7 +105,8 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 
     Ranks that send, receive and compute in the same steps have the same.
     """
-    schedule, sizes = choice_of(ring).backward[0].schedule, ring.shape.item_bytes()
+    choice, shape = _taken(ring)
+    schedule, sizes = choice.backward[0].schedule, shape.item_bytes()
     rows = [schedule.work(backward=True).pairs > 0]
     for messages in schedule.messages(backward=True):
         loads = messages.loads(sizes, ring.shape.tokens)
@@ -141,9 +123,9 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 
 def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
     """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
-    choice = choice_of(ring)
+    choice, shape = _taken(ring)
     taken = (choice.backward if backward else choice.forward)[0]
-    links = _Links(ring.nodes, ring.shape, cluster, beside)
+    links = _Links(ring.nodes, shape, cluster, beside)
     seconds = _seconds(taken.schedule, links, backward=backward)
     return Pass(*seconds, taken.cost.rank, taken.cost.nic)
 
@@ -152,12 +134,19 @@ def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> P
 def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[float, float, float]:
     """Of all ranks, and of the one that computes most its kernels and its sums."""
     work, shape, machine = schedule.work(backward=backward), links.shape, links.cluster
-    rate = machine.backward_rate if backward else machine.forward_rate
-    dims = shape.query_heads, shape.head_dim, shape.value_head_dim
-    kernels = work.pairs * attention_flops(1, *dims, backward=backward) / rate
-    sums = sum_bytes(work, shape, backward) / machine.memory_rate
+    dims = shape.head_dim, shape.value_head_dim
+    rate = machine.attention_rate(sum(dims) / 2, backward=backward)
+    flops = attention_flops(1, shape.query_heads, *dims, backward=backward)
+    local_tokens = schedule.tiling.local_tokens
+    batch = shape.tokens // local_tokens
+    work = Work(work.pairs * batch, *(_called(work, shape, batch)))
+    kernels = (work.pairs + machine.grain * work.query_rows) * flops / rate
+    if shape.latents:  # K and V are made of what came, in the backward again, and gradients of them
+        met = np.minimum(work.key_rows, shape.tokens) * (3 if backward else 1)
+        kernels += 2 * met * shape.latents.weight / machine.linear_rate
+    sums = machine.traffic * sum_bytes(work, shape, backward) / machine.memory_rate
     sizes = shape.item_bytes(backward=backward, summed=schedule.sums_on_the_way)
-    messages = links.timed(schedule.messages(backward=backward), sizes)
+    messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
     computing[: len(kernels)] = kernels + sums
@@ -165,6 +154,17 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     most = work.pairs.sum(axis=0).argmax()
     of_most = kernels[:, most].sum(), sums[:, most].sum()
     return duration(messages, computing), float(of_most[0]), float(of_most[1])
+
+
+def _called(work: Work, shape: Shape, batch: int) -> Iterator[NDArray[np.int64]]:
+    """Return rows and visitors of kernel calls: tiles of a step that share queries share a call.
+
+    There is one of what is seen whole and one of what is seen in part.
+    """
+    blocks = 2 * shape.tokens * (1 + work.visitors)
+    yield np.minimum(batch * work.query_rows, blocks)
+    yield batch * work.key_rows
+    yield work.visitors
 
 
 def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
@@ -189,21 +189,26 @@ class _Links:
     cluster: Cluster
     beside: int
 
-    def timed(self, messages: Iterable[Messages], sizes: Mapping[Kind, int]) -> list[Timed]:
+    def timed(
+        self, messages: Iterable[Messages], sizes: Mapping[Kind, int], local_tokens: int
+    ) -> list[Timed]:
         """Return the messages with the seconds that each takes."""
+        machine = self.cluster
         node = np.array(self.nodes)
-        loads = [each.loads(sizes, self.shape.tokens) for each in messages]
+        loads = [each.loads(sizes, local_tokens) for each in messages]
         between = [node[each.sources] != node[each.targets] for each in loads]
         nic = self._nics(node)
         leaving = np.zeros(len(node), bool)  # who sends to other nodes
         for each, leaves in zip(loads, between, strict=True):
             leaving[each.sources[leaves & (each.sizes > 0)]] = True
-        shared = min(self.beside, self.cluster.gpus_per_nic) * np.bincount(nic, leaving)[nic]
-        slower = shared / self.cluster.nic_rate
-        return [
-            Timed(x, far, np.where(far, slower[x.sources], 1 / self.cluster.within_rate) * x.sizes)
-            for x, far in zip(loads, between, strict=True)
-        ]
+        shared = min(self.beside, machine.gpus_per_nic) * np.bincount(nic, leaving)[nic]
+        slower = shared / machine.nic_rate
+        timed = []
+        for each, far in zip(loads, between, strict=True):
+            seconds = np.where(far, slower[each.sources], 1 / machine.within_rate) * each.sizes
+            latency = np.where(far, machine.nic_latency, machine.within_latency)
+            timed.append(Timed(each, far, seconds + latency * (each.sizes > 0)))
+        return timed
 
     def _nics(self, node: NDArray[np.int64]) -> NDArray[np.int64]:
         on_a_node = self.nodes.count(0)
@@ -238,30 +243,3 @@ def _exchange(load: Workload) -> Pass:
     repacked = 4 * sent / (size - 1) * size
     seconds = max(links) + sent / machine.copy_rate + repacked / machine.memory_rate
     return Pass(seconds, sent=sent, between=across)
-
-
-def _tensor_parallel_seconds(load: Workload) -> float:
-    """Gathers and scatters of activations in one layer, which wait for each other.
-
-    Four forward, as many when it is recomputed, and six backward, of n·hidden·(T-1)/T each.
-    """
-    count = 4 + (4 if load.recompute else 0) + 6
-    size = load.local_tokens * load.model.hidden * load.element_bytes
-    return count * size * (load.tensor - 1) / load.tensor / load.cluster.within_rate
-
-
-def weights_seconds(load: Workload, hidden_behind: float) -> float:
-    """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
-    machine, ranks = load.cluster, load.data * load.context
-    if ranks == 1:
-        return 0.0
-    own = load.model.parameters / load.tensor
-    gathers = (3 if load.recompute else 2) if load.zero3 else 1
-    # Gradients are scattered and weights gathered; otherwise gradients are scattered and gathered.
-    returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
-    moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
-    within = load.gpus <= machine.gpus_per_node
-    rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
-    updated = own / ranks if load.sharded else own
-    optimizer = 0.0 if load.offload else 2 * 16 * updated / machine.memory_rate
-    return max(0.0, moved / rate - hidden_behind) + optimizer

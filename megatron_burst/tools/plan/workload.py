@@ -2,56 +2,17 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-import torch
-
-from megatron_burst.config import (
-    Algorithm,
-    BurstConfig,
-    GradDtype,
-    LayoutName,
-    LmHeadConfig,
-    LmHeadLoss,
-    flags,
-)
-from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk_size import Chunking, Sizes
-from megatron_burst.plans.cost import Shape
+from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
+from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.head_parallel import exchanged
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid
-from megatron_burst.tools.flops import UNCOUNTED, Flags, Model, model_of
-
-_PREDICTED = {
-    **dict.fromkeys((*UNCOUNTED, "use-megatron-fsdp", "fp16")),
-    "pipeline-model-parallel-size": 1,
-    "micro-batch-size": 1,
-    "recompute-granularity": "full",
-    "recompute-method": "uniform",
-}
-"""Flags that are predicted with this value alone, or not at all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Equal nodes; a rate is what one GPU, link or NIC sustains one way."""
-
-    name: str
-    gpus_per_node: int
-    memory: float  # bytes of a GPU
-    forward_rate: float  # FLOP/s of attention kernels
-    backward_rate: float
-    linear_rate: float  # FLOP/s of matrix products
-    memory_rate: float  # bytes/s of the GPU's memory
-    within_rate: float  # bytes/s from a GPU into its node
-    nic_rate: float  # bytes/s of a NIC
-    gpus_per_nic: int
-    contention: float  # seconds of computing lost for each second of messages
-    copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
-    peak: float  # FLOP/s, for the MFU
+from megatron_burst.tools.model import Model
+from megatron_burst.tools.plan.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +34,8 @@ class Ring:
     @cached_property
     def layout(self) -> Layout:
         """Which tokens the ranks hold."""
+        if self.config.layout is LayoutName.BALANCED and self.mask.documents:
+            return balanced(self.mask, self.tokens, self.nodes).layout
         return make_layout(self.config, self.tokens, len(self.nodes))
 
 
@@ -83,13 +46,20 @@ class Workload:
     model: Model
     cluster: Cluster
     gpus: int
-    tensor: int  # tensor-parallel size, with sequence parallelism
+    tensor: int  # tensor-parallel size
     tokens: int  # of a sequence
     config: BurstConfig
     context: int
+    pipeline: int = 1  # stages
+    virtual: int = 1  # parts of a stage, interleaved
+    expert: int = 1  # ranks that the experts are spread over
     sequences: int = 1  # of a step, over all data-parallel ranks
+    micro: int = 1  # sequences of a micro-batch
+    causal: bool = True
     window: int | None = None  # keys that a query sees, itself included
+    documents: tuple[int, ...] | None = None  # their borders
     recompute: bool = True  # every layer is recomputed in the backward
+    selective: frozenset[str] = frozenset()  # or these parts of it
     chunked_loss: bool = True
     loss_bytes: int = 512 * 2**20  # what the chunked loss takes
     head_products: int = 4  # of a token with the LM head, under the chunked loss
@@ -97,33 +67,78 @@ class Workload:
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
     offload: bool = False  # the optimizer's states are in the host's memory
+    offload_inputs: bool = False  # what is stored of recomputed layers is
+    mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
+    sequence_parallel: bool = True  # norms and sums are spread over the tensor-parallel ranks
+    fp8: bool = False  # matrix products of the layers, not of the LM head or of attention
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        """Check that the ranks fit on the nodes."""
+        """Check that the ranks fit on the nodes, and that everything divides."""
         sizes = (
             f"--tensor-model-parallel-size {self.tensor} x --context-parallel-size {self.context}"
         )
+        if self.pipeline > 1:
+            sizes += f" x --pipeline-model-parallel-size {self.pipeline}"
         ranks, node = self.context * self.tensor, min(self.cluster.gpus_per_node, self.gpus)
-        if self.gpus % ranks:
-            raise ValueError(f"{self.gpus} GPUs do not divide over {sizes}")
+        if self.gpus % (ranks * self.pipeline):
+            raise ValueError(f"{self.gpus} GPUs do not divide over {sizes}; {_of(self.gpus)}")
         if node % self.tensor or (ranks % node and node % ranks):
-            raise ValueError(f"nodes of {node} GPUs are not filled evenly by {sizes}")
+            raise ValueError(
+                f"nodes of {node} GPUs are not filled evenly by {sizes}; in a node {_of(node)}"
+            )
         if node % self.beside:
             raise ValueError(
                 f"--burst-head-parallel-size {self.head_parallel} needs as many ranks of a node, "
                 f"of {node // self.tensor}"
             )
+        self._check_model()
+        if self.sequences % (self.data * self.micro):
+            raise ValueError(
+                f"--global-batch-size {self.sequences} does not divide over {self.data} "
+                f"data-parallel ranks of {self.micro} sequences a micro-batch; a multiple of "
+                f"{self.data * self.micro} does"
+            )
+
+    def _check_model(self) -> None:
+        """Check that heads, layers and experts divide over their ranks."""
+        experts = self.model.experts.count if self.model.experts else 1
+        kinds = self.model.layers - self.model.mtp
+        for name, size, what, count in (
+            ("tensor-model-parallel-size", self.tensor, "attention heads", self.model.heads),
+            ("pipeline-model-parallel-size", self.pipeline * self.virtual, "layers", kinds),
+            ("expert-model-parallel-size", self.expert, "experts", experts),
+            (
+                "expert-model-parallel-size",
+                self.expert,
+                "data- x context-parallel ranks",
+                self.shards,
+            ),
+        ):
+            if size > 1 and count % size:
+                raise ValueError(
+                    f"--{name}: {count} {what} do not divide over {size}; {_of(count)}"
+                )
 
     @property
     def data(self) -> int:
         """The data-parallel size."""
-        return self.gpus // (self.tensor * self.context)
+        return self.gpus // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a data-parallel rank in a step."""
+        return self.sequences // (self.data * self.micro)
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks the optimizer's states of a parameter are spread."""
+        return self.data * self.context
 
     @property
     def local_tokens(self) -> int:
-        """Of a context-parallel rank."""
-        return self.tokens // self.context
+        """Of a context-parallel rank in a micro-batch."""
+        return self.micro * self.tokens // self.context
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -148,11 +163,19 @@ class Workload:
         return self.tensor * (1 if ulysses else self.head_parallel)
 
     @cached_property
+    def mask(self) -> Mask:
+        """Of a sequence."""
+        documents = list(self.documents) if self.documents else None
+        if self.causal:
+            return Mask.causal(window=self.window, documents=documents)
+        return Mask.full(documents=documents)
+
+    @cached_property
     def ring(self) -> Ring:
         """The ring of a rank, without a fraction that changes no plan: so equal ones are known."""
         size, config = self.head_parallel, self.config
         if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
-            config = replace(config, recompute_fraction=None)
+            config = replace(config, recompute_fraction=None, recompute_offload=False)
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
         heads, kv_heads = self.heads
         shape = Shape(
@@ -160,121 +183,26 @@ class Workload:
             query_heads=heads,
             kv_heads=kv_heads,
             head_dim=self.model.head_dim,
-            value_head_dim=self.model.head_dim,
+            value_head_dim=self.model.value_head_dim,
             element_bytes=self.element_bytes,
             gradient_bytes=self.element_bytes if config.grad_dtype is GradDtype.MODEL else 4,
             sends_raw=config.grad_dtype is GradDtype.AUTO,
         )
+        if (latents := self.model.latents) and size == 1:
+            up = (self.model.head_dim - latents.rope + shape.value_head_dim) * heads * latents.kv
+            shape = replace(shape, latents=LatentShape(latents.kv + latents.rope, up))
         return Ring(
             config=config,
             tokens=self.tokens,
-            mask=Mask.causal(window=self.window),
+            mask=self.mask,
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
             shape=exchanged(shape, size),
             card=self.cluster.memory,
         )
 
 
-def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
-    """Read one of our configurations from the flags, with its defaults where they do not say."""
-    names = {flag: flag.name.removeprefix("--") for flag in flags(config)}
-    values: dict[str, Any] = {
-        flag.field: flag.type(given[name]) for flag, name in names.items() if name in given
-    }
-    return config(**values)
-
-
-def _number(given: Flags, name: str) -> int:
-    return int(given.get(name, 1))
-
-
-def _widths(given: Flags) -> tuple[int, int]:
-    """Bytes of an element of weights and activations, and of the gradients that are summed."""
-    if not given.get("bf16"):
-        return 4, 4
-    return 2, 2 if given.get("grad-reduce-in-bf16") else 4
-
-
-def loss_chunking(given: Flags) -> Chunking | None:
-    """Return the chunks of the loss as training will choose them; None for Megatron's own loss.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    config = config_of(LmHeadConfig, given)
-    if config.loss is not LmHeadLoss.CHUNKED:
-        return None
-    model, tensor = model_of(given), _number(given, "tensor-model-parallel-size")
-    tokens = _number(given, "micro-batch-size") * int(given["seq-length"])
-    call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
-    element_bytes, gradient_bytes = _widths(given)
-    sizes = Sizes(
-        tokens=tokens // _number(given, "context-parallel-size"),
-        vocabulary=model.vocabulary // tensor,
-        hidden=model.hidden,
-        dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
-        ranks=tensor,
-        statistics=call.statistics,
-        sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
-    )
-    return call.chunking(sizes)
-
-
-def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
-    """Read a step of training from Megatron's and our flags.
-
-    Raises:
-        ValueError: something is missing, is not modelled or does not fit together.
-    """
-    _refuse(given)
-    left = int(str(given.get("window-size", -1)).split(",")[0])
-    element_bytes, gradient_bytes = _widths(given)
-    chunking = loss_chunking(given)
-    load = Workload(
-        model=model_of(given),
-        cluster=cluster,
-        gpus=gpus,
-        tensor=_number(given, "tensor-model-parallel-size"),
-        context=_number(given, "context-parallel-size"),
-        tokens=int(given["seq-length"]),
-        sequences=_number(given, "global-batch-size"),
-        config=config_of(BurstConfig, given),
-        window=None if left < 0 else left + 1,
-        recompute="recompute-granularity" in given,
-        chunked_loss=chunking is not None,
-        loss_bytes=chunking.peak if chunking else 0,
-        head_products=chunking.products if chunking else 3,
-        sharded=bool(given.get("use-distributed-optimizer")),
-        gradient_bytes=gradient_bytes,
-        offload=bool(given.get("optimizer-cpu-offload")),
-        element_bytes=element_bytes,
-    )
-    if load.sequences % load.data:
-        raise ValueError(
-            f"--global-batch-size {load.sequences} does not divide over {load.data} data-parallel "
-            "ranks of one sequence each"
-        )
-    if load.context * load.data > 1 and element_bytes == 2 and not load.sharded:
-        raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
-    return load
-
-
-def _refuse(given: Flags) -> None:
-    """Raise ValueError for what would have to be predicted otherwise, or is missing."""
-    for name, only in _PREDICTED.items():
-        if given.get(name) and str(given[name]) != str(only):
-            alone = f": {only} alone" if only else ""
-            raise ValueError(f"--{name} {given[name]} cannot be predicted here{alone}")
-    # Attention and the MLP are layers of their own in a HybridModel.
-    layers = 2 if "hybrid-layer-pattern" in given else 1
-    if (recomputed := int(given.get("recompute-num-layers", layers))) != layers:
-        raise ValueError(
-            f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
-        )
-    tensor = _number(given, "tensor-model-parallel-size")
-    if tensor > 1 and not given.get("sequence-parallel"):
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor} cannot be predicted without --sequence-parallel"
-        )
-    if "seq-length" not in given:
-        raise ValueError("--seq-length is missing")
+def _of(count: int) -> str:
+    """Say over what a number divides."""
+    divisors = [str(size) for size in range(1, count + 1) if count % size == 0]
+    shown = divisors if len(divisors) < 13 else [*divisors[:12], "…"]
+    return f"{count} divides over {', '.join(shown)}"

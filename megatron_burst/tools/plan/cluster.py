@@ -1,0 +1,94 @@
+"""The machines that a step runs on: what a GPU and its links sustain, as values."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_burst.tools.flops import peak_tflops
+
+_HEAD_DIM = 128  # of the kernels whose rates are in configs/
+_HEAD_GRAIN = 40
+"""What of a pair's time does not grow with the head size, in numbers of a head: forward kernels of
+FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85
+with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
+_GRAIN = 200
+"""Keys that a row of a kernel call costs beside those it sees: the same figures fall with the
+sequence as n / (n + 200), of 512 to 16384 tokens."""
+_UNITS = {"tflops": 1e12, "gb_s": 1e9, "us": 1e-6}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Equal nodes; a rate is what one GPU, link or NIC sustains one way."""
+
+    name: str
+    gpus_per_node: int
+    gpus_per_host: int = 0  # where a node, by its links, is several hosts
+    memory: float  # bytes of a GPU
+    forward_rate: float  # FLOP/s of attention kernels with heads of 128
+    backward_rate: float
+    linear_rate: float  # FLOP/s of matrix products
+    fp8_speedup: float = 1.0  # of matrix products
+    memory_rate: float  # bytes/s of the GPU's memory
+    within_rate: float  # bytes/s from a GPU into its node
+    nic_rate: float  # bytes/s of a NIC
+    within_latency: float = 0.0  # seconds of a message beside its bytes
+    nic_latency: float = 0.0
+    gpus_per_nic: int
+    contention: float  # seconds of computing lost for each second of messages
+    copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
+    host_rate: float = 25e9  # bytes/s between a GPU and the host's memory
+    peak: float  # FLOP/s, for the MFU
+    grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
+    head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
+    traffic: float = 1.0  # bytes moved to add results for each that is read and written once
+
+    def attention_rate(self, head_dim: float, *, backward: bool) -> float:
+        """Return the FLOP/s of attention kernels with heads of a size."""
+        rate = self.backward_rate if backward else self.forward_rate
+        least = self.head_grain
+        return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
+
+
+def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], float]) -> Cluster:
+    """Read a table of a cluster file; `constant` knows the values that are fitted.
+
+    Raises:
+        ValueError: a rate is missing, or the GPU's peak is not known.
+    """
+    peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table.get("gpu", "")) or 0.0)
+    rates = table.get("rates", {})
+    if not peak:
+        raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
+
+    def rate(field: str, default: float | None = None) -> float:
+        if field not in rates and default is None:
+            raise ValueError(f"cluster {name} has no rate {field}")
+        value, *_ = rates.get(field, [default])
+        if isinstance(value, str):
+            return peak * constant(value)
+        return float(value * next(unit for end, unit in _UNITS.items() if field.endswith(end)))
+
+    return Cluster(
+        name=name,
+        gpus_per_node=table["gpus_per_node"],
+        gpus_per_host=table.get("gpus_per_host", 0),
+        memory=table["memory_gib"] * 2**30,
+        forward_rate=rate("forward_tflops"),
+        backward_rate=rate("backward_tflops"),
+        linear_rate=rate("linear_tflops"),
+        fp8_speedup=table.get("fp8_speedup", 1.0),
+        memory_rate=rate("memory_gb_s"),
+        within_rate=rate("within_gb_s"),
+        nic_rate=rate("nic_gb_s"),
+        within_latency=rate("within_us", 0.0),
+        nic_latency=rate("nic_us", 0.0),
+        gpus_per_nic=max(1, table["gpus_per_node"] // table["nics_per_node"]),
+        contention=constant("contention") if table.get("contended") else 0.0,
+        copy_rate=float("inf"),
+        host_rate=rate("host_gb_s", 25.0),
+        peak=peak,
+        grain=_GRAIN,
+        head_grain=_HEAD_GRAIN,
+        traffic=constant("traffic"),
+    )

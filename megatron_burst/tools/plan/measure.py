@@ -1,0 +1,126 @@
+"""Measures the rates of the machine at hand and writes them as a cluster file."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from megatron_burst.kernels import Request, TileCall, select_kernel
+from megatron_burst.plans.mask import Band
+from megatron_burst.tools import hardware
+from megatron_burst.tools.flops import attention_flops, peak_tflops
+
+_HEADS, _HEAD_DIM = 16, 128
+_TOKENS = {"cuda": 16384, "cpu": 512}
+_WIDTH = {"cuda": 8192, "cpu": 256}  # of a product of squares
+_BYTES = {"cuda": 2**30, "cpu": 2**24}
+_TIMES = 5
+
+
+def write(path: str) -> None:
+    """Measure and write a file that `--cluster` reads; its one table has the file's name.
+
+    Raises:
+        ValueError: the file's name does not end in .toml.
+    """
+    if not path.endswith(".toml"):
+        raise ValueError(f"--measure {path}: a cluster file ends in .toml")
+    Path(path).write_text(cluster_file(Path(path).stem))
+    print(f"wrote {path}: look at its links, then megatron-burst plan --cluster {path}")
+
+
+def cluster_file(name: str) -> str:
+    """Return the text of a cluster file with what this machine sustains."""
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    gpus = torch.cuda.device_count() if is_gpu else 1
+    model = torch.cuda.get_device_name() if is_gpu else hardware.cpu_model()
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else 16 * 2**30
+    rates = measured(device)
+    peak = peak_tflops(model) or 1.5 * rates["linear_tflops"]
+    nics = _nics()
+    how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
+    lines = [
+        "# Written by megatron-burst plan --measure.",
+        f"[{name}]",
+        f"gpus_per_node = {gpus}",
+        f"nics_per_node = {max(1, min(gpus, len(nics)))}",
+        f"memory_gib = {memory / 2**30:.1f}",
+        f"peak_tflops = {peak:.5g}",
+        f"\n[{name}.rates]",
+        *(
+            f"{rate} = [{value:.5g}, {json.dumps('measured')}, {json.dumps(how)}]"
+            for rate, value in rates.items()
+        ),
+    ]
+    if gpus == 1:
+        lines.append(f'within_gb_s = [{rates["memory_gb_s"]:.5g}, "estimate", "one device alone"]')
+    nic, source = (max(nics), "what its ports say") if nics else (1.0, "no port says its rate")
+    lines.append(
+        f'nic_gb_s = [{0.9 * nic:.5g}, "{"data sheet" if nics else "estimate"}", "{source}"]'
+    )
+    return "\n".join(lines) + "\n"
+
+
+def measured(device: torch.device) -> dict[str, float]:
+    """Return what the device sustains: attention, matrix products, copies, links to its peers."""
+    kind = device.type
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    forward, backward = _attention(device, dtype)
+    width, count = _WIDTH[kind], _BYTES[kind]
+    a, b = torch.randn(2, width, width, device=device, dtype=dtype)
+    source = torch.empty(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=kind == "cuda")
+    found = {
+        "forward_tflops": forward,
+        "backward_tflops": backward,
+        "linear_tflops": 2 * width**3 / _seconds(device, lambda: a @ b) / 1e12,
+        "memory_gb_s": 2 * count / _seconds(device, lambda: target.copy_(source)) / 1e9,
+        "host_gb_s": count / _seconds(device, lambda: target.copy_(host, non_blocking=True)) / 1e9,
+    }
+    if kind == "cuda" and torch.cuda.device_count() > 1:
+        peer = torch.empty_like(source, device="cuda:1")
+        found["within_gb_s"] = count / _seconds(device, lambda: peer.copy_(source)) / 1e9
+    return found
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """TFLOP/s of a full tile, forward and backward, by the kernel that training would take."""
+    tokens = _TOKENS[device.type]
+    shape = 1, tokens, _HEADS, _HEAD_DIM
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    kernel = select_kernel("auto", Request(device, dtype, _HEADS, _HEADS, _HEAD_DIM, _HEAD_DIM))
+    tile = TileCall(q, k, v, Band.FULL, _HEAD_DIM**-0.5)
+    out, lse = kernel.forward(tile)
+    passes = (lambda: kernel.forward(tile)), (lambda: kernel.backward(tile, dout, out, lse))
+    dims = tokens**2, _HEADS, _HEAD_DIM, _HEAD_DIM
+    forward, backward = (
+        attention_flops(*dims, backward=back) / _seconds(device, run) / 1e12
+        for run, back in zip(passes, (False, True), strict=True)
+    )
+    return forward, backward
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """The median of several runs behind one that is not counted."""
+    found = []
+    for _ in range(_TIMES + 1):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return median(found[1:])
+
+
+def _nics() -> list[float]:
+    """GB/s of the InfiniBand and RoCE ports that are up, as they say it."""
+    ports = [port for port in hardware.network() if "ACTIVE" in port["state"]]
+    found = (re.match(r"(\d+) Gb/sec", port["rate"]) for port in ports)
+    return [float(each[1]) / 8 for each in found if each]

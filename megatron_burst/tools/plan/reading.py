@@ -1,0 +1,181 @@
+"""Reads what is predicted from Megatron's and our flags; refuses what it would predict wrongly."""
+
+import math
+import random
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_burst.config import BurstConfig, Flag, LmHeadConfig, LmHeadLoss, flags
+from megatron_burst.loss.call import Call
+from megatron_burst.loss.chunk_size import Chunking, Sizes
+from megatron_burst.tools.model import Flags, model_of
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.workload import Workload
+
+_REFUSED = {
+    "use-megatron-fsdp": "when it gathers weights is not modelled",
+    "fp16": "only bfloat16 and float32 are",
+    "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
+    "burst-block-mask": "its file would have to be of these sizes",
+    "moe-latent-size": "experts of another width are not counted",
+    "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
+    "recompute-method": "uniform alone is",
+    "recompute-granularity": "full and selective alone are",
+}
+_ALLOWED = {"recompute-method": ("uniform",), "recompute-granularity": ("full", "selective")}
+_SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
+
+
+def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
+    """Read a step of training from Megatron's and our flags.
+
+    Raises:
+        ValueError: something is missing, is not modelled or does not fit together.
+    """
+    _refuse(given)
+    left = int(str(given.get("window-size", -1)).split(",")[0])
+    element_bytes, gradient_bytes = _widths(given)
+    chunking = loss_chunking(given)
+    granularity = given.get("recompute-granularity")
+    load = Workload(
+        model=model_of(given),
+        cluster=cluster,
+        gpus=gpus,
+        tensor=_number(given, "tensor-model-parallel-size"),
+        context=_number(given, "context-parallel-size"),
+        pipeline=_number(given, "pipeline-model-parallel-size"),
+        virtual=_virtual(given),
+        expert=_number(given, "expert-model-parallel-size"),
+        tokens=int(given["seq-length"]),
+        sequences=_number(given, "global-batch-size"),
+        micro=_number(given, "micro-batch-size"),
+        config=config_of(BurstConfig, given),
+        window=None if left < 0 else left + 1,
+        documents=_documents(given),
+        recompute=granularity == "full",
+        selective=_modules(given) if granularity == "selective" else frozenset(),
+        chunked_loss=chunking is not None,
+        loss_bytes=chunking.peak if chunking else 0,
+        head_products=chunking.products if chunking else 3,
+        sharded=bool(given.get("use-distributed-optimizer")),
+        gradient_bytes=gradient_bytes,
+        offload=bool(given.get("optimizer-cpu-offload")),
+        sequence_parallel=bool(given.get("sequence-parallel")),
+        fp8=bool(given.get("fp8-format")),
+        element_bytes=element_bytes,
+    )
+    if load.shards > 1 and element_bytes == 2 and not load.sharded:
+        raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
+    if load.fp8 and cluster.fp8_speedup == 1:
+        raise ValueError(f"--fp8-format: the GPUs of {cluster.name} have no FP8")
+    return load
+
+
+def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
+    """Read one of our configurations from the flags, with its defaults where they do not say."""
+    known: type = config
+    values: dict[str, Any] = {
+        flag.field: flag.type(given[name]) for name, flag in _flags(known) if name in given
+    }
+    return config(**values)
+
+
+@cache
+def _flags(config: type) -> list[tuple[str, Flag]]:
+    """The flags of a configuration by their names without dashes."""
+    return [(flag.name.removeprefix("--"), flag) for flag in flags(config)]
+
+
+def loss_chunking(given: Flags) -> Chunking | None:
+    """Return the chunks of the loss as training will choose them; None for Megatron's own loss.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    config = config_of(LmHeadConfig, given)
+    if config.loss is not LmHeadLoss.CHUNKED:
+        return None
+    model, tensor = model_of(given), _number(given, "tensor-model-parallel-size")
+    tokens = _number(given, "micro-batch-size") * int(given["seq-length"])
+    call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
+    element_bytes, gradient_bytes = _widths(given)
+    sizes = Sizes(
+        tokens=tokens // _number(given, "context-parallel-size"),
+        vocabulary=model.vocabulary // tensor,
+        hidden=model.hidden,
+        dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
+        ranks=tensor,
+        statistics=call.statistics,
+        sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
+    )
+    return call.chunking(sizes)
+
+
+def _number(given: Flags, name: str) -> int:
+    return int(given.get(name, 1))
+
+
+def _widths(given: Flags) -> tuple[int, int]:
+    """Bytes of an element of weights and activations, and of the gradients that are summed."""
+    if not given.get("bf16"):
+        return 4, 4
+    return 2, 2 if given.get("grad-reduce-in-bf16") else 4
+
+
+def _virtual(given: Flags) -> int:
+    """The parts of a pipeline stage: given, or by the layers of a part."""
+    if layers := int(given.get("num-layers-per-virtual-pipeline-stage", 0)):
+        stages = _number(given, "pipeline-model-parallel-size")
+        return max(1, int(given.get("num-layers", layers)) // (stages * layers))
+    return _number(given, "num-virtual-stages-per-pipeline-rank")
+
+
+def _modules(given: Flags) -> frozenset[str]:
+    """What --recompute-modules names, Megatron's default if nothing."""
+    named = given.get("recompute-modules", ["core_attn"])
+    modules = frozenset([named] if isinstance(named, str) else named)
+    if unknown := modules - set(_SELECTIVE):
+        raise ValueError(
+            f"--recompute-modules {' '.join(sorted(unknown))} cannot be predicted here: "
+            f"{', '.join(_SELECTIVE)} can"
+        )
+    return modules
+
+
+def _documents(given: Flags) -> tuple[int, ...] | None:
+    """Borders of documents of exponential lengths about `documents-mean`, the same every time."""
+    if not given.get("dataloader-inter-document-masking"):
+        return None
+    if not (mean := float(given.get("documents-mean", 0))):
+        raise ValueError(
+            "--dataloader-inter-document-masking cannot be predicted here without the mean length "
+            "of a document: give plan --documents N"
+        )
+    tokens, source, borders = int(given["seq-length"]), random.Random(0), [0]
+    while borders[-1] < tokens:
+        length = max(1, math.ceil(source.expovariate(1 / mean)))
+        borders.append(min(tokens, borders[-1] + length))
+    return tuple(borders)
+
+
+def _refuse(given: Flags) -> None:
+    """Raise ValueError for what would have to be predicted otherwise, or is missing."""
+    for name, reason in _REFUSED.items():
+        if given.get(name) and str(given[name]) not in _ALLOWED.get(name, ()):
+            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
+    # Attention and the MLP are layers of their own in a HybridModel.
+    layers = 2 if "hybrid-layer-pattern" in given else 1
+    if (recomputed := int(given.get("recompute-num-layers", layers))) != layers:
+        raise ValueError(
+            f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
+        )
+    tensor = _number(given, "tensor-model-parallel-size")
+    if (apart := int(given.get("expert-tensor-parallel-size", tensor))) != tensor:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {apart} cannot be predicted here: experts are cut as "
+            f"all else, over {tensor}"
+        )
+    if "seq-length" not in given:
+        raise ValueError("--seq-length is missing")

@@ -1,0 +1,213 @@
+"""Searches for the fastest way to spread a training step over GPUs: sizes, schedules, memory.
+
+Every way has a bound that needs no plan: all but attention as predicted, and attention without any
+message. Ways are put on the clock by their bounds until no bound is below what was found, or until
+the clocks of a search are used up.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+from megatron_burst.tools.flops import attention_flops
+from megatron_burst.tools.model import Flags
+from megatron_burst.tools.plan import memory, step
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.ranking import CHOSEN, Candidate, candidate, each_once, recomputing
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.workload import Workload
+
+_CLOCKS = 2_500_000
+"""What a search may compute: a plan of P ranks on the clock counts P² and as much as 128 ranks."""
+_SIZES = {
+    "tensor-model-parallel-size": (1, 2, 4, 8),
+    "pipeline-model-parallel-size": (1, 2, 4, 8, 16),
+    "expert-model-parallel-size": (1, 2, 4, 8, 16, 32, 64),
+}
+SEARCHED = (*_SIZES, "context-parallel-size", "sequence-parallel", "global-batch-size")
+_DEGREES = (1, 2, 4, 8)  # of head parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a search may change: sizes that are not given, and what is asked for."""
+
+    fractions: Sequence[float]
+    pipelines: bool = False
+    experts: bool = False
+
+
+def search(
+    given: Flags, cluster: Cluster, gpus: int, wish: Wish, working_set: float, most: int = 10
+) -> list[Candidate]:
+    """Return the fastest ways that fit, at most so many.
+
+    Args:
+        given: Megatron's flags and ours; sizes among them stay as they are.
+        cluster: the machines.
+        gpus: of the job.
+        wish: what may be changed.
+        working_set: see `memory.predict`.
+        most: how many are returned.
+
+    Raises:
+        ValueError: nothing divides, or nothing fits; says what would.
+    """
+    ways = sorted(_ways(given, cluster, gpus, wish), key=lambda way: way.bound)
+    found: list[Candidate] = []
+    least, clocks = None, 0
+    for way in ways:
+        rates = sorted((each.time.tokens_per_gpu for each in found), reverse=True)
+        if len(rates) >= most and 1 / way.bound < rates[most - 1]:
+            break
+        if not (loads := [*_with_room(way, given, wish)]):
+            continue
+        clocks += way.load.context**2 + 2**14
+        if clocks > _CLOCKS and found:
+            break
+        fitting: list[Candidate] = []
+        for flags, load in loads:
+            # The host's memory is the last resort for the optimizer: its updates there take longer.
+            if load.offload and fitting:
+                continue
+            each = candidate(flags, load, working_set)
+            if each.fits:
+                fitting.append(each)
+            elif least is None or each.memory.total < least.memory.total:
+                least = each
+        found += sorted(fitting, key=lambda each: each.time.seconds)[:1]
+    if not found:
+        raise ValueError(_nothing(least, [way.load for way in ways]))
+    order = sorted(found, key=lambda each: -each.time.tokens_per_gpu)
+    return each_once(order)[:most]
+
+
+def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
+    """Say what is missing where no way fits."""
+    load = least.load if least else min(every, key=memory.states)
+    needed = least.memory.total if least else memory.states(load)
+    usable = memory.usable(load.cluster)
+    tokens = int(load.tokens * usable / needed)
+    return (
+        f"nothing fits: at least {needed / 2**30:.0f} GiB are needed where "
+        f"{usable / 2**30:.0f} of a GPU may be counted, with tensor {load.tensor} x context "
+        f"{load.context} x pipeline {load.pipeline}; about "
+        f"{load.gpus * -(-int(needed) // int(usable))} GPUs would do with as many tokens, or "
+        f"{max(1, tokens // 8192) * 8192} tokens with as many GPUs; or --recompute-granularity "
+        "full, or more memory a GPU"
+    )
+
+
+class _Way(NamedTuple):
+    """A ring, the least GPU seconds a token that it takes, and the fastest step on it."""
+
+    bound: float
+    flags: Flags
+    load: Workload
+
+
+def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
+    """All rings; ValueError if none is possible."""
+    flags = {name: value for name, value in given.items() if name not in CHOSEN}
+    fastest = next(_savings(flags, wish.fractions))
+    found: list[_Way] = []
+    reason = "the GPUs do not divide over the sizes that are given"
+    for sizes in _sizes(flags, gpus, wish):
+        for schedule in _schedules(sizes["context-parallel-size"]):
+            wanted = {**flags, **sizes, **schedule}
+            try:
+                load = workload_of({**wanted, **fastest}, cluster, gpus)
+                _ = load.ring.layout  # whether the tokens divide
+            except ValueError as error:
+                reason = str(error)
+                continue
+            found.append(_Way(_bound(load), wanted, load))
+    if not found:
+        raise ValueError(f"no sizes go with these flags: {reason}")
+    return found
+
+
+def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Workload]]:
+    """The ways to save memory with which weights, gradients and optimizer fit."""
+    load = way.load
+    for saving in _savings(given, wish.fractions):
+        flags = {**way.flags, **saving}
+        each = workload_of(flags, load.cluster, load.gpus)
+        if memory.states(each) <= memory.usable(load.cluster):
+            yield flags, each
+
+
+def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
+    """The sizes of all dimensions, those that are given as they are; what is left is data's."""
+    asked = {"pipeline-model-parallel-size": wish.pipelines}
+    asked["expert-model-parallel-size"] = wish.experts
+    choices = [
+        (int(flags[name]),) if name in flags else sizes if asked.get(name, True) else (1,)
+        for name, sizes in _SIZES.items()
+    ]
+    for tensor, pipeline, expert in product(*choices):
+        left, remainder = divmod(gpus, tensor * pipeline)
+        if remainder or not left:
+            continue
+        contexts = [size for size in range(1, left + 1) if left % size == 0]
+        if "context-parallel-size" in flags:
+            contexts = [int(flags["context-parallel-size"])]
+        for context in contexts:
+            data = max(1, left // context)
+            sequences = data * int(flags.get("micro-batch-size", 1)) * (4 * pipeline - 3)
+            yield {
+                "tensor-model-parallel-size": tensor,
+                **({"sequence-parallel": True} if tensor > 1 else {}),
+                "context-parallel-size": context,
+                **({"pipeline-model-parallel-size": pipeline} if pipeline > 1 else {}),
+                **({"expert-model-parallel-size": expert} if expert > 1 else {}),
+                "global-batch-size": int(flags.get("global-batch-size", sequences)),
+            }
+
+
+def _schedules(context: int) -> Iterator[dict[str, Any]]:
+    """What may be sent around: ours chooses ring, mesh and latents by their bytes."""
+    if context == 1:
+        yield {"context-parallel-algo": "burst"}
+        return
+    for degree in (size for size in _DEGREES if size < context):
+        heads = {"burst-head-parallel-size": degree} if degree > 1 else {}
+        for topology in ("auto", "double"):
+            yield {"context-parallel-algo": "burst", "burst-topology": topology, **heads}
+    yield {"context-parallel-algo": "ulysses"}
+
+
+def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """How memory may be saved, what costs least time first."""
+    offloads: list[dict[str, Any]] = [{}]
+    if "optimizer-cpu-offload" not in flags:
+        offloads.append({"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True})
+    full = flags.get("recompute-granularity") == "full"
+    for offload, fraction in product(offloads, sorted(fractions) if full else (None,)):
+        yield {**offload, **recomputing(fraction)}
+        if fraction == 0:
+            yield {**offload, **recomputing(fraction), "recompute-attention-offload": True}
+
+
+def _bound(load: Workload) -> float:
+    """Return GPU seconds a token at the least: no message of attention is waited for."""
+    fraction = load.config.recompute_fraction
+    again = 0.0 if not load.recompute else 1.0 if fraction is None else fraction**2
+    forward, backward = (_kernel_seconds(load, backward=way) for way in (False, True))
+    attention = load.model.layers * ((1 + again) * forward + backward)
+    layers = (attention + step.layers_seconds(load)) / load.pipeline
+    seconds = (load.micro_batches + (load.pipeline - 1) / load.virtual) * layers
+    seconds += load.micro_batches * step.head_seconds(load)
+    return seconds * load.gpus / (load.sequences * load.tokens)
+
+
+def _kernel_seconds(load: Workload, *, backward: bool) -> float:
+    """Of attention of a layer, evenly spread and without a message."""
+    model, borders = load.model, load.documents or (0, load.tokens)
+    seen = sum((stop - start) ** 2 / 2 for start, stop in pairwise(borders))
+    pairs = load.micro * min(seen, load.tokens * (load.window or load.tokens))
+    dims = model.heads // load.tensor, model.head_dim, model.value_head_dim
+    flops = attention_flops(1, *dims, backward=backward) * pairs / load.context
+    mean = (model.head_dim + model.value_head_dim) / 2
+    return flops / load.cluster.attention_rate(mean, backward=backward)

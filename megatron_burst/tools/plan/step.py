@@ -1,0 +1,162 @@
+"""The time of a training step: attention by its plans, all else by FLOPs and bytes."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.tools.flops import step_flops
+from megatron_burst.tools.model import Part
+from megatron_burst.tools.plan.timing import Pass, attention_passes, together
+from megatron_burst.tools.plan.workload import Workload
+
+_BLOCK = 128  # rows of a tile of a grouped matrix product
+_UPDATE_BYTES = 32  # read and written of a parameter by the optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a step."""
+
+    attention: Pass  # all passes of a layer
+    seconds: float
+    tokens_per_gpu: float  # a second
+    mfu: float
+
+
+def predict(load: Workload) -> Prediction:
+    """Predict a step; see the fields of the result."""
+    attention = together(*attention_passes(load))
+    layers = load.model.layers * attention.seconds + layers_seconds(load)
+    stage, batches = layers / load.pipeline, load.micro_batches
+    # One forward and one backward at a time: the others wait while the first fills the stages.
+    filling = (load.pipeline - 1) / load.virtual
+    of_stages = (batches + filling) * (stage + _handed_on(load))
+    computed = of_stages + batches * head_seconds(load)
+    seconds = computed + weights_seconds(load, computed)
+    rate = load.sequences * load.tokens / load.gpus / seconds
+    mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
+    return Prediction(attention, seconds, rate, mfu)
+
+
+def model_flops(load: Workload) -> float:
+    """Return the FLOPs of a sequence that MFU counts: 3 x forward, visible pairs, no recompute."""
+    return step_flops(load.model, load.tokens, visible_pairs(load.ring.mask, load.tokens))
+
+
+def linear_flops(load: Workload) -> float:
+    """Return the FLOPs of one rank's matrix products for a micro-batch, with the LM head."""
+    tokens = load.local_tokens / load.tensor
+    products = sum(
+        part.count * part.forward_flops * _times(load, name)
+        for name, part in load.model.parts.items()
+    )
+    return tokens * products + _head_flops(load)
+
+
+def head_seconds(load: Workload) -> float:
+    """Return the seconds of a micro-batch's losses."""
+    return _head_flops(load) / load.cluster.linear_rate
+
+
+def layers_seconds(load: Workload) -> float:
+    """Return the seconds of a micro-batch in all layers, without attention's plans.
+
+    Products, the numbers that are saved, written and read again in every pass, and messages, which
+    wait for each other.
+    """
+    machine, tokens = load.cluster, load.local_tokens / load.tensor
+    rate = machine.linear_rate * (machine.fp8_speedup if load.fp8 else 1)
+    seconds = 0.0
+    for name, part in load.model.parts.items():
+        times, filled = _times(load, name), _filled(load) if name == "experts" else 1.0
+        products = part.forward_flops / filled / rate
+        moved = 2 * part.saved * load.element_bytes / machine.memory_rate
+        seconds += part.count * times * tokens * (products + moved)
+        seconds += part.count * (times - 1) * _exchanged(load, name, part)
+    return seconds + load.model.layers * _tensor_parallel(load)
+
+
+def _times(load: Workload, name: str) -> int:
+    """How many forwards a layer's forward and backward count for: the backward is two."""
+    modules = {"mlp": "mlp", "experts": "moe"}
+    return 4 if load.recompute or modules.get(name) in load.selective else 3
+
+
+def _head_flops(load: Workload) -> float:
+    of_head = load.head_products if load.chunked_loss else 3
+    heads = 2 * (1 + load.model.mtp) * load.model.head_parameters
+    return load.local_tokens / load.tensor * heads * of_head
+
+
+def _filled(load: Workload) -> float:
+    """The share of the rows of experts' products that are tokens: each has whole tiles of rows."""
+    assert load.model.experts
+    experts = load.model.experts
+    rows = load.local_tokens * load.expert * experts.chosen / experts.count
+    return rows / (math.ceil(rows / _BLOCK) * _BLOCK)
+
+
+def _exchanged(load: Workload, name: str, part: Part) -> float:
+    """Seconds of the all-to-alls of one layer in a pass: of experts, or of heads for tokens."""
+    machine, ranks = load.cluster, load.expert if name == "experts" else load.context
+    if ranks == 1 or not part.exchanged:
+        return 0.0
+    sent = load.local_tokens / load.tensor * part.exchanged * load.element_bytes
+    in_node = min(ranks, max(1, machine.gpus_per_node // load.tensor))
+    across = sent * (ranks - in_node) / ranks
+    within = sent * (in_node - 1) / ranks / machine.within_rate
+    return max(within, across * machine.gpus_per_nic / machine.nic_rate)
+
+
+def _tensor_parallel(load: Workload) -> float:
+    """Gathers and scatters of activations in one layer, which wait for each other.
+
+    Four forward, as many when it is recomputed, and six backward, of n·hidden·(T-1)/T each; without
+    sequence parallelism four sums of twice the bytes, and two for what is recomputed.
+    """
+    count = 4 + (4 if load.recompute else 0) + (6 if load.sequence_parallel else 4)
+    size = load.local_tokens * load.model.hidden * load.element_bytes
+    return count * size * (load.tensor - 1) / load.tensor / load.cluster.within_rate
+
+
+def _handed_on(load: Workload) -> float:
+    """Seconds in which a micro-batch goes to the next stage and its gradient comes back."""
+    if load.pipeline == 1:
+        return 0.0
+    machine, shared = load.cluster, load.tensor if load.sequence_parallel else 1
+    size = load.local_tokens * load.model.hidden * load.element_bytes / shared
+    near = load.gpus <= machine.gpus_per_node
+    rate = machine.within_rate if near else machine.nic_rate / machine.gpus_per_nic
+    return 2 * load.virtual * size / rate
+
+
+def weights_seconds(load: Workload, hidden_behind: float) -> float:
+    """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
+    machine, ranks = load.cluster, load.shards
+    own = load.model.parameters / (load.tensor * load.pipeline)
+    copied = own * (load.gradient_bytes + load.element_bytes) / ranks if load.offload else 0.0
+    to_host = copied / machine.host_rate + inputs_to_host(load) / machine.host_rate
+    exposed = max(0.0, to_host - hidden_behind)
+    if ranks == 1:
+        return exposed
+    gathers = (3 if load.recompute else 2) if load.zero3 else 1
+    # Gradients are scattered and weights gathered; otherwise gradients are scattered and gathered.
+    returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
+    moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
+    within = load.gpus <= machine.gpus_per_node
+    rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
+    updated = own / ranks if load.sharded else own
+    optimizer = 0.0 if load.offload else _UPDATE_BYTES * updated / machine.memory_rate
+    return exposed + max(0.0, moved / rate - hidden_behind) + optimizer
+
+
+def inputs_to_host(load: Workload) -> float:
+    """Return the bytes that go to the host's memory and come back: inputs, results of attention."""
+    model, tokens = load.model, load.local_tokens * load.micro_batches / load.pipeline
+    numbers, fraction = 0.0, load.config.recompute_fraction
+    if load.offload_inputs:
+        numbers += sum(part.count for part in model.parts.values()) * model.hidden / load.tensor
+    if load.config.recompute_offload and fraction is not None:
+        heads, _ = load.heads
+        numbers += (1 - fraction) * model.layers * heads * model.value_head_dim
+    return 2 * tokens * numbers * load.element_bytes

@@ -1,0 +1,129 @@
+"""The fused kernels as GPUs run them: compiled, and counted on fake tensors.
+
+(fast tier: a head size, one GPU; slow: all)
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.merge import PartialResults
+from megatron_burst.attention.rows import Rows, RowTable
+from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
+from megatron_burst.kernels import in_triton
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Item, Kind
+from tests.counting import Counting
+from tests.kernels.triton_here import compiled, fused, keys_of
+
+BF16, F32, I64 = torch.bfloat16, torch.float32, torch.int64
+KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "merge": (
+        fused._merge,
+        {"total": F32, "part": BF16, "lse": F32, "part_lse": F32, "index": None},
+        {},
+    ),
+    "merge a table": (
+        fused._merge,
+        {"total": F32, "part": BF16, "lse": F32, "part_lse": F32, "index": I64},
+        {},
+    ),
+    "add": (fused._add, {"total": F32, "part": BF16, "index": None}, {}),
+    "factor": (fused._row_products, {"x": BF16, "y": BF16, "factor": F32}, {"OVER_SQUARES": True}),
+    "surrogate": (fused._scale_rows, {"out": BF16, "x": BF16, "factor": F32}, {}),
+}
+SIZES = [
+    pytest.param(dim, gpu, marks=[pytest.mark.slow] * ((dim, gpu) != (128, 90)))
+    for dim in (40, 64, 128, 192, 256, 512)
+    for gpu in (80, 90, 100)
+]
+
+
+@pytest.mark.parametrize(("dim", "gpu"), SIZES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_loads_are_wide_and_nothing_is_spilled(name: str, dim: int, gpu: int) -> None:
+    kernel, pointers, constants = KERNELS[name]
+    sizes = {**fused._blocks(dim), "DIM": dim, "UNIT": fused._UNIT}
+    found = compiled(kernel, gpu, pointers, **constants, **sizes)
+    assert found.spilled == 0 and found.registers <= 128
+    elements = sizes["BLOCK"] * sizes["ROWS"] // 128  # of a thread
+    matrices = {n: t for n, t in pointers.items() if n in ("total", "part", "x", "y", "out")}
+    read = sum(t.itemsize for n, t in matrices.items() if n != "out")
+    written = sum(t.itemsize for n, t in matrices.items() if n in ("total", "out"))
+    assert found.loads.count(128) == elements * read / 16
+    assert found.stores.count(128) == elements * written / 16
+
+
+def test_lengths_and_strides_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of documents begin anywhere, where their log-sum-exp is not aligned."""
+    monkeypatch.setattr(in_triton, "why_plain", lambda *_: "")
+    noted = {name: keys_of(getattr(fused, name)) for name in ("_merge", "_add", "_row_products")}
+    for name, keys in noted.items():
+        monkeypatch.setattr(fused, name, keys)
+    random.seed(0)
+    item, q = Item(Kind.D_QUERY, 0), torch.empty(1, 64, 4, 128, dtype=BF16)
+    for batch in (1, 2):
+        q = torch.empty(batch, 64, 4, 128, dtype=BF16)
+        results, sums = PartialResults(q, 128), GradientAccumulator(0, {Kind.D_QUERY: (q,)}, None)
+        for _ in range(20):
+            start, stop = sorted(random.sample(range(65), 2))
+            rows: Any = Interval(start, stop)
+            if random.random() < 0.3:
+                rows = RowTable(torch.randperm(64)[: stop - start])
+            part = torch.empty(batch, stop - start, 4, 128, dtype=BF16)
+            results.merge(rows, part, torch.empty(batch, 4, stop - start))
+            sums.add(item, rows, (part,))
+            surrogate_factor(part, part)
+    assert {name: len(keys.found) for name, keys in noted.items()} == {
+        "_merge": 2,  # with a table and without
+        "_add": 2,
+        "_row_products": 1,
+    }
+
+
+ALL, LATE = Interval(0, 1024), Interval(512, 1024)
+
+
+def on_fake_gpu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("rows", [ALL, LATE, None], ids=["all rows", "late rows", "a table"])
+def test_a_tile_is_merged_and_added_by_one_kernel_at_ten_bytes_an_element(
+    rows: Rows | None,
+) -> None:
+    with FakeTensorMode():
+        rows = rows or RowTable(on_fake_gpu(512, dtype=I64))
+        number = rows.length if isinstance(rows, Interval) else len(rows.index)
+        q, part = on_fake_gpu(1, 1024, 4, 128), on_fake_gpu(1, number, 4, 128)
+        results, item = PartialResults(q, 128), Item(Kind.D_QUERY, 0)
+        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, None)
+        for _ in range(2):
+            results.add(ALL, q, on_fake_gpu(1, 4, 1024, dtype=F32))
+            sums.add(item, ALL, (q,))
+        lse = on_fake_gpu(1, 4, number, dtype=F32)
+        with Counting() as merging:
+            results.add(rows, part, lse)
+        with Counting() as adding:
+            sums.add(item, rows, (part,))
+    assert merging.kernels == {"merge": 1} and adding.kernels == {"add": 1}
+    index = 0 if isinstance(rows, Interval) else 8 * len(rows.index)
+    assert merging.bytes == {"merge": 10 * part.numel() + 12 * lse.numel() + index}
+    assert adding.bytes == {"add": 10 * part.numel() + index}
+
+
+def test_a_surrogate_takes_two_kernels_at_four_bytes_an_element() -> None:
+    with FakeTensorMode():
+        dout, out = (on_fake_gpu(1, 1024, 4, 128) for _ in range(2))
+        with Counting() as made:
+            factor = surrogate_factor(dout, out)
+            surrogate_output(dout, factor)
+            row_products(dout, out)
+    assert made.kernels == {"row_products": 2, "scale_rows": 1}
+    bytes_of_one = 4 * out.numel() + 4 * factor.numel()
+    assert made.bytes == {"row_products": 2 * bytes_of_one, "scale_rows": bytes_of_one}

@@ -1,0 +1,144 @@
+"""Models beside dense GPTs, and the search over sizes: by hand and by what it finds. (fast)"""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_burst.tools.command import main
+from megatron_burst.tools.model import Part, model_of
+from megatron_burst.tools.plan import measure, memory, step, timing
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.search import Wish, search
+from megatron_burst.tools.plan.workload import Workload
+
+CONFIGS = Configs.read()
+H100 = CONFIGS.cluster("h100")
+FLAGS = CONFIGS.flags_of("_long") | {"seq-length": 32768, "global-batch-size": 8}
+
+
+def load_of(model: str, gpus: int, **flags: object) -> Workload:
+    given = {name.replace("_", "-"): value for name, value in flags.items()}
+    return workload_of(FLAGS | CONFIGS.model(model) | given, H100, gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("deepseek_v3", 685, 38), ("qwen3_30b_a3b", 30.5, 3.3), ("nemotron_h_8b", 8.1, 8.1)],
+)
+def test_sizes_are_those_that_their_makers_name(name: str, billions: float, active: float) -> None:
+    model = model_of(CONFIGS.model(name))
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    met = sum(part.count * part.active for part in model.parts.values())
+    assert (met + 2 * model.head_parameters) / 1e9 == pytest.approx(active, rel=0.15)
+
+
+def test_layers_of_a_pattern_are_counted_with_their_mtp_heads() -> None:
+    given = CONFIGS.model("nemotron_h_8b") | {"hybrid-layer-pattern": "M-*-|GE*E/*-"}
+    given |= {"num-experts": 4, "moe-ffn-hidden-size": 100}
+    model = model_of(given)
+    counts = {name: part.count for name, part in model.parts.items()}
+    expected = {"attention": 3, "mlp": 3, "experts": 2, "mamba": 1, "delta": 1, "mtp": 1}
+    assert counts == expected
+    experts: Part = model.parts["experts"]
+    assert experts.parameters == 4096 * (2 * 4 * 100 + 4) and experts.active == 4096 * (400 + 4)
+
+
+def test_latents_travel_where_training_sends_them() -> None:
+    flags = {"context_parallel_size": 16, "tensor_model_parallel_size": 8, "burst_topology": "flat"}
+    load = load_of("deepseek_v3", 128, sequence_parallel=True, **flags)
+    heads = replace(load, config=replace(load.config, mla="heads"))
+    latents, wide = (timing.attention_passes(each)[0].sent for each in (load, heads))
+    assert wide / latents == pytest.approx(128 // 8 * (192 + 128) / 576)
+
+
+def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:
+    flat = load_of("llama3_8b", 8, global_batch_size=64)
+    deep = load_of("llama3_8b", 8, global_batch_size=64, pipeline_model_parallel_size=4)
+    parts = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
+    both = load_of("llama3_8b", 8, global_batch_size=64, **parts)
+    seconds = [step.predict(each).seconds for each in (flat, deep, both)]
+    assert seconds[0] < seconds[2] < seconds[1]
+    inputs = [memory.predict(each, 1.0).inputs for each in (flat, deep, both)]
+    # The first of four stages has a quarter of the layers and four micro-batches.
+    assert inputs[1] == inputs[0] < inputs[2]
+
+
+def test_experts_are_shared_out_and_their_tokens_are_sent() -> None:
+    alone, spread = (load_of("qwen3_30b_a3b", 8, expert_model_parallel_size=n) for n in (1, 8))
+    model = alone.model
+    weights = [memory.predict(each, 1.0).weights for each in (alone, spread)]
+    assert weights[0] - weights[1] == pytest.approx(2 * 7 / 8 * model.expert_parameters, rel=1e-6)
+    slow = replace(spread, cluster=replace(H100, within_rate=1e9))
+    moved = 32768 * 2 * 8 * 2048 * 2 * 7 / 8  # to 8 experts and back, of 8 ranks
+    more = step.layers_seconds(slow) - step.layers_seconds(spread)
+    passes = 48 * 3  # forward, again, backward
+    assert more == pytest.approx(passes * moved * (1e-9 - 1 / H100.within_rate), rel=1e-6)
+
+
+def test_what_saves_memory_or_time_does() -> None:
+    base = load_of("llama3_8b", 8)
+    whole = replace(base, recompute=False)
+    mlp = replace(whole, selective=frozenset({"mlp"}))
+    assert memory.predict(mlp, 1.0).inputs < memory.predict(whole, 1.0).inputs
+    times = [step.layers_seconds(each) for each in (whole, mlp, base)]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert step.layers_seconds(replace(base, fp8=True)) < times[2]
+    two = replace(base, micro=2, sequences=16)
+    attention = [sum(p.seconds for p in timing.attention_passes(x)) for x in (base, two)]
+    assert attention[1] == pytest.approx(2 * attention[0], rel=0.01)
+    hosted = replace(base, offload_inputs=True)
+    assert memory.predict(hosted, 1.0).inputs < memory.predict(base, 1.0).inputs
+    apart = load_of("llama3_8b", 8, tensor_model_parallel_size=2)
+    together = load_of("llama3_8b", 8, tensor_model_parallel_size=2, sequence_parallel=True)
+    inputs = [memory.predict(each, 1.0).inputs for each in (apart, together)]
+    assert inputs[0] == 2 * inputs[1]
+
+
+def test_documents_are_less_work_and_balance_spreads_it() -> None:
+    packed = {"dataloader_inter_document_masking": True, "documents_mean": 8192}
+    flags = {"context_parallel_size": 8}
+    loads = [
+        load_of("llama3_8b", 8, **flags),
+        load_of("llama3_8b", 8, **flags, **packed),
+        load_of("llama3_8b", 8, **flags, **packed, burst_layout="balanced"),
+    ]
+    whole, uneven, balanced = (timing.attention_passes(each)[0].kernels for each in loads)
+    assert balanced < uneven < whole
+
+
+def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -> None:
+    given = {name: value for name, value in FLAGS.items() if name != "global-batch-size"}
+    found = search(given | CONFIGS.model("llama3_8b"), H100, 8, Wish([0, 1]), 1.68)
+    assert 1 < len(found) <= 10 and all(each.fits for each in found)
+    rates = [each.time.tokens_per_gpu for each in found]
+    assert rates == sorted(rates, reverse=True)
+    usual = load_of("llama3_8b", 8, context_parallel_size=8, recompute_attention_fraction=0)
+    assert rates[0] >= step.predict(usual).tokens_per_gpu
+    assert "--tensor-model-parallel-size" in found[0].command()
+
+
+def test_what_fits_nowhere_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --model 70b --cluster h100 --gpus 1 --seq-length 1048576 --search --fractions 0"
+    assert main(words.split()) == 1
+    said = capsys.readouterr().err
+    assert "nothing fits: at least " in said and " GPUs would do with as many tokens" in said
+
+
+def test_hosts_smaller_than_a_node_are_told_where_the_node_ends() -> None:
+    flags = FLAGS | CONFIGS.model("llama3_8b") | {"context-parallel-size": 8}
+    given = {name: value for name, value in flags.items() if name != "global-batch-size"}
+    (best, *_) = search(given, CONFIGS.cluster("gb200"), 8, Wish([0]), 1.68)
+    assert "--nnodes 2" in best.command() and "--burst-ranks-per-node 8" in best.command()
+
+
+def test_a_measured_machine_is_a_cluster(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "_TIMES", 1)
+    path = tmp_path / "here.toml"
+    assert main(["plan", "--measure", str(path)]) == 0
+    assert f"--cluster {path}" in capsys.readouterr().out
+    found = CONFIGS.cluster(str(path))
+    assert found.name == "here" and found.forward_rate > 0 and found.host_rate > 0
+    assert main(["plan", "--measure", "here"]) == 1
