@@ -203,20 +203,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         first, *others = map(str, choices)
         text = f"{text} (default: {first})"
         add(name, choices=[first, *others], default=first, help=text)
-    number: dict[str, Any] = {"type": options.positive, "metavar": "N"}
-    text = "ranks over which the heads are spread (default: 1)"
-    add("--head-parallel-size", default=1, help=text, **number)
-    text = "as if so many shared a node (default: where they are)"
-    add("--gpus-per-node", help=text, **number)
-    add("--tokens-per-rank", default=256, help="of a sequence (default: 256)", **number)
     for name, default, text in (
+        ("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)"),
+        ("--gpus-per-node", None, "as if so many shared a node (default: where they are)"),
+        ("--tokens-per-rank", 256, "of a sequence (default: 256)"),
         ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
         ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
         ("--head-dim", 64, "of Q and K (default: 64)"),
         ("--value-head-dim", None, "of V (default: that of --head-dim)"),
         ("--batch", 1, "sequences (default: 1)"),
     ):
-        add(name, default=default, help=text, **number)
+        add(name, type=options.positive, metavar="N", default=default, help=text)
     add("--sink", action="store_true", help="with a sink in every head")
     args = parser.parse_args(words)
     args.kv_heads = args.kv_heads or args.heads

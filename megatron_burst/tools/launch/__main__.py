@@ -79,9 +79,8 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--run", metavar="NAME", help="a named run of configs/; flags that you add win over its own"
-    )
+    text = "a named run of configs/; flags that you add win over its own"
+    add("--run", metavar="NAME", help=text)
     text = "train the run's model as a GPTModel (default: as a HybridModel)"
     add("--gpt", action="store_true", help=text)
     text = "ranks on a node (default: one a GPU; needed where there is none)"

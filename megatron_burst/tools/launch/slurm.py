@@ -37,9 +37,8 @@ STEP = re.compile(rb" iteration +\d+/")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what is Slurm's."""
     parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes")
-    parser.add_argument(
-        "--wait", action="store_true", help="wait for the job and end with its status"
-    )
+    text = "wait for the job and end with its status"
+    parser.add_argument("--wait", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
