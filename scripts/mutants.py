@@ -3,7 +3,8 @@
 
     python scripts/mutants.py [--check] [WORD ...]
 
-WORD chooses errors whose file or texts hold it; --check only looks whether all can be planted.
+WORDs choose errors whose file or texts hold one of them; --check only looks whether all can be
+planted.
 Ends with 0 if all are noticed, 1 if one is not, 2 if one cannot be planted or tests fail without.
 """
 
@@ -82,7 +83,10 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--check", action="store_true", help="only look whether all can be planted")
     options = parser.parse_args()
-    chosen = [m for m in mutants() if all(word in " ".join(m[:3]) for word in options.words)]
+    words = options.words or [""]
+    chosen = [m for m in mutants() if any(word in " ".join(m[:3]) for word in words)]
+    if not chosen:
+        parser.error(f"no error of {TABLE.name} has any of these in its file or texts: {words}")
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         copy_to(Path(folder))
