@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import command as tool
 from megatron_burst.tools.compare import command as compare
-from megatron_burst.tools.compare import running
+from megatron_burst.tools.compare import page, picture, running
 from megatron_burst.tools.compare.results import (
     Result,
     differences,
@@ -206,6 +206,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
     monkeypatch.setattr(running, "_train", found)
     monkeypatch.setattr(compare, "Signals", lambda: None)  # those of the tests stay
+    monkeypatch.setattr(page, "draw", lambda *_: "![drawn](differences.svg)")
     return found
 
 
@@ -279,17 +280,22 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     layer = 2 * 8 * (4 * 8) + 2 * 2 * 8 * 32 + 4 * 4 * 2 * 32.5
     assert burst["mfu"] == pytest.approx(3 * 128 * (2 * layer + 2 * 8 * 64) / (0.5 * 4 * 1e9))
     assert rows["ulysses"]["status"] == "cannot run" and rows["ulysses"]["reason"]
-    page = (tmp_path / "compare.md").read_text()
-    assert all(f"| {name} |" in page for name in rows)
-    assert "agree with those of CP=1 megatron within 2.0e-05" in page
-    assert "A micro-batch has 7.2 documents in the mean." in page
-    assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in page
-    assert "![Differences of the losses at every step](differences.svg)" in page
-    picture = (tmp_path / "differences.svg").read_text()
-    assert (
-        picture.count("<path") > 3 and "Megatron's own context parallelism or `burst` did" in page
-    )
-    assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in page
+    text = (tmp_path / "compare.md").read_text()
+    assert all(f"| {name} |" in text for name in rows)
+    assert "agree with those of CP=1 megatron within 2.0e-05" in text
+    assert "A micro-batch has 7.2 documents in the mean." in text
+    assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in text
+    assert "![drawn](differences.svg)" in text
+    assert "Megatron's own context parallelism or `burst` did not run" in text
+    assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in text
+
+
+def test_differences_of_the_losses_are_drawn(tmp_path: Path) -> None:
+    found = [ran("a", [3.0, 2.0, 1.0]), ran("b", [3.0, 2.1, math.nan]), ran("c", [3.3, 2.0, 1.0])]
+    shown = picture.draw(found, "a", tmp_path)
+    assert shown == "![Differences of the losses at every step](differences.svg)"
+    drawn = (tmp_path / "differences.svg").read_text()
+    assert drawn.count('<g id="line2d') > 2 and not picture.draw(found[:1], "a", tmp_path)
 
 
 def test_what_switching_gains_is_held_against_the_fastest_of_megatrons_own() -> None:
@@ -365,9 +371,9 @@ def test_json_is_all_that_is_printed_with_one_ranks_share(
     assert all(row["seconds"] > 0 and row["tflops"] > 0 for row in shares)
     flops = [row["tflops"] * row["seconds"] for row in shares[::2]]
     assert flops[1:] == pytest.approx([flops[0]] * 2, rel=0.15), "about as many"
-    page = (tmp_path / "compare.md").read_text()
-    assert "## One rank's share of 8 on this device" in page
-    assert "| a rank of 8, query ring | 64 | backward | " in page
+    text = (tmp_path / "compare.md").read_text()
+    assert "## One rank's share of 8 on this device" in text
+    assert "| a rank of 8, query ring | 64 | backward | " in text
 
 
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
