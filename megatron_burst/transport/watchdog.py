@@ -61,7 +61,7 @@ class Watchdog:
         if now - oldest.since >= _SHARE * self._timeout:
             self._reported = oldest
             self._report(
-                f"{oldest.name}: not through after {now - oldest.since:.3g} s; NCCL ends the "
+                f"{oldest.name}: not through after {now - oldest.since:.0f} s; NCCL ends the "
                 f"process after {self._timeout:g} s"
             )
 

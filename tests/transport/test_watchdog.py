@@ -56,6 +56,17 @@ def test_it_reports_what_is_not_through_before_nccl_ends_the_process(
     assert said == [text]
 
 
+def test_seconds_of_long_limits_are_written_out(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    Clock(monkeypatch)
+    watchdog = Watchdog(36_000.0, said.append)
+    watchdog.watch("send kv of rank 0", Work().is_completed)
+    watchdog.look(32_400.4)
+    assert "after 32400 s; NCCL ends the process after 36000 s" in said[0]
+
+
 def test_a_stall_is_reported_once_and_the_next_one_again(
     watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +105,7 @@ def test_one_thread_looks_on_from_the_first_transfer_and_the_process_goes_on() -
     for number, work in enumerate(works):
         watchdog.watch(f"work {number}", work.is_completed)
         assert len(threads() - before) == 1
-    assert said.get(timeout=LONG).startswith("work 0: not through after 0.")
+    assert said.get(timeout=LONG).startswith("work 0: not through after ")
     for work in works:
         work.is_through = True
     watchdog.watch("work 3", Work().is_completed)
