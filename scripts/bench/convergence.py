@@ -32,7 +32,7 @@ PAGE = f"""
 The toy of `compare`, {{steps}} steps of 1024 tokens, hidden size 64, sequences of 512, in the
 precision of the device (float32 on a CPU). The training loss is the mean of the last {LAST} steps.
 
-{{runs}}
+{{losses}}
 
 What lies between two algorithms of one seed, and between two seeds of one algorithm (the largest of
 all pairs):
@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> int:
             training[name, seed] = scalars[runlog.LOSS]
             validation[name, seed] = scalars[VALIDATION]
     ends = {key: end(training[key], validation[key]) for key in training}
-    words = {"runs": _runs(ends), "pairs": _pairs(ends), "verdict": _verdict(ends)}
+    words = {"losses": _runs(ends), "pairs": _pairs(ends), "verdict": _verdict(ends)}
     publish(args, "convergence", PAGE, [*_rows(training, validation)], start, **words)
     return 0
 

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import command as tool
 from megatron_burst.tools.compare import command as compare
-from megatron_burst.tools.compare import page, picture, running
+from megatron_burst.tools.compare import page, picture, running, tiles
 from megatron_burst.tools.compare.results import (
     Result,
     differences,
@@ -353,6 +353,21 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
             "CP=1 megatron has not learned: its loss is 0.125 after 20 steps, 0.600 at first"
         )
     assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
+
+
+def test_a_share_that_cannot_be_timed_costs_no_report(
+    trainings: Trainings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def no_memory(_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(tiles, "measure", no_memory)
+    assert run(tmp_path, "--tiles") == 0
+    assert (tmp_path / "compare.md").is_file()
+    said = capfd.readouterr().err
+    assert "not in the report (--no-tiles leaves it out): CUDA out of memory" in " ".join(
+        said.split()
+    )
 
 
 def test_json_is_all_that_is_printed_with_one_ranks_share(

@@ -5,6 +5,7 @@ The stages that start processes, ranks and training, are slow.
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -213,7 +214,56 @@ def test_a_message_that_nobody_sends_is_named() -> None:
         Post(patience=0.01).take(NOTHING, "receive kv")
 
 
+def test_what_raises_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other cases, kernels and schedules are looked at; a refusal is one of kernels alone."""
+    whole = CpuKernel.forward
+
+    def forward(self: CpuKernel, tile: TileCall) -> Any:
+        if tile.q.shape[1] == 1:
+            raise RuntimeError("no engine serves one query\nmore")
+        return whole(self, tile)
+
+    monkeypatch.setattr(CpuKernel, "forward", forward)
+    monkeypatch.setattr(kernels, "cases", lambda **_: kernels.CORNERS[2:5])
+    result = run("kernels", tmp_path)
+    assert [c.name.partition(":")[0] for c in result.faults] == [
+        *("cpu, case 1", "cpu, case 2", "cpu, the worst case")
+    ]
+    assert "inf of RuntimeError: no engine serves one query" in result.faults[0].found
+
+    def refused(_: Any, __: Any, case: Any, ___: Any) -> Any:
+        kernel = "no kernel can serve this\n  cpu: a reason"
+        raise ValueError(kernel if case.setting == "ring" else "documents do not fit")
+
+    monkeypatch.setattr(rings, "run", refused)
+    monkeypatch.setattr(rings, "_SETTINGS", {"kv ring": {}, "ring": {}})
+    result = run("rings", tmp_path)
+    assert [c.name for c in result.faults] == ["cpu, 4 ranks, kv ring: ValueError"]
+    assert [c.found for c in result.checks if "refused" in c.name] == ["cpu: a reason"] * 2
+    assert "latents, error of k" in [c.name for c in result.checks]
+
+
+def test_a_device_in_error_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Device, "free", lost)
+    monkeypatch.setattr(Device, "seconds", lost)
+    assert run("machine", tmp_path).verdict == "failed"
+    monkeypatch.setattr(Device, "synchronize", lost)
+    (said,) = run("loss", tmp_path).checks
+    assert said.name == "an earlier stage has left the device in error" and not said.passed
+
+
 # The stages that start processes.
+
+
+def test_ranks_that_do_not_end_are_ended() -> None:
+    """By SIGTERM, which torchrun passes on to its ranks; they have sessions of their own."""
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit('told to end'));"
+    printed, errors = ranks._finish([sys.executable, "-c", f"{code} time.sleep(60)"], 3.0)
+    assert not printed and errors == "told to end\n\nnot at its end after 3 s"
+
 
 FOUND = {"out": {"error": 0.5, "allowed": 1.0}, "dq": {"error": 3.0, "allowed": 2.0}}
 

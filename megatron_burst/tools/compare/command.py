@@ -218,12 +218,17 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
 
 
 def _shares(args: argparse.Namespace, console: Console) -> list[tiles.Row]:
-    """Time the work of one rank where one device can say no more."""
+    """Time the work of one rank where one device can say no more; a failure costs no report."""
     if not (args.toy and gpus() == 1 if args.tiles is None else args.tiles):
         return []
     device = Device(torch.device("cuda" if gpus() else "cpu"), args.output)
-    with console.status("one rank's share of a ring"):
-        return list(tiles.measure(device))
+    try:
+        with console.status("one rank's share of a ring"):
+            return list(tiles.measure(device))
+    except Exception as error:  # no memory, no kernel, another TransformerEngine
+        text = f"one rank's share is not in the report (--no-tiles leaves it out): {error}"
+        terminal.complain("compare", [text])
+        return []
 
 
 def _line(result: Result) -> str:

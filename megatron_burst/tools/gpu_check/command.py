@@ -10,8 +10,8 @@ import importlib
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_burst.tools import hardware, options, terminal
 from megatron_burst.tools.gpu_check.report import Report, Result
-from megatron_burst.tools.gpu_check.stage import Check, Device
+from megatron_burst.tools.gpu_check.stage import Check, Device, guarded
 
 # Modules with a `check(device)`, whose first line says what it proves, and a `REMEDY`.
 STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
@@ -101,10 +101,11 @@ def _checks(module: Any, device: Device) -> Iterator[Check]:
         text = f"{error}; run --stage with this number alone"
         yield Check("an earlier stage has left the device in error", text, passed=False)
         return
-    try:
-        yield from module.check(device)
-        device.synchronize()
-    except Exception as error:
-        where = traceback.format_exc(limit=-3).strip()
-        yield Check(f"{type(error).__name__}", f"{error}\n{where}", passed=False)
-    device.free()
+    yield from guarded(_to_its_end(module, device))
+    with suppress(RuntimeError):  # of a device in error, which the next stage says
+        device.free()
+
+
+def _to_its_end(module: Any, device: Device) -> Iterator[Check]:
+    yield from module.check(device)
+    device.synchronize()

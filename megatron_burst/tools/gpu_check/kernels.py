@@ -113,7 +113,11 @@ def _of_kernel(device: Device, name: str, some: Iterable[Case]) -> Iterator[Chec
         except ValueError as error:
             refused[str(error).rpartition(f"{name}: ")[2]] += 1
             continue
-        apart, tensor = max(errors(device, kernel, case))
+        try:
+            apart, tensor = max(errors(device, kernel, case))
+        except Exception as error:  # the other cases are worth a look all the same
+            first = str(error).partition("\n")[0]
+            apart, tensor = torch.inf, f"{type(error).__name__}: {first}"
         wrong += (is_wrong := not apart <= ALLOWED)
         if apart >= worst:
             worst, where = apart, f" ({tensor}: {case})"

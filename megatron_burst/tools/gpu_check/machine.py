@@ -9,7 +9,7 @@ from megatron_burst.kernels import Kernel, Request, TileCall
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor.attention import served
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, told
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded, told
 from megatron_burst.tools.one_rank import Sizes
 
 REMEDY = "install another kernel (docs/install.md)"
@@ -29,7 +29,7 @@ def check(device: Device) -> Iterator[Check]:
         yield told(f"kernel {answer.kernel}", state)
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
-        yield _first_call(device, name, kernel)
+        yield from guarded(_first_call(device, name, kernel), f"first call of {name}: ")
 
 
 def _product(device: Device) -> float:
@@ -39,7 +39,7 @@ def _product(device: Device) -> float:
     return 2 * size**3 / device.seconds(lambda: x @ x)
 
 
-def _first_call(device: Device, name: str, kernel: Kernel) -> Check:
+def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     tokens = 896 if device.is_gpu else 64  # a shape that no other stage has
     q, k, v, dout = Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE)
     tile = TileCall(q, k, v, Band.CAUSAL, 128**-0.5)
@@ -49,4 +49,4 @@ def _first_call(device: Device, name: str, kernel: Kernel) -> Check:
 
     first, again = (device.once(partial(both, kernel)) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
-    return device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))
+    yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))

@@ -12,7 +12,7 @@ from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.tools.one_rank import OneRank, Sizes
 
-REMEDY = "plan with the larger figure; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
+REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
 _APART = 0.15  # of the count: kernels have memory of their own, allocators round
 _NODES = {"flat": (0,) * 8, "double": (0,) * 4 + (1,) * 4}  # of each rank
 _RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv"))

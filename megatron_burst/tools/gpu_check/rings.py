@@ -22,10 +22,18 @@ from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error, told
+from megatron_burst.tools.gpu_check.stage import (
+    DTYPE,
+    Check,
+    Device,
+    at_most,
+    guarded,
+    relative_error,
+    told,
+)
 from megatron_burst.tools.one_rank import Sizes, context_of
 
-REMEDY = "if one kernel alone is wrong see stage 2; if all are, trust no ring on this machine"
+REMEDY = "--burst-kernel takes another kernel; if all are wrong, --context-parallel-algo megatron"
 _GRIDS = ((4, 4), (8, 4), (8, 2))  # ranks, and those of a node
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "kv ring": {"backward": "kv", "topology": "double"},
@@ -45,6 +53,9 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_REFUSED = "no kernel can serve"  # what `select_kernel` says; any other error is ours
+
+
 class _Case(NamedTuple):
     nodes: tuple[int, ...]  # of each rank
     setting: str
@@ -62,13 +73,17 @@ def check(device: Device) -> Iterator[Check]:
             if not device.is_gpu:  # each once, not each with each
                 grids = [grids[number % len(grids)]]
                 masks = [masks[(number + turned) % len(masks)] for turned in (0, 2)]
-            for ranks, per_node in grids:
-                nodes = tuple(rank // per_node for rank in range(ranks))
-                if setting == "mesh" and len(set(nodes)) < 4:
-                    nodes = tuple(range(4))  # at least two rows and two columns
+            for nodes in dict.fromkeys(_placed(setting, *grid) for grid in grids):
                 cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
-                yield from _of_setting(device, kernel, cases, expected)
+                found = _of_setting(device, kernel, cases, expected)
+                yield from guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
     yield from _latents(device)
+
+
+def _placed(setting: str, ranks: int, per_node: int) -> tuple[int, ...]:
+    nodes = tuple(rank // per_node for rank in range(ranks))
+    # A mesh has at least two rows and two columns.
+    return tuple(range(4)) if setting == "mesh" and nodes[-1] < 3 else nodes
 
 
 def _of_setting(
@@ -81,6 +96,8 @@ def _of_setting(
         try:
             found = run(device.device, kernel, case, expected)
         except ValueError as error:
+            if _REFUSED not in str(error):
+                raise
             yield told(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
         worst[case.mask] = max(found, key=lambda finding: finding.share)

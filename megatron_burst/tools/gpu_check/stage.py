@@ -2,7 +2,8 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,6 +42,15 @@ def at_most(
 def at_least(name: str, found: float, allowed: float, *, more: str = "") -> Check:
     """Return a line that fails below `allowed`, and with NaN."""
     return Check(name, f"{found:.3f}{more}", f">= {allowed:g}", found >= allowed)
+
+
+def guarded(checks: Iterable[Check], name: str = "") -> Iterator[Check]:
+    """Yield checks, and as a failure what making them raises: what follows runs all the same."""
+    try:
+        yield from checks
+    except Exception as error:
+        where = traceback.format_exc(limit=-3).strip()
+        yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_most, told
 
-REMEDY = "see DIR/training/runs/NAME/log.txt"
+REMEDY = "leave away what the lines name; report the log.txt of training/runs beside the page, too"
 _ITERATIONS = 20
 _ALLOWED = {"cuda": 2e-2, "cpu": 1e-4}  # of the loss, in bfloat16 and in float32
 _STOCK = "CP=1 megatron"  # whose losses the comparison holds the others against
