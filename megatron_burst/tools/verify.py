@@ -28,6 +28,7 @@ from megatron_burst.attention.verify import (
 )
 from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
 from megatron_burst.kernels import KERNELS
+from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.tools import options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -125,8 +126,17 @@ def check(
         mask=mask,
     )
     out.backward(dout.detach())
-    kernel = context.prepare(q, k, v, mask, scale).kernel.name
+    kernel = context.prepare(*_of_heads(context, q, k, v), mask, scale).kernel.name
     return kernel, worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
+
+
+def _of_heads(context: BurstContext, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    """Yield tensors of the shapes that a call's kernel gets: of fewer heads more tokens."""
+    size = context.heads.size
+    copies = kv_head_copies(q.shape[2], k.shape[2], size)
+    for x, times in ((q, 1), (k, copies), (v, copies)):
+        batch, tokens, heads, dim = x.shape
+        yield x.new_empty(batch, tokens * size, heads * times // size, dim)
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:

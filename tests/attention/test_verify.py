@@ -298,6 +298,8 @@ def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None
     assert workers.run(8, command, [*SMALL, *algorithms, "--gpus-per-node", "4"]) == [0] * 8
     assert workers.run(8, command, [*SMALL, "--backward", "kv"], "lost gradient") == [1] * 8
     assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
+    heads = [*SMALL, "--algorithm", "ulysses", "--mask", "documents"]
+    assert workers.run(2, command, heads) == [0] * 2, "documents of the whole sequence"
 
 
 def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(
