@@ -69,11 +69,10 @@ class Configs:
 
     def cluster(self, name: str) -> Cluster:
         """Return a cluster."""
+        tables = self.clusters
         if name.endswith(".toml"):
-            tables = {**self.clusters, **tomllib.loads(Path(name).read_text())}
+            tables = {**tables, **tomllib.loads(Path(name).read_text())}
             name = Path(name).stem
-        else:
-            tables = self.clusters
         _check("cluster", name, tables)
         return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
 
