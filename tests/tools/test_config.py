@@ -71,7 +71,7 @@ def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
     run = CONFIGS.run("llama3_8b_256k_8gpu_h100")
     flags = {**run.flags, "lm-head-memory-mb": 512}
     load, slow = load_of(run), replace(run, flags=flags)
-    assert "335 tokens a chunk" in command.describe_loss(flags)
+    assert "964 tokens a chunk" in command.describe_loss(flags)
     assert ", dW in blocks of 16384 rows; 5 products" in command.describe_loss(flags)
     more = step.linear_flops(load_of(slow)) - step.linear_flops(load)
     assert more == 2 * load.local_tokens * load.model.head_parameters

@@ -1,18 +1,26 @@
 """Models beside dense GPTs, and the search over sizes: by hand and by what it finds. (fast)"""
 
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_burst.loss.chunk_size import MIB, Sizes, within
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import Part, model_of
 from megatron_burst.tools.plan import measure, memory, step, timing
-from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
+from megatron_burst.tools.plan.ranking import candidate, unchosen
+from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.search import Wish, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
+RATES = ("forward_tflops", "backward_tflops", "linear_tflops", "memory_gb_s", "host_gb_s")
 H100 = CONFIGS.cluster("h100")
 FLAGS = CONFIGS.flags_of("_long") | {"seq-length": 32768, "global-batch-size": 8}
 
@@ -62,6 +70,44 @@ def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:
     inputs = [memory.predict(each, 1.0).inputs for each in (flat, deep, both)]
     # The first of four stages has a quarter of the layers and four micro-batches.
     assert inputs[1] == inputs[0] < inputs[2]
+
+
+def test_stages_of_a_hybrid_model_are_written_into_its_pattern() -> None:
+    def written(virtual: int = 1, **flags: object) -> dict[str, Any]:
+        given = {name.replace("_", "-"): value for name, value in flags.items()}
+        whole = hybrid_form(FLAGS | CONFIGS.model("llama3_8b")) | {"global-batch-size": 64} | given
+        load = workload_of(whole, H100, 8)
+        assert load.virtual == virtual
+        words = shlex.split(candidate(whole, load, 1.0).command())
+        found = parsed(words[words.index("megatron_burst.pretrain") + 1 :])
+        assert not any("virtual" in name for name in found), "Megatron refuses them"
+        return found
+
+    name, parts = "hybrid-layer-pattern", "num-virtual-stages-per-pipeline-rank"
+    assert written()[name] == "*-" * 32
+    assert written(pipeline_model_parallel_size=4)[name] == "|".join(["*-" * 8] * 4)
+    inner = {"pipeline_model_parallel_size": 4, parts: 2}
+    assert written(2, **inner)[name] == "|".join(["*-" * 4] * 8)
+    uneven = "|".join(["*-" * 12, "*-" * 4, "*-" * 8, "*-" * 8])
+    pipeline = {"pipeline_model_parallel_size": 2, "hybrid_layer_pattern": uneven}
+    assert written(2, **pipeline)[name] == uneven
+
+
+@pytest.mark.parametrize("parallel", [{}, {"sequence-parallel": True}])
+def test_chunks_of_the_loss_are_those_that_a_gpu_takes(parallel: dict[str, bool]) -> None:
+    given = FLAGS | CONFIGS.model("llama3_8b") | {"tensor-model-parallel-size": 8} | parallel
+    given |= {"grad-reduce-in-bf16": True, "lm-head-memory-mb": 256}
+    sizes = Sizes(
+        tokens=32768,
+        vocabulary=129024 // 8,  # padded to 128 x 8
+        hidden=4096,
+        dtype=torch.bfloat16,
+        ranks=8,
+        parts=8 if parallel else 1,  # as `apply` has them
+        fused=True,
+        sums_apart=True,
+    )
+    assert loss_chunking(given) == within(sizes, 256 * MIB)
 
 
 def test_experts_are_shared_out_and_their_tokens_are_sent() -> None:
@@ -138,9 +184,47 @@ def test_a_measured_machine_is_a_cluster(
     tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "_TIMES", 1)
+    ports = [("4: ACTIVE", "400 Gb/sec (4X NDR)")] * 4 + [("4: ACTIVE", "25 Gb/sec (1X EDR)")]
+    network = [{"state": state, "rate": rate} for state, rate in ports]
+    monkeypatch.setattr(measure.hardware, "network", lambda: network)
+    assert measure._nics() == [50.0] * 4
     path = tmp_path / "here.toml"
     assert main(["plan", "--measure", str(path)]) == 0
     assert f"--cluster {path}" in capsys.readouterr().out
     found = CONFIGS.cluster(str(path))
     assert found.name == "here" and found.forward_rate > 0 and found.host_rate > 0
     assert main(["plan", "--measure", "here"]) == 1
+    assert main(["plan", "--measure", str(tmp_path / "none" / "here.toml")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_cluster_file_is_read_or_said_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measured", lambda device: dict.fromkeys(RATES, 1.0))
+    text = measure.cluster_file("two words.v2")
+    (path := tmp_path / "two words.v2.toml").write_text(text)
+    assert CONFIGS.cluster(str(path)).name == "two words.v2"
+    path.write_text(text.replace("gpus_per_node", "gpus"))
+    with pytest.raises(ValueError, match="has no gpus_per_node"):
+        CONFIGS.cluster(str(path))
+    path.write_text(re.sub(r"nic_gb_s = .*", "nic_gb_s = 22", text))
+    assert CONFIGS.cluster(str(path)).nic_rate == 22e9
+    path.rename(tmp_path / "other.toml")
+    with pytest.raises(ValueError, match="there is no cluster other; there are: "):
+        CONFIGS.cluster(str(tmp_path / "other.toml"))
+
+
+def test_how_documents_are_balanced_is_kept_where_all_else_is_chosen() -> None:
+    given = {"burst-layout": "balanced", "burst-topology": "flat"}
+    assert unchosen(given) == {}
+    packed = {"dataloader-inter-document-masking": True}
+    assert unchosen(given | packed) == packed | {"burst-layout": "balanced"}
+
+
+def test_a_model_with_a_pattern_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --model nemotron_h_8b --cluster h100 --gpus 8 --fractions 0 --top 1 --seq-length"
+    assert main([*words.split(), "65536", "--", "--pipeline-model-parallel-size", "4"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    pattern = "M-M-M-M*-M-M-|M-M-M*-M-M-M-|M-M*-M-M-M-M-|M*-M-M-M-M-M-"
+    assert f"--hybrid-layer-pattern '{pattern}'" in command

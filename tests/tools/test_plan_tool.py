@@ -294,6 +294,18 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
             "2 layers do not divide over 4; 2 divides over 1, 2",
         ),
+        (
+            "--run toy --gpt -- --num-layers-per-virtual-pipeline-stage 3".split(),
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide --num-layers 2",
+        ),
+        (
+            "--run toy -- --num-layers-per-virtual-pipeline-stage 1".split(),
+            "the | of --hybrid-layer-pattern part a HybridModel",
+        ),
+        (
+            "--run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2".split(),
+            "3 parts of --hybrid-layer-pattern do not divide over --pipeline-model-parallel-size 2",
+        ),
         (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
         (
             ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "1"],
@@ -315,6 +327,7 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--run toy -- --context-parallel-size 2 --global-batch-size 3".split(),
             "--global-batch-size 3 does not divide over 2 data-parallel",
         ),
+        ("--run toy -- --micro-batch-size 0".split(), "--micro-batch-size 0 is not a positive"),
         (["--run", "masks-documents"], "the mean length of a document: give plan --documents N"),
     ],
 )

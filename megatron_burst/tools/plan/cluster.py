@@ -14,6 +14,7 @@ with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 _GRAIN = 200
 """Keys that a row of a kernel call costs beside those it sees: the same figures fall with the
 sequence as n / (n + 200), of 512 to 16384 tokens."""
+_NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
 _UNITS = {"tflops": 1e12, "gb_s": 1e9, "us": 1e-6}
 
 
@@ -58,13 +59,16 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
     """
     peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table.get("gpu", "")) or 0.0)
     rates = table.get("rates", {})
+    if missing := [field for field in _NEEDED if field not in table]:
+        raise ValueError(f"cluster {name} has no {', '.join(missing)}")
     if not peak:
         raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
 
     def rate(field: str, default: float | None = None) -> float:
         if field not in rates and default is None:
             raise ValueError(f"cluster {name} has no rate {field}")
-        value, *_ = rates.get(field, [default])
+        given = rates.get(field, default)
+        value = given[0] if isinstance(given, list) else given
         if isinstance(value, str):
             return peak * constant(value)
         return float(value * next(unit for end, unit in _UNITS.items() if field.endswith(end)))

@@ -13,7 +13,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 from megatron_burst.tools.plan.memory import usable
 from megatron_burst.tools.plan.ranking import Candidate, rank
-from megatron_burst.tools.plan.reading import loss_chunking
+from megatron_burst.tools.plan.reading import loss_chunking, number
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
@@ -32,6 +32,7 @@ _RATES = {
 _COLUMNS = {
     "TP": ("tensor", 1, "{}"),
     "CP": ("context", 1, "{}"),
+    "DP": ("data", 1, "{}"),
     "PP": ("pipeline", 1, "{}"),
     "EP": ("expert", 1, "{}"),
     "heads": ("head_parallel_size", 1, "{}"),
@@ -157,7 +158,7 @@ def _asked(
     flags = dict(run.flags) if run else configs.flags_of(_USUAL)
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
-    if "hybrid-layer-pattern" in own or ("num-layers" in flags and not given.gpt):
+    if "hybrid-layer-pattern" in {**flags, **own} or ("num-layers" in flags and not given.gpt):
         flags = hybrid_form(flags)
         if "num-layers" in own and "num-layers" not in flags:
             raise ValueError(
@@ -181,15 +182,14 @@ def _asked(
         }
         return flags, replace(configs.cluster(name), **measured), gpus
     # All GPUs take part, with a sequence for each data-parallel rank.
-    tensor = int(flags.get("tensor-model-parallel-size", 1))
+    ranks = number(flags, "tensor-model-parallel-size")
+    ranks *= number(flags, "pipeline-model-parallel-size")
     if "context-parallel-size" not in own and (given.gpus or not run):
-        stages = int(flags.get("pipeline-model-parallel-size", 1))
-        flags["context-parallel-size"] = max(1, gpus // (tensor * stages))
+        flags["context-parallel-size"] = max(1, gpus // ranks)
     if "global-batch-size" not in own:
-        stages = int(flags.get("pipeline-model-parallel-size", 1))
-        data = gpus // (tensor * stages * int(flags.get("context-parallel-size", 1)))
-        data = max(1, data) * int(flags.get("micro-batch-size", 1))
-        flags["global-batch-size"] = data * -(-int(flags.get("global-batch-size", 1)) // data)
+        data = max(1, gpus // (ranks * number(flags, "context-parallel-size")))
+        data *= number(flags, "micro-batch-size")
+        flags["global-batch-size"] = data * -(-number(flags, "global-batch-size") // data)
     return flags, replace(configs.cluster(name), **measured), gpus
 
 

@@ -4,6 +4,7 @@ import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,12 @@ class Configs:
 
     def cluster(self, name: str) -> Cluster:
         """Return a cluster."""
+        tables = self.clusters
         if name.endswith(".toml"):
-            tables = {**self.clusters, **tomllib.loads(Path(name).read_text())}
+            tables = {**tables, **tomllib.loads(Path(name).read_text())}
             name = Path(name).stem
-            return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
-        _check("cluster", name, self.clusters)
-        return cluster_of(name, _inherited(self.clusters, name, "rates"), self.constant)
+        _check("cluster", name, tables)
+        return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
 
 
 def hybrid_form(flags: Flags) -> dict[str, Any]:
@@ -92,6 +93,23 @@ def hybrid_form(flags: Flags) -> dict[str, Any]:
         given["hybrid-layer-pattern"] = hybrid_pattern(given)
         for name in ("num-layers", "moe-layer-freq"):
             given.pop(name, None)
+    return given
+
+
+def staged(flags: Flags, segments: int) -> dict[str, Any]:
+    """Return the flags of a HybridModel with a `|` between the segments of its pipeline.
+
+    Megatron wants so many times the pipeline stages as a stage has parts, and no flag for parts.
+    """
+    given, name = dict(flags), "hybrid-layer-pattern"
+    main, *heads = str(given.get(name, "")).split("/")
+    if name not in given:
+        return given
+    given.pop("num-virtual-stages-per-pipeline-rank", None)
+    if "|" not in main:
+        ends = [len(main) * end // segments for end in range(segments + 1)]
+        main = "|".join(main[start:stop] for start, stop in pairwise(ends))
+        given[name] = "/".join((main, *heads))
     return given
 
 

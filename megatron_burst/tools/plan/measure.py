@@ -26,10 +26,12 @@ def write(path: str) -> None:
     """Measure and write a file that `--cluster` reads; its one table has the file's name.
 
     Raises:
-        ValueError: the file's name does not end in .toml.
+        ValueError: the file's name does not end in .toml, or its folder is missing.
     """
     if not path.endswith(".toml"):
         raise ValueError(f"--measure {path}: a cluster file ends in .toml")
+    if not Path(path).parent.is_dir():  # before it takes time
+        raise ValueError(f"--measure {path}: there is no folder {Path(path).parent}")
     Path(path).write_text(cluster_file(Path(path).stem))
     print(f"wrote {path}: look at its links, then megatron-burst plan --cluster {path}")
 
@@ -47,12 +49,12 @@ def cluster_file(name: str) -> str:
     how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     lines = [
         "# Written by megatron-burst plan --measure.",
-        f"[{name}]",
+        f"[{json.dumps(name)}]",
         f"gpus_per_node = {gpus}",
         f"nics_per_node = {max(1, min(gpus, len(nics)))}",
         f"memory_gib = {memory / 2**30:.1f}",
         f"peak_tflops = {peak:.5g}",
-        f"\n[{name}.rates]",
+        f"\n[{json.dumps(name)}.rates]",
         *(
             f"{rate} = [{value:.5g}, {json.dumps('measured')}, {json.dumps(how)}]"
             for rate, value in rates.items()
@@ -60,7 +62,7 @@ def cluster_file(name: str) -> str:
     ]
     if gpus == 1:
         lines.append(f'within_gb_s = [{rates["memory_gb_s"]:.5g}, "estimate", "one device alone"]')
-    nic, source = (max(nics), "what its ports say") if nics else (1.0, "no port says its rate")
+    nic, source = (nics[0], "what its ports say") if nics else (1.0, "no port says its rate")
     lines.append(
         f'nic_gb_s = [{0.9 * nic:.5g}, "{"data sheet" if nics else "estimate"}", "{source}"]'
     )
@@ -120,7 +122,8 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _nics() -> list[float]:
-    """GB/s of the InfiniBand and RoCE ports that are up, as they say it."""
+    """GB/s of the fastest InfiniBand and RoCE ports that are up, as they say it, one a port."""
     ports = [port for port in hardware.network() if "ACTIVE" in port["state"]]
     found = (re.match(r"(\d+) Gb/sec", port["rate"]) for port in ports)
-    return [float(each[1]) / 8 for each in found if each]
+    rates = [float(each[1]) / 8 for each in found if each]
+    return [rate for rate in rates if rate == max(rates)]  # slower ones are for management

@@ -152,7 +152,7 @@ def _saved(load: Workload, name: str) -> float:
         inside -= model.heads * model.value_head_dim
     if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:
         inside = 0
-    elif name in ("mlp", "experts") and "moe_act" in modules and name == "experts":
+    elif name == "experts" and "moe_act" in modules:
         inside -= inside // (3 if model.gated else 2)
     if "layernorm" in modules:
         around -= model.hidden

@@ -9,15 +9,23 @@ from megatron_burst.config import GradDtype, LayoutName
 from megatron_burst.tools.model import Flags
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import arguments
+from megatron_burst.tools.plan.configs import arguments, staged
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
-# What ranking chooses; of these flags those that are given are replaced.
-CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", "burst-segments", _FRACTION)
+_CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", "burst-segments", _FRACTION)
 _FINALISTS = 4
+
+
+def unchosen(given: Flags) -> dict[str, Any]:
+    """Return the flags without those that ranking chooses.
+
+    How documents are balanced it does not.
+    """
+    kept = ("burst-layout",) if given.get("dataloader-inter-document-masking") else ()
+    return {name: value for name, value in given.items() if name in kept or name not in _CHOSEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +70,14 @@ class Candidate:
         a_node = min(cluster.gpus_per_host or cluster.gpus_per_node, self.load.gpus)
         if cluster.gpus_per_host and self.load.context > 1:  # host names would tell another node
             more = {"burst-ranks-per-node": max(1, self.load.ranks_per_node)}
+        flags = staged({**self.flags, **more}, self.load.pipeline * self.load.virtual)
         nodes, where = self.load.gpus // a_node, "--standalone"
         if nodes > 1:
             where = f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
         # Megatron asks for the setting before it runs context parallelism before Blackwell.
         return (
             f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {where} --nproc-per-node {a_node} "
-            f"-m megatron_burst.pretrain {shlex.join(arguments({**self.flags, **more}))}"
+            f"-m megatron_burst.pretrain {shlex.join(arguments(flags))}"
         )
 
 
@@ -88,13 +97,13 @@ def rank(
     ways that are best without it.
 
     Args:
-        given: Megatron's flags and ours; what `CHOSEN` names is replaced.
+        given: Megatron's flags and ours; those that `unchosen` leaves out are replaced.
         cluster: the machines.
         gpus: of the job.
         fractions: ρ of attention that may be recomputed, where layers are recomputed.
         working_set: see `memory.predict`.
     """
-    flags = {name: value for name, value in given.items() if name not in CHOSEN}
+    flags = unchosen(given)
     if flags.get("recompute-granularity") != "full":
         fractions = ()
 

@@ -25,6 +25,7 @@ _REFUSED = {
     "recompute-granularity": "full and selective alone are",
 }
 _ALLOWED = {"recompute-method": ("uniform",), "recompute-granularity": ("full", "selective")}
+_VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
 
 
@@ -43,14 +44,14 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
-        tensor=_number(given, "tensor-model-parallel-size"),
-        context=_number(given, "context-parallel-size"),
-        pipeline=_number(given, "pipeline-model-parallel-size"),
+        tensor=number(given, "tensor-model-parallel-size"),
+        context=number(given, "context-parallel-size"),
+        pipeline=number(given, "pipeline-model-parallel-size"),
         virtual=_virtual(given),
-        expert=_number(given, "expert-model-parallel-size"),
+        expert=number(given, "expert-model-parallel-size"),
         tokens=int(given["seq-length"]),
-        sequences=_number(given, "global-batch-size"),
-        micro=_number(given, "micro-batch-size"),
+        sequences=number(given, "global-batch-size"),
+        micro=number(given, "micro-batch-size"),
         config=config_of(BurstConfig, given),
         window=None if left < 0 else left + 1,
         documents=_documents(given),
@@ -97,24 +98,30 @@ def loss_chunking(given: Flags) -> Chunking | None:
     config = config_of(LmHeadConfig, given)
     if config.loss is not LmHeadLoss.CHUNKED:
         return None
-    model, tensor = model_of(given), _number(given, "tensor-model-parallel-size")
-    tokens = _number(given, "micro-batch-size") * int(given["seq-length"])
+    model, tensor = model_of(given), number(given, "tensor-model-parallel-size")
+    tokens = number(given, "micro-batch-size") * int(given["seq-length"])
     call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
     element_bytes, gradient_bytes = _widths(given)
     sizes = Sizes(
-        tokens=tokens // _number(given, "context-parallel-size"),
+        tokens=tokens // number(given, "context-parallel-size"),
         vocabulary=model.vocabulary // tensor,
         hidden=model.hidden,
         dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
         ranks=tensor,
+        parts=tensor if given.get("sequence-parallel") else 1,
         statistics=call.statistics,
+        fused=True,  # Triton is there on GPUs; in float32 it changes nothing
         sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
     )
     return call.chunking(sizes)
 
 
-def _number(given: Flags, name: str) -> int:
-    return int(given.get(name, 1))
+def number(given: Flags, name: str) -> int:
+    """Return a size, 1 where it is not given; ValueError for what is none."""
+    text = str(given.get(name, 1))
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--{name} {text} is not a positive whole number")
+    return int(text)
 
 
 def _widths(given: Flags) -> tuple[int, int]:
@@ -125,11 +132,29 @@ def _widths(given: Flags) -> tuple[int, int]:
 
 
 def _virtual(given: Flags) -> int:
-    """The parts of a pipeline stage: given, or by the layers of a part."""
-    if layers := int(given.get("num-layers-per-virtual-pipeline-stage", 0)):
-        stages = _number(given, "pipeline-model-parallel-size")
-        return max(1, int(given.get("num-layers", layers)) // (stages * layers))
-    return _number(given, "num-virtual-stages-per-pipeline-rank")
+    """The parts of a pipeline stage: given, by the layers of a part, or by a pattern's `|`."""
+    stages, layers = number(given, "pipeline-model-parallel-size"), "--num-layers"
+    if "hybrid-layer-pattern" in given:
+        parts, layers = str(given["hybrid-layer-pattern"]).count("|") + 1, "--hybrid-layer-pattern"
+        if named := [f"--{name}" for name in _VIRTUAL[parts == 1 :] if name in given]:
+            raise ValueError(
+                f"{named[0]}: the | of {layers} part a HybridModel, and without them "
+                f"--{_VIRTUAL[0]} does; or give --gpt"
+            )
+    elif (name := _VIRTUAL[1]) in given:
+        parts, rest = divmod(int(given["num-layers"]), int(given[name]))
+        layers = f"--{name} {given[name]}"
+        if rest:
+            raise ValueError(f"{layers} does not divide --num-layers {given['num-layers']}")
+    else:
+        parts = 1
+    if parts == 1:
+        return number(given, _VIRTUAL[0])
+    if parts % stages:
+        raise ValueError(
+            f"{parts} parts of {layers} do not divide over --pipeline-model-parallel-size {stages}"
+        )
+    return parts // stages
 
 
 def _modules(given: Flags) -> frozenset[str]:
@@ -171,7 +196,7 @@ def _refuse(given: Flags) -> None:
         raise ValueError(
             f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
         )
-    tensor = _number(given, "tensor-model-parallel-size")
+    tensor = number(given, "tensor-model-parallel-size")
     if (apart := int(given.get("expert-tensor-parallel-size", tensor))) != tensor:
         raise ValueError(
             f"--expert-tensor-parallel-size {apart} cannot be predicted here: experts are cut as "

@@ -14,7 +14,7 @@ from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import Flags
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.ranking import CHOSEN, Candidate, candidate, each_once, recomputing
+from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, recomputing, unchosen
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
@@ -109,7 +109,7 @@ class _Way(NamedTuple):
 
 def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
     """All rings; ValueError if none is possible."""
-    flags = {name: value for name, value in given.items() if name not in CHOSEN}
+    flags = unchosen(given)
     fastest = next(_savings(flags, wish.fractions))
     found: list[_Way] = []
     reason = "the GPUs do not divide over the sizes that are given"
