@@ -126,17 +126,23 @@ def check(
         mask=mask,
     )
     out.backward(dout.detach())
-    kernel = context.prepare(*_of_heads(context, q, k, v), mask, scale).kernel.name
+    q, k, v = _of_heads(context, q, k, v)
+    kernel = context.prepare(q, k, v, mask, scale).kernel.name
     return kernel, worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
 
 
-def _of_heads(context: BurstContext, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-    """Yield tensors of the shapes that a call's kernel gets: of fewer heads more tokens."""
+def _of_heads(
+    context: BurstContext, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors of the shapes that a call's kernel gets: of fewer heads more tokens."""
     size = context.heads.size
     copies = kv_head_copies(q.shape[2], k.shape[2], size)
-    for x, times in ((q, 1), (k, copies), (v, copies)):
+
+    def empty(x: Tensor, times: int) -> Tensor:
         batch, tokens, heads, dim = x.shape
-        yield x.new_empty(batch, tokens * size, heads * times // size, dim)
+        return x.new_empty(batch, tokens * size, heads * times // size, dim)
+
+    return empty(q, 1), empty(k, copies), empty(v, copies)
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
