@@ -295,11 +295,11 @@ SMALL = "--tokens-per-rank 32 --heads 2 --head-dim 8 --mask causal --dtype float
 
 def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None:
     algorithms = ["--algorithm", *some([a for a in Algorithm if a != "ulysses"], 2)]
+    heads = [*SMALL, "--algorithm", "ulysses", "--heads", "8", "--mask", "documents"]
+    assert workers.run(8, command, heads) == [0] * 8, "documents of the whole sequence"
     assert workers.run(8, command, [*SMALL, *algorithms, "--gpus-per-node", "4"]) == [0] * 8
     assert workers.run(8, command, [*SMALL, "--backward", "kv"], "lost gradient") == [1] * 8
     assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
-    heads = [*SMALL, "--algorithm", "ulysses", "--mask", "documents"]
-    assert workers.run(2, command, heads) == [0] * 2, "documents of the whole sequence"
 
 
 def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(
