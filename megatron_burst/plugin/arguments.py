@@ -154,7 +154,8 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
 
 def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with no heads shared out where rings send less than all keys."""
-    if config.head_parallel_size or not args.dataloader_inter_document_masking:
+    packed = args.dataloader_inter_document_masking or args.sft
+    if config.head_parallel_size or not packed or config.algorithm is not Algorithm.BURST:
         return config
     logger.info("--burst-head-parallel-size 1: rings send less under documents")
     return dataclasses.replace(config, head_parallel_size=1)

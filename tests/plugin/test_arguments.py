@@ -122,8 +122,11 @@ def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentPar
 @pytest.mark.parametrize(
     ("line", "size"),
     [
-        ("", 1),
+        ("", None),
         ("--burst-head-parallel-size auto", None),
+        ("--dataloader-inter-document-masking", 1),
+        ("--sft", 1),
+        ("--context-parallel-algo ulysses --sft", None),
         ("--burst-head-parallel-size 2", 2),
         ("--dataloader-inter-document-masking --burst-head-parallel-size auto", 1),
         ("--dataloader-inter-document-masking --burst-head-parallel-size 2", 2),

@@ -74,6 +74,8 @@ SLOW = {case for case in product(CLUSTERS, PLACES) if case not in FAST}
 def test_it_is_never_slower_than_none_and_near_the_best(case: tuple[str, tuple[int, int]]) -> None:
     """On 16 ranks or more within 3 %; on few it may stay with none where another is faster.
 
+    So it does with long shards, of which it saves memory and loses up to 7 %.
+
     On less than 8 it may be slower than none by 7 %, where links are slow and messages nearly hide.
     """
     name, place = case
@@ -82,4 +84,5 @@ def test_it_is_never_slower_than_none_and_near_the_best(case: tuple[str, tuple[i
         told = f"{heads}, {tokens} tokens: {chosen} of {seconds}"
         assert seconds[chosen] <= (1.03 if place[0] >= 8 else 1.07) * seconds[1], told
         if place[0] >= 16:
-            assert seconds[chosen] <= 1.03 * min(seconds.values()), told
+            more = 1.03 if tokens < 65536 else 1.07
+            assert seconds[chosen] <= more * min(seconds.values()), told
