@@ -106,7 +106,7 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         groups: Groups | None = None,
-        shape: Shape | str = "the shape of its tensors is not known",
+        shape: Shape | str = "",
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -122,7 +122,7 @@ class BurstContext:
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
             shape: of a rank's tensors in every call, by which the Ulysses degree is chosen where
-                the configuration does not say; or why there is none.
+                the configuration does not say; or, for the log, why there is none.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
