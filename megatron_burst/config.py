@@ -219,11 +219,6 @@ class BurstConfig:
         self._check_preset()
 
     @property
-    def asks_for_rings(self) -> bool:
-        """Whether it says what rings do; where all heads are shared out there may be none."""
-        return (self.backward, self.topology, self.gradient_return) != ("auto",) * 3
-
-    @property
     def cuts_for_recompute(self) -> bool:
         """Whether segmented zigzag cuts where recompute ends, not into equal pieces."""
         return self.recompute_fraction is not None and 0 < self.recompute_fraction < 1
