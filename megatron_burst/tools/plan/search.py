@@ -18,7 +18,7 @@ from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, r
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
-_CLOCKS = 25_000_000
+_CLOCKS = 60_000_000
 """What a search may compute: a plan of P ranks on the clock counts P² and as much as 128 ranks."""
 _SIZES = {
     "tensor-model-parallel-size": (1, 2, 4, 8),
