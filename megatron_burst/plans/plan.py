@@ -193,6 +193,8 @@ class Tiles(Meeting, Sequence[Tile]):
         return len(self.cells)
 
     def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return self.having(self.cells.some(number))
         return self._tile(self.cells[number])
 
     def __iter__(self) -> Iterator[Tile]:
