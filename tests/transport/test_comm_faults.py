@@ -272,8 +272,8 @@ def watched_names(team: Team, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start, names = dist.batch_isend_irecv, []
 
     class Recorder:
-        def watch(self, name: str, is_completed: Callable[[], bool]) -> None:
-            assert is_completed() in (True, False)
+        def watch(self, name: str, is_completed: Callable[[], bool], limit: float) -> None:
+            assert is_completed() in (True, False) and limit == context.config.timeout_seconds
             names.append(name)
 
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: [OneHandle(start(batch))])
