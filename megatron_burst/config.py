@@ -81,8 +81,8 @@ class BurstConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
-    results, where it is no ring that moves them (default: a sixteenth of the GPU's; without a GPU
-    any)."""
+    results, where it is no ring that moves them, and for heads that are shared out by choice
+    (default: a sixteenth of the GPU's; without a GPU any)."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
@@ -93,12 +93,13 @@ class BurstConfig:
     a rank, with hierarchical groups two. Without the flag our groups do as Megatron's, see
     --high-priority-stream-groups cp hcp."""
 
-    head_parallel_size: int | None = field(default=1, metadata={"type": size_or_auto})
+    head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
     for burst the degree with which a rank sends least within its node, where that is at most half
-    of what it sends there with 1 and no kv head is copied; else 1, as under windows, documents and
-    block masks, and where latents may travel; logged."""
+    of what it sends there with 1, copies no kv head and fits --burst-memory-mb, with up to 32768
+    tokens a rank; else 1, as under windows, documents and block masks, where latents may
+    travel, and where a topology, backward or hierarchical groups are given; logged."""
 
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
@@ -255,12 +256,7 @@ class BurstConfig:
             idle = "backward", "topology", "grad_dtype", "gradient_return"
             fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
-            fixed["head_parallel_size"] = (1,)
-        if self.head_parallel_size is None:
-            raise ValueError(
-                "--burst-head-parallel-size auto has no effect under --context-parallel-algo "
-                f"{self.algorithm}: give a number or take {Algorithm.BURST}"
-            )
+            fixed["head_parallel_size"] = (None, 1)
         for spec in dataclasses.fields(self):
             if (value := getattr(self, spec.name)) not in fixed.get(spec.name, (value,)):
                 raise ValueError(

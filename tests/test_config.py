@@ -136,7 +136,7 @@ CHOICES = {
     "topology": ("flat", "double"),
     "grad_dtype": ("float32", "model"),
     "gradient_return": ("chain", "home"),
-    "head_parallel_size": (1, 2, 4),
+    "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
 }
 # What a preset decides itself; all else may be chosen.

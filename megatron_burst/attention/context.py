@@ -107,7 +107,7 @@ class BurstContext:
         *,
         hierarchy: Sequence[dist.ProcessGroup] | None = None,
         groups: Groups | None = None,
-        shape: Shape | str = "the shape of its tensors is not known",
+        shape: Shape | str = "",
     ) -> "BurstContext":
         """Make the context of `group`: a collective call of all ranks of the job.
 
@@ -122,8 +122,8 @@ class BurstContext:
                 node and the one between the nodes.
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
-            shape: of a rank's tensors in every call, whatever its tokens, by which the Ulysses
-                degree is chosen where the configuration does not say; or why there is none.
+            shape: of a rank's tensors in every call, by which the Ulysses degree is chosen where
+                the configuration does not say; or, for the log, why there is none.
 
         Raises:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
@@ -139,7 +139,8 @@ class BurstContext:
         said = f"{config}, {shape}"
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
-        size, why = choose_degree(config, nodes, shape)
+        memory_limit = _memory_limit(config, group)
+        size, why = choose_degree(config, nodes, shape, memory_limit)
         if why and group.rank() == 0:
             logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
         heads = _head_groups(config, nodes, size)
@@ -162,7 +163,7 @@ class BurstContext:
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
             agreement=groups.agreement,
-            memory_limit=_memory_limit(config, group),
+            memory_limit=memory_limit,
         )
 
     @property

@@ -153,10 +153,15 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
 
 
 def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
-    """Return the settings with no heads shared out where rings send less than all keys."""
-    if config.head_parallel_size or not args.dataloader_inter_document_masking:
+    """Return the settings with no heads shared out where rings send less, or are asked for."""
+    if config.head_parallel_size or config.algorithm is not Algorithm.BURST:
         return config
-    logger.info("--burst-head-parallel-size 1: rings send less under documents")
+    why = "rings are asked for by --hierarchical-context-parallel-sizes"
+    if args.dataloader_inter_document_masking or args.sft:
+        why = "rings send less under documents"
+    elif not args.hierarchical_context_parallel_sizes:
+        return config
+    logger.info("--burst-head-parallel-size 1: %s", why)
     return dataclasses.replace(config, head_parallel_size=1)
 
 

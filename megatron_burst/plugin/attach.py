@@ -26,6 +26,7 @@ from megatron_burst.plugin.arguments import (
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
+from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
 from megatron_burst.plugin.files.complete_checkpoints import original
@@ -137,7 +138,7 @@ def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config)
+    return SharedState(config, tokens_of_rank(args))
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:

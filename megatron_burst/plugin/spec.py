@@ -18,6 +18,7 @@ from megatron_burst.config import Algorithm, BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
+from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, stack_spec
 from megatron_burst.plugin.limits import beyond, pattern_refusals, refusals, refuse_all
 
@@ -44,7 +45,7 @@ def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
             what our attention cannot do, or cannot do without a launcher.
     """
     compat.check_megatron_version()
-    provider = LayerSpecProvider(None, SharedState(config_from_args(get_args())))
+    provider = LayerSpecProvider(None, _shared_state())
     # Megatron asks once for each virtual stage: all of them share the process groups.
     model_config.transformer_layer_spec = provider
     return provider(model_config, vp_stage)
@@ -56,11 +57,16 @@ class _Stack:
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return the stack."""
         compat.check_megatron_version()
-        spec = stack_spec(None, SharedState(config_from_args(get_args())))
+        spec = stack_spec(None, _shared_state())
         return spec.module(*args, submodules=spec.submodules, **spec.params, **options)
 
 
 hybrid = ModuleSpec(module=_Stack)
+
+
+def _shared_state() -> SharedState:
+    args = get_args()
+    return SharedState(config_from_args(args), tokens_of_rank(args))
 
 
 def config_from_args(args: argparse.Namespace) -> BurstConfig:

@@ -8,6 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
@@ -169,9 +171,7 @@ def model_of(given: Flags) -> Model:
     if missing := [f"--{name}" for name in needed if name not in given]:
         raise ValueError(f"the model is not known without {', '.join(missing)}")
 
-    def number(name: str, default: int = 1) -> int:
-        return int(given.get(name) or default)
-
+    number = partial(whole, given)
     count, mtp = _counted(given)
     hidden, heads = number("hidden-size"), number("num-attention-heads")
     padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
@@ -203,9 +203,23 @@ def model_of(given: Flags) -> Model:
     )
 
 
+def whole(given: Flags, name: str, default: int = 1) -> int:
+    """Return the number that is given, or the default.
+
+    Raises:
+        ValueError: it is no whole number, or 0 where the default is not.
+    """
+    value = given.get(name)
+    text = str(default if value is None else value)
+    if not text.isdecimal() or (default and not int(text)):
+        kind = "positive whole" if default else "whole"
+        raise ValueError(f"--{name} {text} is not a {kind} number")
+    return int(text)
+
+
 def _counted(given: Flags) -> tuple[Counter[str], int]:
     """How many layers of each kind there are, by Megatron's letters, and how many MTP heads."""
-    mtp = int(given.get("mtp-num-layers") or 0)
+    mtp = whole(given, "mtp-num-layers", 0)
     if "hybrid-layer-pattern" in given:
         pattern = str(given["hybrid-layer-pattern"])
         main, *heads = pattern.replace("|", "").split("/")
@@ -231,7 +245,7 @@ def hybrid_pattern(given: Flags) -> str:
     Raises:
         ValueError: the frequency is neither a number nor a list as '[0]*1+[1]*26'.
     """
-    layers = int(given["num-layers"])
+    layers = whole(given, "num-layers")
     if not given.get("num-experts"):
         return "*-" * layers
     text = str(given.get("moe-layer-freq", 1)).strip("()").replace(" ", "")
@@ -246,6 +260,12 @@ def hybrid_pattern(given: Flags) -> str:
             f"{layers}: give a number or [0]*a+[1]*b"
         )
     return kinds.replace("0", "*-").replace("1", "*E")
+
+
+def cut(pattern: str, parts: int) -> list[str]:
+    """Cut the layers of a pattern into parts of about equal length."""
+    ends = [len(pattern) * end // parts for end in range(parts + 1)]
+    return [pattern[start:stop] for start, stop in pairwise(ends)]
 
 
 def _experts_of(number: Any, ffn: int) -> Experts:

@@ -20,7 +20,7 @@ from harness import Flags, Row, origin, progress, publish, table
 
 from megatron_burst.tools import runlog
 
-VARIANTS = {"stock": "CP=1 megatron", "burst CP 1": "CP=1 burst", "burst CP 4": "burst"}
+VARIANTS = {"stock": "CP=1 megatron", "burst CP 1": "CP=1 burst", "burst CP 4": "burst query flat"}
 VALIDATION = "lm loss validation"
 EVERY = 20  # steps whose mean is a point of a curve
 LAST = 200  # steps whose mean is a run's training loss

@@ -21,7 +21,7 @@ from megatron_burst import (
     linear_cross_entropy,
     ring_attention,
 )
-from megatron_burst.config import Flag, all_flags
+from megatron_burst.config import Flag, all_flags, size_or_auto
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
 from megatron_burst.plugin.layer_spec import burst_layer_spec
@@ -76,6 +76,8 @@ def _values(flag: Flag) -> list[str]:
         return [MEGATRON, *values]
     if flag.field == "kernel":
         values = ["auto", *KERNELS]
+    if flag.type is size_or_auto:
+        return ["auto", "a number"]
     default = "none" if flag.default is None else str(flag.default)
     return [default, *(value for value in values if value != default)]
 

@@ -45,23 +45,37 @@ def test_what_a_rank_sends_decides(
 
 
 def test_the_bytes_are_those_of_the_formulas() -> None:
-    """Of a token and head of 128 numbers in bfloat16, one node, kv backward, float32 gradients."""
-    config = replace(AUTO, backward="kv")
-    hop = 2 * 128 * (2 + (2 + 4))  # K and V forward; backward K, V and their gradients
+    """Of a token and head of 128 numbers in bfloat16, one node, float32 gradients."""
+    hop = 2 * 128 * 2 + (2 * 128 * 2 + 128 * 4 + 8)  # K and V forward; backward q, dO, dq, 2 a row
     exchange = 2 * 4 * 128 * 2  # q, k, v and the output, both ways
     for times, fraction in ((1, None), (1.5, 0.5)):
-        found = choose_degree(replace(config, recompute_fraction=fraction), NODE, ANY)[1]
+        found = choose_degree(replace(AUTO, recompute_fraction=fraction), NODE, ANY)[1]
         expected = {u: (8 / u - 1) * hop + times * exchange * (u - 1) / u for u in (1, 2, 4, 8)}
         shares = {int(u): float(x) for x, u in re.findall(r"(0\.\d+) with (\d)", found)}
         assert shares == {u: round(expected[u] / expected[1], 2) for u in (2, 4, 8)}
 
 
-def test_what_is_given_is_not_chosen_and_what_is_no_burst_cannot_choose() -> None:
+def test_heads_stay_where_memory_is_short_or_rings_are_asked_for() -> None:
+    shape = replace(ANY, tokens=4096)
+    held = 3 * 4096 * 32 * 128 * 2  # of the size of q, in bfloat16
+    assert choose_degree(AUTO, NODE, shape, held)[0] == 8
+    assert choose_degree(AUTO, NODE, replace(ANY, tokens=32768))[0] == 8
+    size, why = choose_degree(AUTO, NODE, replace(ANY, tokens=32769))
+    assert size == 1 and "768.02 MiB more, and saves little time with 32769 tokens" in why
+    assert choose_degree(AUTO, NODE, shape, held - 1) == (
+        1,
+        "another would hold 96.00 MiB more, and --burst-memory-mb allows 96.00 MiB",
+    )
+    for asked in ({"topology": "flat"}, {"topology": "mesh"}, {"backward": "kv"}):
+        size, why = choose_degree(replace(AUTO, **asked), NODE, shape)
+        assert size == 1 and "rings are asked for" in why
+
+
+def test_what_is_given_is_not_chosen_and_baselines_have_one() -> None:
     assert choose_degree(BurstConfig(head_parallel_size=4), NODE, ANY) == (4, "")
-    assert choose_degree(BurstConfig(), NODE, ANY) == (1, "")
+    assert choose_degree(BurstConfig(), NODE, ANY)[0] == 8, "auto is the default"
     for algorithm in ("ring", "allgather", "ulysses"):
-        with pytest.raises(ValueError, match=f"auto has no effect .*algo {algorithm}: give a num"):
-            replace(AUTO, algorithm=algorithm)
+        assert choose_degree(BurstConfig(algorithm=algorithm), NODE, ANY) == (1, "")
     assert choose_degree(AUTO, NODE, "nobody knows") == (1, "nobody knows")
 
 

@@ -122,14 +122,18 @@ def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentPar
 @pytest.mark.parametrize(
     ("line", "size"),
     [
-        ("", 1),
+        ("", None),
         ("--burst-head-parallel-size auto", None),
+        ("--dataloader-inter-document-masking", 1),
+        ("--sft", 1),
+        ("--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2", 1),
+        ("--context-parallel-algo ulysses --sft", None),
         ("--burst-head-parallel-size 2", 2),
         ("--dataloader-inter-document-masking --burst-head-parallel-size auto", 1),
         ("--dataloader-inter-document-masking --burst-head-parallel-size 2", 2),
     ],
 )
-def test_the_ulysses_degree_is_chosen_later_but_under_documents(
+def test_the_ulysses_degree_is_chosen_later_but_for_documents_and_given_groups(
     parser: argparse.ArgumentParser, line: str, size: int | None
 ) -> None:
     config = burst_config_from_args(parse(parser, f"{BURST} {line}"))

@@ -30,6 +30,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "attention_dropout": 0.0,
         "create_attention_mask_in_dataloader": False,
         "dataloader_inter_document_masking": False,
+        "micro_batch_size": 2,
+        "seq_length": 64,
     }
     return SimpleNamespace(**found | changes)
 
@@ -59,6 +61,7 @@ def test_virtual_stages_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     model_config = SimpleNamespace(transformer_layer_spec=spec.gpt)
     provider, stage = spec.gpt(model_config, 1)
     assert stage == 1 and model_config.transformer_layer_spec is provider
+    assert provider.shared.tokens == 128, "by which heads are shared out"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def submit(cluster: SlurmCluster, output: Path, *flags: str) -> Job:
     """Train the toy model on two nodes of two ranks."""
     return Job(
-        *(cluster, output, *MODEL, *flags, "--context-parallel-size", "4"),
+        *(cluster, output, *MODEL, *flags),
+        *("--context-parallel-size", "4", "--burst-topology", "double"),
         BURST_PYTHON=sys.executable,
     )
 

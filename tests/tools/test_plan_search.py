@@ -1,5 +1,6 @@
 """Models beside dense GPTs, and the search over sizes: by hand and by what it finds. (fast)"""
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -93,6 +94,33 @@ def test_stages_of_a_hybrid_model_are_written_into_its_pattern() -> None:
     assert written(2, **pipeline)[name] == uneven
 
 
+@pytest.mark.parametrize(
+    ("pattern", "stages"),
+    [
+        ("M-*-|M-M-", 2),  # parted as it is said, whatever attention there is
+        ("M-*-M-*-/MM", 2),  # the layers of MTP's heads are none of a stage's
+        ("M-M-/**", 2),
+        ("*-*-*-*-/*-", 4),
+    ],
+)
+def test_a_pipeline_parts_the_layers_of_the_model_alone(pattern: str, stages: int) -> None:
+    flags = {"hybrid_layer_pattern": pattern, "pipeline_model_parallel_size": stages}
+    flags["recompute_num_layers"] = 2
+    assert load_of("nemotron_h_8b", 8, **flags, global_batch_size=64).virtual == 1
+
+
+@pytest.mark.parametrize(("layers", "stages", "each"), [(32, 4, 4), (32, 2, 2), (12, 2, 3)])
+def test_parts_of_a_stage_are_counted_by_its_layers(layers: int, stages: int, each: int) -> None:
+    parts = {"num_layers_per_virtual_pipeline_stage": each, "num_layers": layers}
+    load = load_of("llama3_8b", 8, **parts, pipeline_model_parallel_size=stages)
+    assert load.virtual == layers // stages // each
+
+
+@pytest.mark.parametrize("text", ["4095,0", "(4095, 0)"])
+def test_a_window_is_read_as_megatron_reads_it(text: str) -> None:
+    assert load_of("llama3_8b", 8, window_size=text).window == 4096
+
+
 @pytest.mark.parametrize("parallel", [{}, {"sequence-parallel": True}])
 def test_chunks_of_the_loss_are_those_that_a_gpu_takes(parallel: dict[str, bool]) -> None:
     given = FLAGS | CONFIGS.model("llama3_8b") | {"tensor-model-parallel-size": 8} | parallel
@@ -166,6 +194,26 @@ def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -
     assert "--tensor-model-parallel-size" in found[0].command()
 
 
+def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The default is the least memory with which logits are made twice, not a third time."""
+
+    def command(*own: str) -> str:
+        words = "plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --fractions 0"
+        sizes = "--context-parallel-size 8 --tensor-model-parallel-size 1".split()
+        assert main([*words.split(), "--search", "--json", "--", *sizes, *own]) == 0
+        return str(json.loads(capsys.readouterr().out)[0]["command"])
+
+    assert "--lm-head" not in command().replace("--lm-head-loss chunked", "")
+    assert "--lm-head-memory-mb 600" in command("--lm-head-memory-mb", "600")
+    given = FLAGS | CONFIGS.model("llama3_8b")
+    least = {name: value for name, value in given.items() if name != "lm-head-memory-mb"}
+    limits = ({"lm-head-memory-mb": 5120}, {}, {"lm-head-memory-mb": 2800})
+    chunkings = [loss_chunking(least | limit) for limit in limits]
+    assert [each and each.products for each in chunkings] == [4, 4, 5]
+
+
 def test_what_fits_nowhere_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan --model 70b --cluster h100 --gpus 1 --seq-length 1048576 --search --fractions 0"
     assert main(words.split()) == 1
@@ -203,6 +251,8 @@ def test_a_cluster_file_is_read_or_said_what_is_missing(
 ) -> None:
     monkeypatch.setattr(measure, "measured", lambda device: dict.fromkeys(RATES, 1.0))
     text = measure.cluster_file("two words.v2")
+    assert torch.cuda.is_available() or "# of the host: no GPU is here" in text
+    assert "# made up: 1.5 x linear_tflops" in text
     (path := tmp_path / "two words.v2.toml").write_text(text)
     assert CONFIGS.cluster(str(path)).name == "two words.v2"
     path.write_text(text.replace("gpus_per_node", "gpus"))

@@ -292,12 +292,26 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         (["--run", "toy", "--", "--fp8-format", "hybrid"], "the GPUs of cpu have no FP8"),
         (
             "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
-            "2 layers do not divide over 4; 2 divides over 1, 2",
+            "4 parts of --hybrid-layer-pattern would have 0 to 1 layers of attention; put | ",
+        ),
+        (
+            "--run toy --gpt -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
+            "--num-layers 2 does not divide over --pipeline-model-parallel-size 4 with 1 part",
         ),
         (
             "--run toy --gpt -- --num-layers-per-virtual-pipeline-stage 3".split(),
-            "--num-layers-per-virtual-pipeline-stage 3 does not divide --num-layers 2",
+            "--pipeline-model-parallel-size 1 with --num-layers-per-virtual-pipeline-stage 3",
         ),
+        (
+            "--run toy --gpt -- --account-for-loss-in-pipeline-split".split(),
+            "cannot be predicted here: stages of as many layers alone are",
+        ),
+        ("--run toy -- --hidden-size abc".split(), "--hidden-size abc is not a positive whole"),
+        ("--run toy --gpt -- --num-layers x".split(), "--num-layers x is not a positive whole"),
+        ("--run toy -- --mtp-num-layers x".split(), "--mtp-num-layers x is not a whole number"),
+        ("--run toy -- --seq-length 2k".split(), "--seq-length 2k is not a"),
+        ("--run toy -- --window-size abc".split(), "--window-size abc is not a pair of numbers"),
+        ("--run toy -- --burst-memory-mb abc".split(), "--burst-memory-mb abc: "),
         (
             "--run toy -- --num-layers-per-virtual-pipeline-stage 1".split(),
             "the | of --hybrid-layer-pattern part a HybridModel",

@@ -109,6 +109,33 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     report(case, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
 
 
+# What is said of a degree that nobody gave: a model, flags on all ranks, more on several.
+CHOSEN = {
+    "4: of what a rank sends within its node with 1": (
+        SINKS,
+        "--lm-head-loss chunked",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--burst-layout segmented-zigzag",
+    ),
+    "2: of what a rank sends within its node with 1": (GQA, "", "--burst-ranks-per-node 2"),
+    "1: its rings may send latents": (MLA, "", ""),
+    "1: its rings send less under a window": ("", "--window-size 40,0", ""),
+    "1: rings send less under documents": ("", "--dataloader-inter-document-masking", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", CHOSEN)
+def test_heads_are_shared_out_by_choice_where_that_serves(
+    trained: Callable[..., Log], said: str
+) -> None:
+    model, both, flags = CHOSEN[said]
+    found = trained(BURST, model, 4, f"{both} {flags} {CP4}")
+    assert f"--burst-head-parallel-size {said}" in found.text
+    expected = trained(BURST, model, 1, both)
+    report(said, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+
+
 OFF_BY_ONE = "--softmax-type off-by-one"
 
 

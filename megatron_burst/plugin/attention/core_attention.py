@@ -35,12 +35,16 @@ _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 class SharedState:
     """What the layers of one model share: masks, and contexts, one a context-parallel group.
 
+    Args:
+        config: the settings.
+        tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
+
     Raises:
         ValueError: --burst-block-mask cannot be read.
     """
 
-    def __init__(self, config: BurstConfig) -> None:
-        self.config = config
+    def __init__(self, config: BurstConfig, tokens: int | None = None) -> None:
+        self.config, self.tokens = config, tokens
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
         self.verification = Verification(config) if config.verify else None
@@ -81,7 +85,10 @@ class SharedState:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
             settings = config_of(self.config, name)
             self._contexts[group, name] = BurstContext.create(
-                settings, group, hierarchy=hierarchy, shape=shape_of(config, settings)
+                settings,
+                group,
+                hierarchy=hierarchy,
+                shape=shape_of(config, settings, self.tokens),
             )
         return self._contexts[group, algorithm or own]
 

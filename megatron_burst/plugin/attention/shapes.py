@@ -1,5 +1,7 @@
 """What the tensors of all layers of a model have in common, so that heads may be shared out."""
 
+import argparse
+
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -8,13 +10,24 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
 
 
-def shape_of(model: ModelParallelConfig, config: BurstConfig) -> Shape | str:
-    """Return the shape of a rank's tensors in every layer, of one token.
+def tokens_of_rank(args: argparse.Namespace) -> int | None:
+    """Return how many tokens a context-parallel rank has of a micro-batch; None: not known."""
+    if args.seq_length is None or args.micro_batch_size is None:
+        return None
+    return int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
+
+
+def shape_of(
+    model: ModelParallelConfig, config: BurstConfig, tokens: int | None = None
+) -> Shape | str:
+    """Return the shape of a rank's tensors in every layer; `tokens` are a rank's.
 
     Or why no choice goes by it: messages of some layers are fewer than those of all their keys.
     """
     if not isinstance(model, TransformerConfig) or model.heterogeneous_block_specs:
         return "the heads of its layers are not known"
+    if tokens is None:
+        return "how many tokens a rank has is not known"
     if config.block_mask is not None or model.window_size:
         return "its rings send less under a window or a block mask"
     if model.multi_latent_attention and config.mla is not Mla.HEADS:
@@ -27,7 +40,7 @@ def shape_of(model: ModelParallelConfig, config: BurstConfig) -> Shape | str:
         head_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
     narrow = config.grad_dtype is GradDtype.MODEL
     return Shape(
-        tokens=1,
+        tokens=tokens,
         query_heads=heads // tensor,
         kv_heads=max(kv_heads // tensor, 1),
         head_dim=head_dim,

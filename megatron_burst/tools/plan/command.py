@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import measure, plot
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 from megatron_burst.tools.plan.memory import usable
 from megatron_burst.tools.plan.ranking import Candidate, rank
-from megatron_burst.tools.plan.reading import loss_chunking, number
+from megatron_burst.tools.plan.reading import loss_chunking
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
@@ -167,8 +167,8 @@ def _asked(
     flags |= own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
-    positions = int(flags.get("max-position-embeddings", 0))
-    flags["max-position-embeddings"] = max(positions, int(flags.get("seq-length", 0)))
+    positions = "max-position-embeddings", "seq-length"
+    flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     measured = {
@@ -182,14 +182,14 @@ def _asked(
         }
         return flags, replace(configs.cluster(name), **measured), gpus
     # All GPUs take part, with a sequence for each data-parallel rank.
-    ranks = number(flags, "tensor-model-parallel-size")
-    ranks *= number(flags, "pipeline-model-parallel-size")
+    ranks = whole(flags, "tensor-model-parallel-size")
+    ranks *= whole(flags, "pipeline-model-parallel-size")
     if "context-parallel-size" not in own and (given.gpus or not run):
         flags["context-parallel-size"] = max(1, gpus // ranks)
     if "global-batch-size" not in own:
-        data = max(1, gpus // (ranks * number(flags, "context-parallel-size")))
-        data *= number(flags, "micro-batch-size")
-        flags["global-batch-size"] = data * -(-number(flags, "global-batch-size") // data)
+        data = max(1, gpus // (ranks * whole(flags, "context-parallel-size")))
+        data *= whole(flags, "micro-batch-size")
+        flags["global-batch-size"] = data * -(-whole(flags, "global-batch-size") // data)
     return flags, replace(configs.cluster(name), **measured), gpus
 
 

@@ -4,11 +4,10 @@ import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.model import Flags, hybrid_pattern
+from megatron_burst.tools.model import Flags, cut, hybrid_pattern, whole
 from megatron_burst.tools.plan.cluster import Cluster, cluster_of
 
 _FOLDER = Path(__file__).parents[2] / "configs"
@@ -88,7 +87,7 @@ def hybrid_form(flags: Flags) -> dict[str, Any]:
     if any(map(given.get, ("qk-layernorm", "multi-latent-attention", "mtp-num-layers"))):
         return given
     if "recompute-num-layers" in given:
-        given["recompute-num-layers"] = 2 * int(given["recompute-num-layers"])
+        given["recompute-num-layers"] = 2 * whole(given, "recompute-num-layers")
     if "num-layers" in given:
         given["hybrid-layer-pattern"] = hybrid_pattern(given)
         for name in ("num-layers", "moe-layer-freq"):
@@ -107,9 +106,7 @@ def staged(flags: Flags, segments: int) -> dict[str, Any]:
         return given
     given.pop("num-virtual-stages-per-pipeline-rank", None)
     if "|" not in main:
-        ends = [len(main) * end // segments for end in range(segments + 1)]
-        main = "|".join(main[start:stop] for start, stop in pairwise(ends))
-        given[name] = "/".join((main, *heads))
+        given[name] = "/".join(("|".join(cut(main, segments)), *heads))
     return given
 
 

@@ -1,6 +1,7 @@
 """Measures the rates of the machine at hand and writes them as a cluster file."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -42,9 +43,11 @@ def cluster_file(name: str) -> str:
     device = torch.device("cuda" if is_gpu else "cpu")
     gpus = torch.cuda.device_count() if is_gpu else 1
     model = torch.cuda.get_device_name() if is_gpu else hardware.cpu_model()
-    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else 16 * 2**30
+    memory, whose = _memory(device)
     rates = measured(device)
-    peak = peak_tflops(model) or 1.5 * rates["linear_tflops"]
+    peak, how_peak = peak_tflops(model), "data sheet"
+    if peak is None:
+        peak, how_peak = 1.5 * rates["linear_tflops"], "made up: 1.5 x linear_tflops"
     nics = _nics()
     how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     lines = [
@@ -52,8 +55,8 @@ def cluster_file(name: str) -> str:
         f"[{json.dumps(name)}]",
         f"gpus_per_node = {gpus}",
         f"nics_per_node = {max(1, min(gpus, len(nics)))}",
-        f"memory_gib = {memory / 2**30:.1f}",
-        f"peak_tflops = {peak:.5g}",
+        f"memory_gib = {memory / 2**30:.1f}  # {whose}",
+        f"peak_tflops = {peak:.5g}  # {how_peak}",
         f"\n[{json.dumps(name)}.rates]",
         *(
             f"{rate} = [{value:.5g}, {json.dumps('measured')}, {json.dumps(how)}]"
@@ -67,6 +70,13 @@ def cluster_file(name: str) -> str:
         f'nic_gb_s = [{0.9 * nic:.5g}, "{"data sheet" if nics else "estimate"}", "{source}"]'
     )
     return "\n".join(lines) + "\n"
+
+
+def _memory(device: torch.device) -> tuple[int, str]:
+    """Return the bytes of a GPU, or without one all that this machine has, and whose they are."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "of a GPU"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of the host: no GPU is here"
 
 
 def measured(device: torch.device) -> dict[str, float]:

@@ -144,7 +144,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     for size in range(1, min(load.ranks_per_node, load.context - 1) + 1):
         if load.ranks_per_node % size or not _heads_divide(load, size):
             continue
-        heads = {"burst-head-parallel-size": size} if size > 1 else {}
+        heads = {"burst-head-parallel-size": size}
         double = load.context > load.ranks_per_node > size
         for topology in ("flat", "double") if double else ("flat",):
             ring = {"burst-topology": topology, **heads}

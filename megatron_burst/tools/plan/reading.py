@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -10,19 +11,28 @@ import torch
 from megatron_burst.config import BurstConfig, Flag, LmHeadConfig, LmHeadLoss, flags
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
-from megatron_burst.tools.model import Flags, model_of
+from megatron_burst.tools.model import Flags, cut, model_of, whole
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 
+_UNEVEN = (
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "pipeline-model-parallel-layout",
+)
 _REFUSED = {
     "use-megatron-fsdp": "when it gathers weights is not modelled",
     "fp16": "only bfloat16 and float32 are",
     "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
     "burst-block-mask": "its file would have to be of these sizes",
+    "window-attn-skip-freq": "layers with and without a window are not told apart",
     "moe-latent-size": "experts of another width are not counted",
     "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
     "recompute-method": "uniform alone is",
     "recompute-granularity": "full and selective alone are",
+    **dict.fromkeys(_UNEVEN, "stages of as many layers alone are"),
 }
 _ALLOWED = {"recompute-method": ("uniform",), "recompute-granularity": ("full", "selective")}
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
@@ -36,7 +46,6 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         ValueError: something is missing, is not modelled or does not fit together.
     """
     _refuse(given)
-    left = int(str(given.get("window-size", -1)).split(",")[0])
     element_bytes, gradient_bytes = _widths(given)
     chunking = loss_chunking(given)
     granularity = given.get("recompute-granularity")
@@ -44,16 +53,16 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
-        tensor=number(given, "tensor-model-parallel-size"),
-        context=number(given, "context-parallel-size"),
-        pipeline=number(given, "pipeline-model-parallel-size"),
+        tensor=whole(given, "tensor-model-parallel-size"),
+        context=whole(given, "context-parallel-size"),
+        pipeline=whole(given, "pipeline-model-parallel-size"),
         virtual=_virtual(given),
-        expert=number(given, "expert-model-parallel-size"),
-        tokens=int(given["seq-length"]),
-        sequences=number(given, "global-batch-size"),
-        micro=number(given, "micro-batch-size"),
+        expert=whole(given, "expert-model-parallel-size"),
+        tokens=whole(given, "seq-length"),
+        sequences=whole(given, "global-batch-size"),
+        micro=whole(given, "micro-batch-size"),
         config=config_of(BurstConfig, given),
-        window=None if left < 0 else left + 1,
+        window=_window(given),
         documents=_documents(given),
         recompute=granularity == "full",
         selective=_modules(given) if granularity == "selective" else frozenset(),
@@ -77,10 +86,16 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
 def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
     """Read one of our configurations from the flags, with its defaults where they do not say."""
     known: type = config
-    values: dict[str, Any] = {
-        flag.field: flag.type(given[name]) for name, flag in _flags(known) if name in given
-    }
-    return config(**values)
+    named = [(name, flag) for name, flag in _flags(known) if name in given]
+    return config(**{flag.field: _value(flag, name, given[name]) for name, flag in named})
+
+
+def _value(flag: Flag, name: str, given: Any) -> Any:
+    """What a flag's text means; ValueError with its name where it means nothing."""
+    try:
+        return flag.type(given)
+    except ValueError as error:
+        raise ValueError(f"--{name} {given}: {error}") from error
 
 
 @cache
@@ -98,12 +113,12 @@ def loss_chunking(given: Flags) -> Chunking | None:
     config = config_of(LmHeadConfig, given)
     if config.loss is not LmHeadLoss.CHUNKED:
         return None
-    model, tensor = model_of(given), number(given, "tensor-model-parallel-size")
-    tokens = number(given, "micro-batch-size") * int(given["seq-length"])
+    model, tensor = model_of(given), whole(given, "tensor-model-parallel-size")
+    tokens = whole(given, "micro-batch-size") * whole(given, "seq-length")
     call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
     element_bytes, gradient_bytes = _widths(given)
     sizes = Sizes(
-        tokens=tokens // number(given, "context-parallel-size"),
+        tokens=tokens // whole(given, "context-parallel-size"),
         vocabulary=model.vocabulary // tensor,
         hidden=model.hidden,
         dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
@@ -116,14 +131,6 @@ def loss_chunking(given: Flags) -> Chunking | None:
     return call.chunking(sizes)
 
 
-def number(given: Flags, name: str) -> int:
-    """Return a size, 1 where it is not given; ValueError for what is none."""
-    text = str(given.get(name, 1))
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--{name} {text} is not a positive whole number")
-    return int(text)
-
-
 def _widths(given: Flags) -> tuple[int, int]:
     """Bytes of an element of weights and activations, and of the gradients that are summed."""
     if not given.get("bf16"):
@@ -133,28 +140,54 @@ def _widths(given: Flags) -> tuple[int, int]:
 
 def _virtual(given: Flags) -> int:
     """The parts of a pipeline stage: given, by the layers of a part, or by a pattern's `|`."""
-    stages, layers = number(given, "pipeline-model-parallel-size"), "--num-layers"
+    stages = whole(given, "pipeline-model-parallel-size")
     if "hybrid-layer-pattern" in given:
-        parts, layers = str(given["hybrid-layer-pattern"]).count("|") + 1, "--hybrid-layer-pattern"
-        if named := [f"--{name}" for name in _VIRTUAL[parts == 1 :] if name in given]:
-            raise ValueError(
-                f"{named[0]}: the | of {layers} part a HybridModel, and without them "
-                f"--{_VIRTUAL[0]} does; or give --gpt"
-            )
-    elif (name := _VIRTUAL[1]) in given:
-        parts, rest = divmod(int(given["num-layers"]), int(given[name]))
-        layers = f"--{name} {given[name]}"
-        if rest:
-            raise ValueError(f"{layers} does not divide --num-layers {given['num-layers']}")
-    else:
-        parts = 1
-    if parts == 1:
-        return number(given, _VIRTUAL[0])
-    if parts % stages:
+        return _parts_of_pattern(given, stages)
+    layers, parts = whole(given, "num-layers"), whole(given, _VIRTUAL[0])
+    asked = f"--pipeline-model-parallel-size {stages} with {parts} parts a stage"
+    rest = layers % (stages * parts)
+    if (name := _VIRTUAL[1]) in given:
+        asked = f"--pipeline-model-parallel-size {stages} with --{name} {given[name]}"
+        parts, rest = divmod(layers, stages * whole(given, name))
+    if rest:
+        raise ValueError(f"--num-layers {layers} does not divide over {asked}")
+    return parts
+
+
+def _parts_of_pattern(given: Flags, stages: int) -> int:
+    """Those of a stage; where no `|` is given, all must have as much attention."""
+    name, pattern = "--hybrid-layer-pattern", str(given["hybrid-layer-pattern"])
+    is_parted = "|" in pattern
+    if named := [f"--{flag}" for flag in _VIRTUAL[not is_parted :] if flag in given]:
         raise ValueError(
-            f"{parts} parts of {layers} do not divide over --pipeline-model-parallel-size {stages}"
+            f"{named[0]}: the | of {name} part a HybridModel, and without them "
+            f"--{_VIRTUAL[0]} does; or give --gpt"
         )
-    return parts // stages
+    if is_parted:
+        parts, rest = divmod(pattern.count("|") + 1, stages)
+        if rest:
+            raise ValueError(
+                f"{pattern.count('|') + 1} parts of {name} do not divide over "
+                f"--pipeline-model-parallel-size {stages}"
+            )
+        return parts
+    parts = whole(given, _VIRTUAL[0])
+    attention = [part.count("*") for part in cut(pattern.partition("/")[0], stages * parts)]
+    if len(set(attention)) > 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages}: {stages * parts} parts of {name} would "
+            f"have {min(attention)} to {max(attention)} layers of attention; put | between them"
+        )
+    return parts
+
+
+def _window(given: Flags) -> int | None:
+    """Keys that a query sees, itself included; Megatron's window is of those to the left."""
+    text = str(given.get("window-size", "-1,0"))
+    found = re.fullmatch(r"\(?(-1|\d+),\s*(-1|\d+)\)?", text)
+    if not found:
+        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
+    return None if found[1] == "-1" else int(found[1]) + 1
 
 
 def _modules(given: Flags) -> frozenset[str]:
@@ -178,7 +211,7 @@ def _documents(given: Flags) -> tuple[int, ...] | None:
             "--dataloader-inter-document-masking cannot be predicted here without the mean length "
             "of a document: give plan --documents N"
         )
-    tokens, source, borders = int(given["seq-length"]), random.Random(0), [0]
+    tokens, source, borders = whole(given, "seq-length"), random.Random(0), [0]
     while borders[-1] < tokens:
         length = max(1, math.ceil(source.expovariate(1 / mean)))
         borders.append(min(tokens, borders[-1] + length))
@@ -192,12 +225,12 @@ def _refuse(given: Flags) -> None:
             raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     # Attention and the MLP are layers of their own in a HybridModel.
     layers = 2 if "hybrid-layer-pattern" in given else 1
-    if (recomputed := int(given.get("recompute-num-layers", layers))) != layers:
+    if (recomputed := whole(given, "recompute-num-layers", layers)) != layers:
         raise ValueError(
             f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
         )
-    tensor = number(given, "tensor-model-parallel-size")
-    if (apart := int(given.get("expert-tensor-parallel-size", tensor))) != tensor:
+    tensor = whole(given, "tensor-model-parallel-size")
+    if (apart := whole(given, "expert-tensor-parallel-size", tensor)) != tensor:
         raise ValueError(
             f"--expert-tensor-parallel-size {apart} cannot be predicted here: experts are cut as "
             f"all else, over {tensor}"

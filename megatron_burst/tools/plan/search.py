@@ -11,21 +11,26 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, recomputing, unchosen
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
-_CLOCKS = 2_500_000
+_CLOCKS = 60_000_000
 """What a search may compute: a plan of P ranks on the clock counts P² and as much as 128 ranks."""
 _SIZES = {
     "tensor-model-parallel-size": (1, 2, 4, 8),
     "pipeline-model-parallel-size": (1, 2, 4, 8, 16),
     "expert-model-parallel-size": (1, 2, 4, 8, 16, 32, 64),
 }
-SEARCHED = (*_SIZES, "context-parallel-size", "sequence-parallel", "global-batch-size")
+SEARCHED = (
+    *_SIZES,
+    *("context-parallel-size", "sequence-parallel", "global-batch-size"),
+    # Without them the loss takes the least memory that costs no time.
+    *("lm-head-memory-mb", "lm-head-chunk-size"),
+)
 _DEGREES = (1, 2, 4, 8)  # of head parallelism
 
 
@@ -143,7 +148,7 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
     asked = {"pipeline-model-parallel-size": wish.pipelines}
     asked["expert-model-parallel-size"] = wish.experts
     choices = [
-        (int(flags[name]),) if name in flags else sizes if asked.get(name, True) else (1,)
+        (whole(flags, name),) if name in flags else sizes if asked.get(name, True) else (1,)
         for name, sizes in _SIZES.items()
     ]
     for tensor, pipeline, expert in product(*choices):
@@ -152,17 +157,17 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
             continue
         contexts = [size for size in range(1, left + 1) if left % size == 0]
         if "context-parallel-size" in flags:
-            contexts = [int(flags["context-parallel-size"])]
+            contexts = [whole(flags, "context-parallel-size")]
         for context in contexts:
             data = max(1, left // context)
-            sequences = data * int(flags.get("micro-batch-size", 1)) * (4 * pipeline - 3)
+            sequences = data * whole(flags, "micro-batch-size") * (4 * pipeline - 3)
             yield {
                 "tensor-model-parallel-size": tensor,
                 **({"sequence-parallel": True} if tensor > 1 else {}),
                 "context-parallel-size": context,
                 **({"pipeline-model-parallel-size": pipeline} if pipeline > 1 else {}),
                 **({"expert-model-parallel-size": expert} if expert > 1 else {}),
-                "global-batch-size": int(flags.get("global-batch-size", sequences)),
+                "global-batch-size": whole(flags, "global-batch-size", sequences),
             }
 
 
@@ -172,7 +177,7 @@ def _schedules(context: int) -> Iterator[dict[str, Any]]:
         yield {"context-parallel-algo": "burst"}
         return
     for degree in (size for size in _DEGREES if size < context):
-        heads = {"burst-head-parallel-size": degree} if degree > 1 else {}
+        heads = {"burst-head-parallel-size": degree}
         for topology in ("auto", "double"):
             yield {"context-parallel-algo": "burst", "burst-topology": topology, **heads}
     yield {"context-parallel-algo": "ulysses"}

@@ -101,12 +101,10 @@ class Workload:
             )
 
     def _check_model(self) -> None:
-        """Check that heads, layers and experts divide over their ranks."""
+        """Check that heads and experts divide over their ranks."""
         experts = self.model.experts.count if self.model.experts else 1
-        kinds = self.model.layers - self.model.mtp
         for name, size, what, count in (
             ("tensor-model-parallel-size", self.tensor, "attention heads", self.model.heads),
-            ("pipeline-model-parallel-size", self.pipeline * self.virtual, "layers", kinds),
             ("expert-model-parallel-size", self.expert, "experts", experts),
             (
                 "expert-model-parallel-size",
