@@ -65,7 +65,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
 
 @pytest.mark.slow
 def test_heads_that_auto_shares_out_equal_one_rank(runs: Callable[..., Log]) -> None:
-    flags = "--context-parallel-size 4 --burst-ranks-per-node 2"
+    flags = "--context-parallel-size 4 --burst-ranks-per-node 2 --burst-head-parallel-size auto"
     found = runs(4, PER_TOKEN, *flags.split())
     assert "--burst-head-parallel-size 2: " in found.text and "heads over 2 ranks" in found.text
     report(flags, largest_difference(found, runs(1, PER_TOKEN), STEPS), FLOAT32_TOLERANCE)
