@@ -208,7 +208,7 @@ class _Hand:
         """How many tokens of an item there is work for, with the shortest ones for the others."""
         least, most = max(0, self.tokens - self.stock.tokens), min(length, self.tokens)
         goal = self.work + self.slack
-        if most * rate + self.stock.of_last(self.tokens - most) <= goal:
+        if most <= least or most * rate + self.stock.of_last(self.tokens - most) <= goal:
             return most
         return min(most, max(least, self.stock.room(self.tokens, goal, rate)))
 
