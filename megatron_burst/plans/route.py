@@ -42,8 +42,8 @@ class Route:
     """[station, owner]: who is there; a rank may be at several stations of an owner."""
     used: NDArray[np.bool]
     """[leg, owner]: whether anything goes that way."""
-    parts: Sequence[Interval | None]
-    """By owner: which of its rows go; None is all."""
+    parts: Sequence[Sequence[Interval | None]]
+    """By pass and owner: which of its rows go; None is all. Of one pass: in all."""
     length: int | None = None
     """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
@@ -62,19 +62,20 @@ class Route:
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
-        rows = np.array([local_tokens if part is None else part.length for part in self.parts])
-        payload = sizes[self.kind] * rows // local_tokens
+        rows = [[local_tokens if x is None else x.length for x in some] for some in self.parts]
+        payload = sizes[self.kind] * np.array(rows) // local_tokens  # [pass, owner]
         legs = np.array([leg[:2] + leg[3:] for leg in self.legs], np.int64).reshape(-1, 4)
         sources, targets, *steps = legs.T
-        if not (summed and self.length and self.used.all() and set(self.parts) == {None}):
-            return Loads(self.ranks[sources], self.ranks[targets], payload * self.used, *steps)
+        if not (summed and self.length and self.used.all() and (payload == sizes[self.kind]).all()):
+            each = payload[[self._pass_of(leg) for leg in self.legs]] * self.used
+            return Loads(self.ranks[sources], self.ranks[targets], each, *steps)
         ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
         shape = [[len(self.ranks) // self.length], [self.length]]
         way = np.ravel_multi_index((ends[:, 1] - ends[:, 0]) % shape, np.ravel(shape).tolist())
         _, first, times = np.unique(way, return_index=True, return_counts=True)
         steps = [step[first] for step in steps]
         ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
-        return Loads(*ends_of, np.outer(times, payload), *steps)
+        return Loads(*ends_of, np.outer(times, payload[0]), *steps)
 
     def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
@@ -83,9 +84,13 @@ class Route:
         ends = np.array([leg[:2] for _, leg in each], np.int64).reshape(-1, 2).T
         found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
         return [
-            Hop(Item(self.kind, owner, self.parts[owner]), source, target, *leg[2:])
-            for (owner, leg), source, target in found
+            Hop(Item(self.kind, owner, self.parts[self._pass_of(leg)][owner]), *ends, *leg[2:])
+            for (owner, leg), *ends in found
         ]
+
+    def _pass_of(self, leg: Leg) -> int:
+        """Return in which pass around nodes it is; a leg between nodes leads into it, or out."""
+        return 0 if len(self.parts) == 1 else max(leg[:2]) // (self.length or 1)
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
