@@ -90,7 +90,8 @@ class BurstConfig:
     high_priority_streams: bool = False
     """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
     Megatron's process group then serves no more, unless it has such streams: one communicator more
-    a rank. Without the flag our groups do as Megatron's, see --high-priority-stream-groups cp."""
+    a rank, with hierarchical groups two. Without the flag our groups do as Megatron's, see
+    --high-priority-stream-groups cp hcp."""
 
     head_parallel_size: int | None = field(default=1, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings

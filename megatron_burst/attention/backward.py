@@ -27,7 +27,7 @@ def backward(
     blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
     blocks |= parts_to_send(plan, blocks)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
-    sums = keys.sums(q, call.gradient_dtype)
+    sums = keys.sums(q, call.wire)
 
     def template(item: Item) -> Block:
         return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.part)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
+from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
@@ -45,7 +46,7 @@ class AttentionCall:
     kernel: Kernel
     scale: float
     communicator: Communicator
-    gradient_dtype: torch.dtype | None = None  # on the wire; None: that of sums
+    wire: WireDtypes = WireDtypes()  # of gradients
     soft_cap: float | None = None
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
@@ -334,8 +335,8 @@ class BurstContext:
         choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
         if mask.query_stop is None:
             self.means.add(mask, choice.forward[0].schedule.imbalance)
-        sends_raw = shape.sends_raw and not choice.backward[0].schedule.sums_on_the_way
-        wire_dtype = asked.dtype if sends_raw or sent_as is GradDtype.MODEL else None
+        sums_as = asked.dtype if sent_as is GradDtype.MODEL else None
+        wire = WireDtypes(asked.dtype if shape.sends_raw else sums_as, sums_as)
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
         # With documents every micro-batch has a mask of its own: one line for all of them.
@@ -349,7 +350,7 @@ class BurstContext:
         scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
         forward, backward = device_calls(plans, asked.q[0], asked.device)
         return AttentionCall(
-            *(*plans, kernel, scale, messenger, wire_dtype, asked.soft_cap),
+            *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
             sends_latents=shape.latents is not None,
             leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
             forward_calls=forward,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,13 @@ from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
+
+
+class WireDtypes(NamedTuple):
+    """The dtypes in which gradients travel; None is that of sums, as which nothing is rounded."""
+
+    partials: torch.dtype | None = None  # of what one kernel call returned
+    sums: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -28,15 +36,16 @@ class GradientAccumulator:
         self,
         rank: int,  # what belongs to another rank is a visitor's
         shaped: Mapping[Kind, Block],  # tensors of the shapes of one rank's sums
-        wire_dtype: torch.dtype | None,  # what sums are rounded to when sent; None: as they are
+        wire: WireDtypes,
     ) -> None:
-        self._rank, self._shaped, self._wire_dtype = rank, shaped, wire_dtype
+        self._rank, self._shaped, self._wire = rank, shaped, wire
         self._sums: dict[Item, _Sum] = {}
 
     def template(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
+        dtype = self._wire.sums if item == item.sum else self._wire.partials
         return tuple(
-            t.new_empty((1,), dtype=self._wire_dtype or accumulation_dtype(t.dtype)).expand(t.shape)
+            t.new_empty((1,), dtype=dtype or accumulation_dtype(t.dtype)).expand(t.shape)
             for t in self._shape(item)
         )
 
@@ -49,7 +58,7 @@ class GradientAccumulator:
 
     def take(self, item: Item, block: Block) -> None:
         """Add what has arrived; it is not looked at again."""
-        rows = self._all_rows(item)
+        item, rows = item.sum, self._all_rows(item)
         if item.owner == self._rank:
             rows, item = item.part or rows, item._replace(part=None)
         _accumulate(self._whole(item), rows, block)
@@ -63,7 +72,7 @@ class GradientAccumulator:
         return found.rows, found.block
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
-        """Return, as they are sent, the sums of every gradient among `sends`; they start anew."""
+        """Return what is sent of every gradient among `sends`; their sums start anew."""
         return {s.item: self._pop_to_send(s.item) for s in sends if s.item.kind.is_result}
 
     def total(self, item: Item) -> Block:
@@ -75,7 +84,7 @@ class GradientAccumulator:
 
     def _pop_to_send(self, item: Item) -> Block:
         """Return all rows of a sum, zeros where it has none; what is narrow is never made wide."""
-        found, shaped = self._sums.pop(item, None), self.template(item)
+        found, shaped = self._sums.pop(item.sum, None), self.template(item)
         if found is not None and found.rows == self._all_rows(item):
             pairs = zip(found.block, shaped, strict=True)
             return tuple(t.to(like.dtype).contiguous() for t, like in pairs)
@@ -103,7 +112,7 @@ class GradientAccumulator:
         return Interval(0, self._shape(item)[0].shape[1])
 
     def _shape(self, item: Item) -> Block:
-        return rows_of(self._shaped[item.kind], item.part)
+        return rows_of(self._shaped[item.kind.sum], item.part)
 
 
 def _accumulate(total: Block, rows: Rows, parts: Block) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.rows import Rows, rows_of
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape
@@ -60,10 +60,10 @@ class Keys:
         """Return k and v of a key block, the own one or a visitor's, as it was sent."""
         return block
 
-    def sums(self, q: Tensor, wire_dtype: torch.dtype | None) -> GradientAccumulator:
+    def sums(self, q: Tensor, wire: WireDtypes) -> GradientAccumulator:
         """Return where the gradients of q and of what travels are summed."""
         shaped = {Kind.D_QUERY: (q,), Kind.D_KV: self.sent}
-        return GradientAccumulator(self._rank, shaped, wire_dtype)
+        return GradientAccumulator(self._rank, shaped, wire)
 
     def gradients(self, sums: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return those of k, v and the latent in the dtypes of sums or of their tensors."""
@@ -103,9 +103,9 @@ class ExpandedLatents(Keys):
             self._made = expand(latent, rotary, self._weight, self._heads, self._value_dim)
         return self._made
 
-    def sums(self, q: Tensor, wire_dtype: torch.dtype | None) -> GradientAccumulator:
+    def sums(self, q: Tensor, wire: WireDtypes) -> GradientAccumulator:
         """Return sums of the shapes of q and of the latents."""
-        return _LatentSums(self._rank, q, self, wire_dtype)
+        return _LatentSums(self._rank, q, self, wire)
 
     def gradients(self, sums: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return those of k and v of the own tiles, with the visits of the rotary key; and dc."""
@@ -136,11 +136,9 @@ class _LatentSums(GradientAccumulator):
     once: one product a block, however many tiles it has.
     """
 
-    def __init__(
-        self, rank: int, q: Tensor, keys: ExpandedLatents, wire_dtype: torch.dtype | None
-    ) -> None:
-        super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: keys.sent}, wire_dtype)
-        self.own = GradientAccumulator(rank, {Kind.D_KV: keys.own}, None)
+    def __init__(self, rank: int, q: Tensor, keys: ExpandedLatents, wire: WireDtypes) -> None:
+        super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: keys.sent}, wire)
+        self.own = GradientAccumulator(rank, {Kind.D_KV: keys.own}, WireDtypes())
         self._keys = keys
         self._visitor: tuple[Item, Block] | None = None
 

@@ -19,7 +19,7 @@ _UNIT = 8  # in which strides are passed, so that 16 bytes of bfloat16 are known
 
 
 def _kernel(function: Callable[..., None]) -> Any:
-    """Compile a kernel once for its dtypes and head size, whatever lengths and strides are."""
+    """Compile a kernel once for its dtypes, constants and alignment, whatever the lengths are."""
     names = inspect.signature(function).parameters
     integers = [n for n, p in names.items() if p.annotation in (tl.int32, tl.int64)]
     a_number_a_row = [n for n in names if n.endswith(("lse", "index", "factor"))]

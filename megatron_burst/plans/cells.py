@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ class Cells:
     def __iter__(self) -> Iterator[Cell]:
         return map(_cell, self.rows.tolist(), self.sides.tolist())
 
-    def __getitem__(self, number: int) -> Cell:
+    def __getitem__(self, number: SupportsIndex) -> Cell:
+        number = index(number)  # TypeError for a slice, see `some`
         return _cell(self.rows[number].tolist(), self.sides[number].tolist())
 
     def some(self, which: NDArray[np.integer | np.bool] | slice) -> "Cells":

@@ -36,11 +36,11 @@ class Shape:
     element_bytes: int
     gradient_bytes: int  # of an element of a sum of gradients on the wire
     row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
-    sends_raw: bool = False  # whether gradients that are no sums go as a kernel made them
+    sends_raw: bool = False  # whether partial gradients go as a kernel made them
     latents: LatentShape | None = None  # if they travel in the place of K and V
 
-    def item_bytes(self, *, backward: bool = True, summed: bool = True) -> dict[Kind, int]:
-        """Return the payload bytes of one item of each kind that is sent, gradients summed or not.
+    def item_bytes(self, *, backward: bool = True) -> dict[Kind, int]:
+        """Return the payload bytes of one item of each kind that is sent.
 
         A hop of the kv backward is n·Hkv·(dk + dv)·(e + g), one of the query backward
         n·Hq·(e·(dk + dv) + g·dk + 8). In the forward queries go alone, n·Hq·e·dk, and their outputs
@@ -51,14 +51,16 @@ class Shape:
         dims = self.head_dim + self.value_head_dim
         keys = self.tokens * (self.latents.size if self.latents else self.kv_heads * dims)
         query = self.element_bytes * self.head_dim
-        gradient = self.element_bytes if self.sends_raw and not summed else self.gradient_bytes
+        partial = self.element_bytes if self.sends_raw else self.gradient_bytes
         if backward:  # with dO, its log-sum-exp and delta
             query = self.element_bytes * dims + 2 * self.row_bytes
         return {
             Kind.KV: keys * self.element_bytes,
-            Kind.D_KV: keys * gradient,
+            Kind.D_KV: keys * self.gradient_bytes,
+            Kind.PARTIAL_D_KV: keys * partial,
             Kind.QUERY: queries * query,
-            Kind.D_QUERY: queries * self.head_dim * gradient,
+            Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
+            Kind.PARTIAL_D_QUERY: queries * self.head_dim * partial,
             Kind.OUTPUT: queries * (self.value_head_dim * self.element_bytes + self.row_bytes),
         }
 

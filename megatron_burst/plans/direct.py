@@ -41,11 +41,6 @@ class Direct(Schedule):
         return f"{self.sent} direct exchange"
 
     @property
-    def sums_on_the_way(self) -> bool:
-        """Not of a single tile."""
-        return not self.tiling.needs.has_single_tiles
-
-    @property
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes: all of what does not move."""
         return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
@@ -56,7 +51,7 @@ class Direct(Schedule):
         received, sent = rows.sum(axis=0), rows.sum(axis=1)
         held = received * sizes[self.sent]
         if backward:  # results of what was received, and those that come home
-            held = held + (received + sent) * sizes[self.sent.gradient]
+            held = held + (received + sent) * sizes[self.of_one_step(self.sent.gradient)]
         return int(held.max()) // self.tiling.local_tokens
 
     def messages(self, *, backward: bool) -> "tuple[_Exchange, ...]":
@@ -80,7 +75,7 @@ class Direct(Schedule):
 
     def gradients(self) -> "_Exchange":
         """Return the messages with gradients: all have landed at the end."""
-        return _Exchange(self, self.sent.gradient)
+        return _Exchange(self, self.of_one_step(self.sent.gradient))
 
     def parts(self, owner: int, user: int) -> list[Interval]:
         """Return the rows of `owner` that `user` needs, as few intervals."""

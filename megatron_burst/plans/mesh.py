@@ -70,32 +70,34 @@ class Mesh(Schedule):
         if result := visiting.result(backward=backward):
             held += 3 * sizes[result]
         if result := around.result(backward=backward):
-            held += (table.held + (4 if passing else 1)) * sizes[result]
+            held += (table.held + (2 if passing else 1)) * sizes[result]
+            held += (2 if passing else 0) * sizes[self.of_one_step(result)]
         return held
 
     def sends(self, sizes: Mapping[Kind, int], *, backward: bool) -> tuple[int, int]:
         """Return what a rank sends to other nodes, and within its own, if all is needed whole."""
 
-        def moved(kind: Kind) -> int:
-            result = kind.result(backward=backward)
-            return sizes[kind] + (sizes[result] if result else 0)
+        def moved(kind: Kind, made: Kind | None) -> int:
+            return sizes[kind] + (sizes[made] if made else 0)
 
-        table = self.table
-        kept, visits = moved(self.sent), moved(self.sent.other)
-        around = len(table.passes) * (table.locals - 1) * kept
-        return (table.held - 1) * kept + (table.visitors - 1) * visits, around
+        table, around, visiting = self.table, self.sent, self.sent.other
+        kept, visits = (kind.result(backward=backward) for kind in (around, visiting))
+        away = (table.held - 1) * moved(around, kept)
+        away += (table.visitors - 1) * moved(visiting, visits)
+        within = moved(around, kept and self.of_one_step(kept))
+        return away, len(table.passes) * (table.locals - 1) * within
 
     def messages(self, *, backward: bool) -> tuple[Messages, ...]:
         """Return all messages of a forward or a backward."""
         around, visiting = self.sent, self.sent.other
         routes = [
-            self._around(around, [*self._fetches()], used_by_blocks),
-            self._visits(visiting, [*self._arrivals()], used_by_blocks),
+            self._around([*self._fetches()], used_by_blocks),
+            self._visits([*self._arrivals()], used_by_blocks),
         ]
         if result := visiting.result(backward=backward):
-            routes.append(self._visits(result, [*self._departures()], used_by_results))
+            routes.append(self._visits([*self._departures(result)], used_by_results))
         if result := around.result(backward=backward):
-            routes.append(self._around(result, [*self._returns()], used_by_results))
+            routes.append(self._around([*self._returns(result)], used_by_results))
         return tuple(routes)
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
@@ -150,15 +152,15 @@ class Mesh(Schedule):
                 tiles = tiles.reading(kind, part)
         return tiles
 
-    def _around(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
+    def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
         of_all = self._used(legs, used, _useful_around)
-        return Route(kind, legs, _around(self), of_all, [self._parts[self.sent]])
+        return Route(legs, _around(self), of_all, [self._parts[self.sent]])
 
-    def _visits(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
+    def _visits(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
         of_all = self._used(legs, used, _useful_visits)
-        return Route(kind, legs, _visits(self), of_all, [self._parts[self.sent.other]])
+        return Route(legs, _visits(self), of_all, [self._parts[self.sent.other]])
 
     def _used(
         self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], NDArray[np.bool]]"
@@ -176,27 +178,27 @@ class Mesh(Schedule):
 
     def _fetches(self) -> Iterator[Leg]:
         """A block goes to its keepers, a pass ahead of its use, and in each pass around a node."""
-        table, length = self.table, self.table.locals
+        table, length, sent = self.table, self.table.locals, self.sent
         within, between = self._channels(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         for number, (_, node) in enumerate(table.passes):
             keeper, begin = table.keeper(node), number * length
             if keeper == begin > 0:
-                yield Leg(0, keeper, between, begin - length, begin - 1)
+                yield Leg(sent, 0, keeper, between, begin - length, begin - 1)
             for t in range(begin, begin + length - 1):
-                yield Leg(keeper if t == begin else t, t + 1, within, t, t)
+                yield Leg(sent, keeper if t == begin else t, t + 1, within, t, t)
 
-    def _returns(self) -> Iterator[Leg]:
+    def _returns(self, result: Kind) -> Iterator[Leg]:
         """A result goes to the block's keeper in the node, and the sum home after its last pass."""
-        table, length = self.table, self.table.locals
+        table, length, part = self.table, self.table.locals, self.of_one_step(result)
         within, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for number, (visitor, node) in enumerate(table.passes):
             keeper, begin, end = table.keeper(node), number * length, (number + 1) * length
             for t in range(begin + 1, end):
-                yield Leg(t, keeper, within, t + 1, t + 1)
+                yield Leg(part, t, keeper, within, t + 1, t + 1)
             if node and not visitor:
                 leaves = end if length == 1 else end + 1  # the sum is complete a hop later
                 lands = leaves if end == self.grid.ranks else leaves + length - 1
-                yield Leg(keeper, 0, between, leaves, lands)
+                yield Leg(result, keeper, 0, between, leaves, lands)
 
     def _arrivals(self) -> Iterator[Leg]:
         """A visitor comes while the last one is there, but not before all keepers have theirs."""
@@ -205,16 +207,16 @@ class Mesh(Schedule):
         for visitor in range(1, table.visitors):
             first = table.first_pass(visitor)
             leaves = max(first - table.held, table.held) if visitor > 1 else 0
-            yield Leg(0, visitor, between, leaves * length, first * length - 1)
+            yield Leg(self.sent.other, 0, visitor, between, leaves * length, first * length - 1)
 
-    def _departures(self) -> Iterator[Leg]:
+    def _departures(self, result: Kind) -> Iterator[Leg]:
         """A visitor's result goes home while the next one is there, or the rank's own."""
         table, length = self.table, self.table.locals
         _, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for visitor in range(1, table.visitors):
             leaves = table.first_pass(visitor) + table.held
             lands = min(leaves + table.held, len(table.passes))
-            yield Leg(visitor, 0, between, leaves * length, lands * length - 1)
+            yield Leg(result, visitor, 0, between, leaves * length, lands * length - 1)
 
 
 @dataclass(frozen=True, slots=True)

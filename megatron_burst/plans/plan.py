@@ -25,6 +25,8 @@ class Kind(StrEnum):
     QUERY = "query"
     D_KV = "d_kv"
     D_QUERY = "d_query"
+    PARTIAL_D_KV = "partial d_kv"  # what one kernel call returned of it, no sum
+    PARTIAL_D_QUERY = "partial d_query"
     OUTPUT = "output"  # of queries against some of the keys, with its log-sum-exp
     HEADS = "heads"  # what an all-to-all over the heads moves
 
@@ -32,8 +34,20 @@ class Kind(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether items of this kind are sums that grow, not blocks that are read."""
-        return self in (Kind.OUTPUT, Kind.D_KV, Kind.D_QUERY)
+        """Whether items of this kind are added to sums, not blocks that are read."""
+        return self.sum in (Kind.OUTPUT, Kind.D_KV, Kind.D_QUERY)
+
+    @property
+    def partial(self) -> "Kind":
+        """Of a gradient, the kind of what one kernel call returned of it."""
+        partials = {Kind.D_KV: Kind.PARTIAL_D_KV, Kind.D_QUERY: Kind.PARTIAL_D_QUERY}
+        return partials.get(self, self)
+
+    @property
+    def sum(self) -> "Kind":
+        """The kind of sum that it is added to."""
+        sums = {Kind.PARTIAL_D_KV: Kind.D_KV, Kind.PARTIAL_D_QUERY: Kind.D_QUERY}
+        return sums.get(self, self)
 
     @property
     def gradient(self) -> "Kind":
@@ -68,6 +82,11 @@ class Item(NamedTuple):
     owner: int
     part: Interval | None = None  # which of the owner's rows; None: all
     target: int | None = None  # of HEADS: whose share of the heads
+
+    @property
+    def sum(self) -> "Item":
+        """What it is added to."""
+        return self._replace(kind=self.kind.sum)
 
     def __str__(self) -> str:
         part = f", rows {self.part.start} to {self.part.stop}" if self.part else ""
@@ -193,6 +212,8 @@ class Tiles(Meeting, Sequence[Tile]):
         return len(self.cells)
 
     def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return self.having(self.cells.some(number))
         return self._tile(self.cells[number])
 
     def __iter__(self) -> Iterator[Tile]:
@@ -281,11 +302,11 @@ class Plan:
         there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
         for step in self.steps:
             for send in step.sends:
-                steps = range(begun.pop(send.item, send.lands) + 1, send.lands + 1)
+                steps = range(begun.pop(send.item.sum, send.lands) + 1, send.lands + 1)
                 there[send.item.kind].update(steps)
             for receive in step.receives:
                 if receive.item.kind.is_result and receive.item.owner != self.rank:
-                    begun.setdefault(receive.item, receive.lands)
+                    begun.setdefault(receive.item.sum, receive.lands)
         return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
 
     @property

@@ -137,14 +137,14 @@ class _Pass:
         return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
-        sizes = self._sizes(schedule)
         if cost is None:
             messages = schedule.messages(backward=self.backward)
-            cost = traffic(messages, sizes, self.nodes, self.tiling.local_tokens)
-        return Offer(schedule, cost, schedule.memory(sizes, backward=self.backward))
+            cost = traffic(messages, self._sizes, self.nodes, self.tiling.local_tokens)
+        return Offer(schedule, cost, schedule.memory(self._sizes, backward=self.backward))
 
-    def _sizes(self, schedule: Schedule) -> Mapping[Kind, int]:
-        return self.shape.item_bytes(backward=self.backward, summed=schedule.sums_on_the_way)
+    @property
+    def _sizes(self) -> Mapping[Kind, int]:
+        return self.shape.item_bytes(backward=self.backward)
 
     def _kinds(self) -> tuple[Kind, ...]:
         """What may circulate."""
@@ -173,11 +173,11 @@ class _Pass:
             return  # within a node links are fast, and what a mesh costs besides bytes counts
         kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
         every = [mesh for kind in kinds for mesh in meshes(self.tiling, self.grid, kind)]
-        memory = {mesh: mesh.memory(self._sizes(mesh), backward=self.backward) for mesh in every}
+        memory = {mesh: mesh.memory(self._sizes, backward=self.backward) for mesh in every}
         fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
         if not fitting and self.config.topology is Topology.MESH:
             raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
-        sent = {mesh: mesh.sends(self._sizes(mesh), backward=self.backward) for mesh in fitting}
+        sent = {mesh: mesh.sends(self._sizes, backward=self.backward) for mesh in fitting}
         if fitting:
             best = min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh]))
             yield self._offer(best, self._by_formula(*sent[best]))

@@ -54,23 +54,19 @@ class Ring(Schedule):
         return f"{self.sent} ring"
 
     @property
-    def sums_on_the_way(self) -> bool:
-        """Not of a single tile that goes home in one hop."""
-        chained = self.gradient_return is GradientReturn.CHAIN
-        return chained or self._two_levels or not self.tiling.needs.has_single_tiles
-
-    @property
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes: all of what does not move."""
         return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        blocks, results = (3, 6) if self._two_levels else (2, 4)
+        blocks, parts, sums = (3, 3, 3) if self._two_levels else (2, 4, 0)
         if self.gather:
             blocks = self.grid.ranks - 1
         held = min(blocks, self.grid.ranks - 1) * sizes[self.sent]
-        return held + results * sizes[self.sent.gradient] if backward else held
+        if backward:
+            held += parts * sizes[self._returned] + sums * sizes[self.sent.gradient]
+        return held
 
     def messages(self, *, backward: bool) -> tuple[Route, ...]:
         """Return all messages of a forward or a backward."""
@@ -103,20 +99,20 @@ class Ring(Schedule):
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
-        return self._route(self.sent, [*self._block_legs()], used_by_blocks)
+        return self._route([*self._block_legs()], used_by_blocks)
 
     def gradients(self) -> Route:
         """Return the way of all gradients: it begins where the first partial is."""
         chained = self.gradient_return is GradientReturn.CHAIN
         legs = self._chain() if chained else self._to_owner()
-        return self._route(self.sent.gradient, [*legs], used_by_results)
+        return self._route([*legs], used_by_results)
 
-    def _route(self, kind: Kind, legs: Sequence[Leg], used: Used) -> Route:
+    def _route(self, legs: Sequence[Leg], used: Used) -> Route:
         of_all = np.ones((len(legs), self.grid.ranks), bool)
         if not self.tiling.all_is_needed:
             of_all = used(legs, _useful(self.tiling, self.grid, self.sent))
         length = self.grid.ranks_per_node
-        return Route(kind, legs, stations(self.grid), of_all, self._parts, length)
+        return Route(legs, stations(self.grid), of_all, self._parts, length)
 
     @property
     def _parts(self) -> Sequence[Sequence[Interval | None]]:
@@ -130,6 +126,13 @@ class Ring(Schedule):
         if not is_sparse or self.gradient_return is GradientReturn.CHAIN or self.grid.nodes == 1:
             return [self.tiling.needs.parts[self.sent]]
         return _parts(self.tiling, self.grid, self.sent)
+
+    @property
+    def _returned(self) -> Kind:
+        """What a rank sends of a gradient behind its block: what it added, or a chain's sum."""
+        gradient = self.sent.gradient
+        chained = self.gradient_return is GradientReturn.CHAIN
+        return gradient if chained else self.of_one_step(gradient)
 
     @property
     def _two_levels(self) -> bool:
@@ -155,44 +158,45 @@ class Ring(Schedule):
 
         Were it passed on from node to node, it would fill a buffer for a whole pass.
         """
-        length = self.grid.ranks_per_node
+        length, sent = self.grid.ranks_per_node, self.sent
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                yield Leg(0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
+                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
             for t in range(begin, begin + length - 1):
-                yield Leg(t, t + 1, Channel.READ_WITHIN, t, t)
+                yield Leg(sent, t, t + 1, Channel.READ_WITHIN, t, t)
 
     def _chain(self) -> Iterator[Leg]:
         """A gradient's way if every rank adds to what came before."""
-        length, ranks = self.grid.ranks_per_node, self.grid.ranks
+        length, ranks, sums = self.grid.ranks_per_node, self.grid.ranks, self.sent.gradient
         last, end = length - 1, ranks + self._delay  # who works on a block last in its node
         for begin in range(0, ranks, length):
             step = begin + self._delay + 1
             for s in range(1 if begin == 0 else 0, last):
                 ends = begin + s, begin + s + 1
-                yield Leg(*ends, Channel.GRADIENT_WITHIN, step + s, step + s)
+                yield Leg(sums, *ends, Channel.GRADIENT_WITHIN, step + s, step + s)
             leaves = begin + length + self._delay
             if begin == 0 and length > 1:
-                yield Leg(last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
+                yield Leg(sums, last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
             elif begin > 0:
                 lands = end if begin + length == ranks else leaves + length - 1
                 ends = begin + last, (begin + length) % ranks + last
-                yield Leg(*ends, Channel.GRADIENT_BETWEEN, leaves, lands)
+                yield Leg(sums, *ends, Channel.GRADIENT_BETWEEN, leaves, lands)
         if 1 < length < ranks:
-            yield Leg(last, 0, Channel.GRADIENT_WITHIN, end + 1, end + 1)
+            yield Leg(sums, last, 0, Channel.GRADIENT_WITHIN, end + 1, end + 1)
 
     def _to_owner(self) -> Iterator[Leg]:
         """A gradient's way if each partial is sent as soon as it is there, summed once a node."""
-        length, ranks = self.grid.ranks_per_node, self.grid.ranks
+        length, ranks, part = self.grid.ranks_per_node, self.grid.ranks, self._returned
+        of_node = self.sent.gradient if length > 1 else part
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
             step = begin + self._delay + 1
             for s in range(1, length):
-                yield Leg(begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
+                yield Leg(part, begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
             if begin > 0:
                 leaves = begin + self._delay + length + tail
                 lands = leaves if begin + length == ranks else leaves + length - 1
-                yield Leg(begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
+                yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 
 @lru_cache(maxsize=2)

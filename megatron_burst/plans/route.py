@@ -25,6 +25,7 @@ type Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
 class Leg(NamedTuple):
     """One hop of every block, or of every result, from one station to another."""
 
+    kind: Kind
     source: int
     target: int
     channel: Channel
@@ -34,9 +35,8 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of all ranks that move the blocks, or the results, of one kind."""
+    """The messages of all ranks that move the blocks of one kind, or their results."""
 
-    kind: Kind
     legs: Sequence[Leg]
     ranks: NDArray[np.int64]
     """[station, owner]: who is there; a rank may be at several stations of an owner."""
@@ -62,35 +62,36 @@ class Route:
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
-        rows = [[local_tokens if x is None else x.length for x in some] for some in self.parts]
-        payload = sizes[self.kind] * np.array(rows) // local_tokens  # [pass, owner]
-        legs = np.array([leg[:2] + leg[3:] for leg in self.legs], np.int64).reshape(-1, 4)
-        sources, targets, *steps = legs.T
-        if not (summed and self.length and self.used.all() and (payload == sizes[self.kind]).all()):
-            each = payload[[self._pass_of(leg) for leg in self.legs]] * self.used
-            return Loads(self.ranks[sources], self.ranks[targets], each, *steps)
+        each = [[local_tokens if x is None else x.length for x in some] for some in self.parts]
+        rows = np.array(each)  # [pass, owner]
+        legs = [(sizes[leg.kind], *leg[1:3], *leg[4:]) for leg in self.legs]
+        size, sources, targets, *steps = np.array(legs, np.int64).reshape(-1, 5).T
+        if not (summed and self.length and self.used.all() and (rows == local_tokens).all()):
+            of_legs = rows[[self._pass_of(leg) for leg in self.legs]]
+            payload = size[:, None] * of_legs // local_tokens * self.used
+            return Loads(self.ranks[sources], self.ranks[targets], payload, *steps)
         ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
         shape = [[len(self.ranks) // self.length], [self.length]]
         way = np.ravel_multi_index((ends[:, 1] - ends[:, 0]) % shape, np.ravel(shape).tolist())
         _, first, times = np.unique(way, return_index=True, return_counts=True)
         steps = [step[first] for step in steps]
         ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
-        return Loads(*ends_of, np.outer(times, payload[0]), *steps)
+        return Loads(*ends_of, np.outer(times * size[first], rows[0] // local_tokens), *steps)
 
     def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
         each = [(owner, self.legs[leg]) for owner, leg in some]
         owners = np.array([owner for owner, _ in each], np.int64)
-        ends = np.array([leg[:2] for _, leg in each], np.int64).reshape(-1, 2).T
+        ends = np.array([leg[1:3] for _, leg in each], np.int64).reshape(-1, 2).T
         found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
         return [
-            Hop(Item(self.kind, owner, self.parts[self._pass_of(leg)][owner]), *ends, *leg[2:])
+            Hop(Item(leg.kind, owner, self.parts[self._pass_of(leg)][owner]), *ends, *leg[3:])
             for (owner, leg), *ends in found
         ]
 
     def _pass_of(self, leg: Leg) -> int:
         """Return in which pass around nodes it is; a leg between nodes leads into it, or out."""
-        return 0 if len(self.parts) == 1 else max(leg[:2]) // (self.length or 1)
+        return 0 if len(self.parts) == 1 else max(leg.source, leg.target) // (self.length or 1)
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:

@@ -58,11 +58,6 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
-    def sums_on_the_way(self) -> bool:
-        """Whether a gradient that is sent may be a sum, and not what one kernel call returned."""
-        return True
-
-    @property
     @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes."""
@@ -81,6 +76,10 @@ class Schedule(ABC):
 
         The same on every rank. `sizes` are the bytes of a whole item of each kind.
         """
+
+    def of_one_step(self, result: Kind) -> Kind:
+        """Return the kind of what a rank adds to a result in a step: no sum if by a single tile."""
+        return result.partial if self.tiling.needs.has_single_tiles else result
 
     @property
     def imbalance(self) -> float:

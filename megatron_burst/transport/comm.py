@@ -52,7 +52,9 @@ class Communicator:
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
         self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
-        self._watchdog = None if self._on_gloo else Watchdog(timeout_seconds)
+        self._limits = {c: _nccl_limit(g) or timeout_seconds for c, g in channels.items()}
+        soonest = min([timeout_seconds, *self._limits.values()])
+        self._watchdog = None if self._on_gloo else Watchdog(soonest)
         self.bytes_by_channel: Counter[Channel] = Counter()
 
     @property
@@ -105,8 +107,9 @@ class Communicator:
         if len(works) != len(names):  # NCCL gives one handle for all
             names = [together] * len(works)
         if self._watchdog:
+            where, limit = f"rank {dist.get_rank()}, {where}", self._limits[transfer.channel]
             for name, work in zip(names, works, strict=True):
-                self._watchdog.watch(f"rank {dist.get_rank()}, {where}: {name}", work.is_completed)
+                self._watchdog.watch(f"{where}: {name}", work.is_completed, limit)
         return list(zip(names, works, strict=True))
 
     def wait(self, works: Sequence[_Work], where: str) -> None:
@@ -304,6 +307,19 @@ def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) ->
     with _named_errors(where, purpose):
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return bool(found)
+
+
+def nccl_options(group: dist.ProcessGroup) -> Any:
+    """Return the options with which a group was made; None if it is not NCCL's."""
+    if dist.Backend.NCCL not in dist.get_backend(group):
+        return None
+    return getattr(group._get_backend(torch.device("cuda")), "options", None)
+
+
+def _nccl_limit(group: dist.ProcessGroup) -> float | None:
+    """Return after how many seconds NCCL ends the process; an adopted group has its own limit."""
+    limit = getattr(nccl_options(group), "_timeout", None)
+    return limit.total_seconds() if limit else None
 
 
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:

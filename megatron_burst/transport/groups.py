@@ -11,13 +11,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from megatron_burst.config import BurstConfig, refuse
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid
-from megatron_burst.transport.comm import gather_objects
+from megatron_burst.transport.comm import gather_objects, nccl_options
 
 _MAKE = "make process groups with the whole job"
 
@@ -71,7 +70,7 @@ def make_groups(
     wanted = channels_of(grid, head_parallel_size)
     channels = _adopted(config, group, wanted, hierarchy)
     missing = tuple(channel for channel in wanted if channel not in channels)
-    has_priority = _takes_priority(config, group)
+    has_priority = _takes_priority(config, group, hierarchy)
     ours = tuple(dist.get_process_group_ranks(group))
     wish, seconds = (ours, missing), config.timeout_seconds
     everybody = gather_objects(dist.group.WORLD, _MAKE, wish, seconds)
@@ -99,20 +98,19 @@ def _adopted(
     return {c: g for c, g in given if c in wanted and (any_serves or _has_high_priority(g))}
 
 
-def _takes_priority(config: BurstConfig, group: dist.ProcessGroup) -> bool:
-    """Whether the streams of new channels are of high priority: as asked, or as the caller's."""
+def _takes_priority(
+    config: BurstConfig, group: dist.ProcessGroup, hierarchy: Sequence[dist.ProcessGroup] | None
+) -> bool:
+    """Whether the streams of new channels are of high priority: as asked, or as a caller's."""
     asked, backend = config.high_priority_streams, dist.get_backend(group)
     text = f"--burst-high-priority-streams is for NCCL, and the backend is {backend}: drop it"
     refuse((asked and dist.Backend.NCCL not in backend, text))
-    return asked or _has_high_priority(group)
+    return asked or any(map(_has_high_priority, (group, *(hierarchy or ()))))
 
 
 def _has_high_priority(group: dist.ProcessGroup) -> bool:
     """Whether it was made so, as by Megatron's --high-priority-stream-groups."""
-    if dist.Backend.NCCL not in dist.get_backend(group):
-        return False
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    return getattr(options, "is_high_priority_stream", False)
+    return getattr(nccl_options(group), "is_high_priority_stream", False)
 
 
 def _channel_group(

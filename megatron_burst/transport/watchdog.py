@@ -23,12 +23,14 @@ _SHARE = 0.9  # of the time limit, after which a transfer is reported
 class _Watched(NamedTuple):
     name: str
     is_completed: IsCompleted
+    limit: float  # seconds after which NCCL ends the process
     since: float  # seconds of the monotonic clock
 
 
 class Watchdog:
-    """Reports each stall once, shortly before the time limit, which counts from when the host
-    posted the transfer: so does NCCL's.
+    """Reports each stall once, shortly before the shortest time limit of a communicator.
+
+    It counts from when the host posted the transfer: so does NCCL's.
     """
 
     def __init__(
@@ -39,9 +41,9 @@ class Watchdog:
         self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, name: str, is_completed: IsCompleted) -> None:
-        """Look after one transfer; `name` is what the message will say."""
-        self._watched.append(_Watched(name, is_completed, time.monotonic()))
+    def watch(self, name: str, is_completed: IsCompleted, limit: float) -> None:
+        """Look after a transfer that NCCL gives so many seconds; `name` is for the message."""
+        self._watched.append(_Watched(name, is_completed, limit, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_on, name="burst-watchdog", daemon=True
@@ -62,7 +64,7 @@ class Watchdog:
             self._reported = oldest
             self._report(
                 f"{oldest.name}: not through after {now - oldest.since:.0f} s; NCCL ends the "
-                f"process after {self._timeout:g} s"
+                f"process after {oldest.limit:g} s"
             )
 
     def _look_on(self) -> None:

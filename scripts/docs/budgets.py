@@ -60,16 +60,20 @@ With as many kv heads as query heads, causal:
 
 A tensor of the size of q is 1, its float32 sum 2; K and V of a block are 2. A flat kv ring has
 two blocks at a time (4), raw gradients on their way in and out (4), float32 sums of dQ, dK and dV
-(6) and what the kernel returns. Between nodes there are three blocks (6), and gradients of a node
-are summed in float32, so float32 is what travels. Beside the rank's own sums (6) a part of one
-tile is being sent (4) and another arrives (4), a node's sum grows (4) while that of the pass
-before is on its way to its owner for a whole pass (4), and one of the rank's own arrives (4). Less
-than that takes sums in bfloat16, parts within a node as the kernel returned them (4 less), or
-messages between nodes that hide under less than a pass.
+(6) and what the kernel returns. Between nodes there are three blocks (6). Beside the rank's own
+sums (6) a part of one tile is being sent (2) and another arrives (2), both as a kernel returned
+them. A node's sum in float32 grows (4) while that of the pass before is on its way to its owner for
+a whole pass (4), and one of the rank's own arrives (4); the kernel returns 2.5: together 30.5. The
+goal was 24. Of the 6.5 above it `--burst-grad-dtype model` saves 4 (26.5, and 21.6 in a query
+backward): sums between nodes in bfloat16, rounded once. Sums sent in n pieces one after the other
+would save 4 - 4/n of what arrives, with four 3 (27.5), but nothing of what leaves, for the next sum
+begins to grow before the first piece is through; and each piece would have to get through in its
+part of the pass, beside the next block, where now the whole sum has the whole pass.
 
-Before blocks went straight to every node and arrivals were added at once (d7dc6b8), the same was
-8.0 and 16.5 (kv), 16.1 (query) on 8 ranks; 11.1 and 38.5, 29.1 on 4 x 8; 9.5 and 26.0 (kv) on
-2 x 16.
+When parts within a node travelled in float32 (c1f6191), a backward on 4 x 8 took 34.5 (kv) and 25.6
+(query), on 2 x 16 26.0 and 21.6. Before blocks went straight to every node and arrivals were added
+at once (d7dc6b8), the same was 8.0 and 16.5 (kv), 16.1 (query) on 8 ranks; 11.1 and 38.5, 29.1 on
+4 x 8; 9.5 and 26.0 (kv) on 2 x 16.
 
 ## Beside other implementations
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.rows import RowTable
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
@@ -24,8 +24,8 @@ ALL_ROWS, SOME_ROWS = Interval(0, TOKENS), Interval(2, 5)
 def make_sums(
     dtype: torch.dtype = torch.float32, wire_dtype: torch.dtype | None = None
 ) -> GradientAccumulator:
-    like = torch.empty(SHAPE, dtype=dtype)
-    return GradientAccumulator(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, wire_dtype)
+    like, wire = torch.empty(SHAPE, dtype=dtype), WireDtypes(dtype, wire_dtype)
+    return GradientAccumulator(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, wire)
 
 
 def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -84,6 +84,18 @@ def test_sums_of_bfloat16_are_float32(item: Item, wire_dtype: torch.dtype | None
     assert {t.dtype for t in hand_on(sums, item)} == {wire_dtype or torch.float32}
 
 
+def test_what_one_kernel_call_returned_travels_as_it_is_and_is_added_to_the_sum() -> None:
+    sums, item = make_sums(torch.bfloat16), VISITOR._replace(kind=Kind.PARTIAL_D_KV)
+    block = partial(ALL_ROWS, 3.0, torch.bfloat16)
+    sums.add(VISITOR, ALL_ROWS, block)
+    sent = hand_on(sums, item)
+    assert all(map(torch.equal, sent, block)) and sent[0].dtype == torch.bfloat16
+    sums.take(item, sent)
+    sums.take(item, partial(ALL_ROWS, 2.0**-9, torch.bfloat16))
+    total = hand_on(sums, VISITOR)
+    assert (values(total), total[0].dtype) == ([3 + 2.0**-9] * TOKENS, torch.float32)
+
+
 def test_sums_of_float64_are_float64_and_arrive_as_such() -> None:
     sums = make_sums(torch.float64)
     assert {t.dtype for t in (*sums.total(OWN), *sums.template(OWN))} == {torch.float64}
@@ -97,9 +109,10 @@ def test_what_arrives_has_the_shape_of_the_item_and_the_dtype_on_the_wire(
 ) -> None:
     sums = make_sums(torch.bfloat16, wire_dtype)
     for kind, tensors in ((Kind.D_QUERY, 1), (Kind.D_KV, 2)):
-        like = sums.template(Item(kind, 0))
-        assert [(t.shape, t.dtype) for t in like] == [(SHAPE, arrives_as)] * tensors
-        assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape only
+        for sent, dtype in ((kind, arrives_as), (kind.partial, torch.bfloat16)):
+            like = sums.template(Item(sent, 0))
+            assert [(t.shape, t.dtype) for t in like] == [(SHAPE, dtype)] * tensors
+            assert all(t.untyped_storage().nbytes() == t.element_size() for t in like)  # a shape
 
 
 @pytest.mark.parametrize("before", [(), (SOME_ROWS,), (ALL_ROWS,), (SOME_ROWS, ALL_ROWS)])

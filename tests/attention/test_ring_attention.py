@@ -137,7 +137,7 @@ def test_counted_bytes_equal_the_plan(answers: Answers, name: str) -> None:
 
 
 def check_bytes(case: Case, place: Place, answer: Answer) -> None:
-    sizes = shape_of(case, place.ranks).item_bytes(summed=sums_on_the_way(case, place))
+    sizes = shape_of(case, place.ranks).item_bytes()
     for rank, reply in enumerate(answer.replies):
         if case.config["algorithm"] == "ulysses":
             assert (reply.forward.total(), reply.backward.total()) == ulysses_bytes(
@@ -151,12 +151,6 @@ def check_bytes(case: Case, place: Place, answer: Answer) -> None:
                 by_channel[send.channel] += sizes[send.item.kind]
             assert counted == by_channel, (case, rank)
             assert counted.total() == bytes_sent(plan, sizes)
-
-
-def sums_on_the_way(case: Case, place: Place) -> bool:
-    """A part that goes home from the node of its owner's local index is a sum over that node."""
-    grid = place.grid(case)
-    return case.config.get("gradient_return") == "chain" or min(grid.nodes, grid.ranks_per_node) > 1
 
 
 def plans_of(case: Case, place: Place, rank: int) -> list[Plan]:
@@ -526,11 +520,32 @@ def test_what_a_kernel_returned_goes_home_in_bfloat16_and_loses_nothing(
         assert ratio == (2 * e + 2) / (2 * e + 4)
 
 
+NODES = [(2, 2, "double"), (2, 4, "double"), (4, 2, "double"), (4, 2, "mesh")]
+
+
+@pytest.mark.parametrize("backward", ["kv", "query"])
+@pytest.mark.parametrize("place", slow_if(NODES[1:], NODES), ids=str)
+def test_between_nodes_it_does_so_within_the_node_and_sums_stay_float32(
+    workers: WorkerPool, place: tuple[int, int, str], backward: str
+) -> None:
+    nodes, length, topology = place
+    config = {"backward": backward, "topology": topology, "ranks_per_node": length}
+    shape: dict[str, Any] = {"chunk": 8, "dim": 16, "dtype": torch.bfloat16}
+    wide, raw = (
+        Case(config=config | {"grad_dtype": dtype}, **shape) for dtype in ("float32", "auto")
+    )
+    first, second = run_cases(workers, nodes * length, [wide, raw])
+    assert all(map(torch.equal, first.found, second.found))
+    for before, after in zip(first.replies, second.replies, strict=True):
+        halved = before.backward[Channel.GRADIENT_WITHIN] // 2
+        assert halved and after.backward == {**before.backward, Channel.GRADIENT_WITHIN: halved}
+
+
 def test_what_is_summed_on_the_way_stays_float32(workers: WorkerPool) -> None:
-    """Over the nodes of a double ring, along a chain, and of two tiles with one block."""
+    """Along a chain, and of two tiles with one block."""
     ways: list[dict[str, Any]] = [
-        {"topology": "double", "ranks_per_node": 2},
         {"gradient_return": "chain"},
+        {"gradient_return": "chain", "topology": "double", "ranks_per_node": 2},
         {"layout": "segmented-zigzag"},
     ]
     for way in ways:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention import surrogate
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import Rows, RowTable
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
@@ -131,7 +131,7 @@ def test_gradients_are_added(rows: Rows, dtype: torch.dtype) -> None:
     """Those of k and v in MLA, one of them a slice of wider heads."""
     index = rows.index if isinstance(rows, RowTable) else torch.arange(*rows)
     shaped = torch.empty(2, 33, 2, 192, dtype=dtype), torch.empty(2, 33, 2, 128, dtype=dtype)
-    sums, item = GradientAccumulator(0, {Kind.D_KV: shaped}, None), Item(Kind.D_KV, 0)
+    sums, item = GradientAccumulator(0, {Kind.D_KV: shaped}, WireDtypes()), Item(Kind.D_KV, 0)
     wholes = [[draw(*t.shape, dtype=dtype, seed=seed) for t in shaped] for seed in (1, 2)]
     parts = [cut_heads(draw(2, len(index), *t.shape[2:], dtype=dtype, seed=3)) for t in shaped]
     expected = [sum(t.double() for t in pair) for pair in zip(*wholes, strict=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import Rows, RowTable
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
@@ -69,7 +69,8 @@ def test_lengths_and_strides_compile_nothing_anew(monkeypatch: pytest.MonkeyPatc
     item, q = Item(Kind.D_QUERY, 0), torch.empty(1, 64, 4, 128, dtype=BF16)
     for batch in (1, 2):
         q = torch.empty(batch, 64, 4, 128, dtype=BF16)
-        results, sums = PartialResults(q, 128), GradientAccumulator(0, {Kind.D_QUERY: (q,)}, None)
+        results = PartialResults(q, 128)
+        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, WireDtypes())
         for _ in range(20):
             start, stop = sorted(random.sample(range(65), 2))
             rows: Any = Interval(start, stop)
@@ -102,7 +103,7 @@ def test_a_tile_is_merged_and_added_by_one_kernel_at_ten_bytes_an_element(
         number = rows.length if isinstance(rows, Interval) else len(rows.index)
         q, part = on_fake_gpu(1, 1024, 4, 128), on_fake_gpu(1, number, 4, 128)
         results, item = PartialResults(q, 128), Item(Kind.D_QUERY, 0)
-        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, None)
+        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, WireDtypes())
         for _ in range(2):
             results.add(ALL, q, on_fake_gpu(1, 4, 1024, dtype=F32))
             sums.add(item, ALL, (q,))

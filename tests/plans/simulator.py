@@ -34,8 +34,8 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
     lets through, where these are given; a send meets a receive of the same item in the same order,
     nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer is
     overwritten while its content is needed or on its way, a tile reads only blocks that its rank
-    has, nothing is left over, and every output (backward: gradient) is at its owner at the end with
-    each tile's partial in it exactly once.
+    has, no sum of tiles is sent as a partial, nothing is left over, and every output (backward:
+    gradient) is at its owner at the end with each tile's partial in it exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
@@ -124,12 +124,14 @@ class _Rank:
     def _send(self, send: Send) -> _Message:
         item = send.item
         held = item if item in self.blocks else item._replace(part=None)
-        if item not in self.sums if item.kind.is_result else held not in self.blocks:
+        if item.sum not in self.sums if item.kind.is_result else held not in self.blocks:
             raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_result:
             self.unused.discard(item)
             return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
-        return self._fly(_Message(send, self.step, self.sums.pop(item)))
+        if item.kind is not item.sum.kind and self.sums[item.sum].total() > 1:
+            raise self.error(f"sends as {item} a sum of several tiles")
+        return self._fly(_Message(send, self.step, self.sums.pop(item.sum)))
 
     def _receive(self, receive: Receive) -> _Message:
         buffer = (receive.item.kind, receive.buffer)
@@ -168,7 +170,8 @@ class _Rank:
             self.blocks[item] = buffer
             return
         at_home = item.owner == self.plan.rank
-        self.sums[item._replace(part=None) if at_home else item].update(sent.payload)
+        item = item._replace(part=None) if at_home else item
+        self.sums[item.sum].update(sent.payload)
 
     def __str__(self) -> str:
         waiting = ", ".join(str(message) for message in self.landing if not message.through)

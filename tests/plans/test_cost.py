@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.plans.simulator import bytes_sent, simulate
 
 CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
+SIZES |= {Kind.PARTIAL_D_KV: 11, Kind.PARTIAL_D_QUERY: 5}
 
 
 def shape(
@@ -43,12 +45,17 @@ def backward_hops(of: Shape) -> tuple[int, int]:
 
 def test_the_bytes_of_a_hop() -> None:
     n, hq, hkv, dk, dv, e, g = 10, 6, 2, 5, 3, 2, 4
-    kv, query = backward_hops(Shape(n, hq, hkv, dk, dv, e, g))
+    shape = Shape(n, hq, hkv, dk, dv, e, g)
+    kv, query = backward_hops(shape)
     assert kv == n * hkv * (dk + dv) * (e + g)
     assert query == n * hq * (e * (dk + dv) + g * dk + 8)
     assert Shape(n, hq, hkv, dk, dv, 8, 8, row_bytes=8).item_bytes()[Kind.QUERY] == n * hq * (
         8 * (dk + dv) + 16
     )
+    for raw, size in ((True, e), (False, g)):
+        sizes = replace(shape, sends_raw=raw).item_bytes()
+        partials = n * hkv * (dk + dv) * size, n * hq * dk * size
+        assert (sizes[Kind.PARTIAL_D_KV], sizes[Kind.PARTIAL_D_QUERY]) == partials
 
 
 def test_without_grouped_heads_the_query_ring_sends_24_percent_less() -> None:
@@ -109,7 +116,7 @@ def test_traffic_of_flat_and_double_rings(
 ) -> None:
     ranks = nodes * length
     placed = [rank // length for rank in range(ranks)]
-    block, gradient = SIZES[kind], SIZES[kind.gradient]
+    block, gradient, partial = (SIZES[k] for k in (kind, kind.gradient, kind.gradient.partial))
     tiling = Tiling(zigzag(8 * ranks, ranks), Mask.causal())
     flat = Ring(tiling, Grid((tuple(range(ranks)),)), kind, returns)
     double = Ring(tiling, Grid(tuple(itertools.batched(range(ranks), length))), kind, returns)
@@ -119,14 +126,16 @@ def test_traffic_of_flat_and_double_rings(
         return traffic(messages, SIZES, placed, tiling.local_tokens)
 
     # One rank a node sends all that leaves it; straight home, each sends its own parts.
-    leaves = ranks - 1 if returns is CHAIN else ranks - length
-    reads, gradients = (ranks - 1) * block, (ranks - 1) * gradient
+    leaves, part = (ranks - 1, gradient) if returns is CHAIN else (ranks - length, partial)
+    reads = (ranks - 1) * block
     assert found(flat.reads()) == Traffic(reads, away * reads)
-    assert found(flat.gradients()) == Traffic(gradients, away * leaves * gradient)
+    assert found(flat.gradients()) == Traffic((ranks - 1) * part, away * leaves * part)
     # All NICs work; a chain has one more hop within the node.
     more = returns is CHAIN and nodes > 1 and length > 1
+    between = (nodes - 1) * (gradient if length > 1 else part)
+    within = (nodes * (length - 1) + more) * part
     assert found(double.reads()) == Traffic(reads, (nodes - 1) * block)
-    assert found(double.gradients()) == Traffic(gradients + more * gradient, (nodes - 1) * gradient)
+    assert found(double.gradients()) == Traffic(within + between, between)
     for ring in (flat, double):
         sent = found(ring.reads(), ring.gradients()).rank
         assert [bytes_sent(ring.backward(rank), SIZES) for rank in range(ranks)] == [sent] * ranks
@@ -141,11 +150,12 @@ def test_a_node_is_sent_the_rows_that_it_needs() -> None:
     shards = (range(4), range(8, 12)), (range(4, 8), range(16, 20))
     others = (range(12, 16), range(20, 24)), (range(24, 32),)
     tiling = Tiling(Layout((*shards, *others)), Mask.causal(documents=(0, 8, 16, 24, 32)))
+    sizes = {Kind.KV: 8, Kind.D_KV: 80, Kind.PARTIAL_D_KV: 40}
     sent = dict[GradientReturn, list[Traffic]]()
     for back in (HOME, CHAIN):
         ring = Ring(tiling, Grid(((0, 1), (2, 3))), Kind.KV, back)
         passes = [ring.messages(backward=backward) for backward in (False, True)]
-        sent[back] = [traffic(some, {Kind.KV: 8, Kind.D_KV: 80}, "aabb", 8) for some in passes]
+        sent[back] = [traffic(some, sizes, "aabb", 8) for some in passes]
         pairs = int(tiling.needs.pairs.sum())
         for backward in (False, True):
             make = ring.backward if backward else ring.forward

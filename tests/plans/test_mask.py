@@ -155,6 +155,7 @@ def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObjec
         assert torch.equal(found, rows_seen(tile, tokens))
 
 
+@examples(100)
 @given(tokens=st.integers(1, 30), data=st.data())
 def test_pairs_counts_the_visible_pairs(tokens: int, data: st.DataObject) -> None:
     masking = data.draw(maskings(tokens))

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -29,8 +30,8 @@ GRIDS += [make_grid(4, 2, shuffled=True), Grid(((3, 0, 2, 1),))]
 LARGE = [make_grid(16, 1), make_grid(9, 1)]
 BOTH = (False, True)
 # DeepSeek-V3's heads with their own keys and values, and a Llama's with shared ones.
-MHA = Shape(8192, 32, 32, 128, 128, 2, 4)
-GQA = Shape(8192, 32, 8, 128, 128, 2, 4)
+MHA = Shape(8192, 32, 32, 128, 128, 2, 4, sends_raw=True)
+GQA = replace(MHA, kv_heads=8)
 
 
 def every_mesh(grid: Grid, mask: Mask, layout: str = "zigzag") -> Iterator[Mesh]:
@@ -75,7 +76,7 @@ def test_messages_and_bytes_are_those_of_the_formulas(grid: Grid) -> None:
                 if made := kind.result(backward=backward):
                     expected[result, made] = count - 1
                     if kind is mesh.sent and length > 1:
-                        expected[Channel.GRADIENT_WITHIN, made] = nodes * (length - 1)
+                        expected[Channel.GRADIENT_WITHIN, made.partial] = nodes * (length - 1)
             sizes = MHA.item_bytes(backward=backward)
             for plan in plans_of(mesh, backward):
                 for ends in (plan.sends, plan.receives):
@@ -95,7 +96,7 @@ def test_a_mesh_is_chosen_by_the_bytes_that_its_messages_have(grid: Grid) -> Non
         choice = choose(BurstConfig(topology=Topology.MESH), tiling, grid, MHA, nodes)
         for (offer,), backward in zip((choice.forward, choice.backward), BOTH, strict=True):
             messages = offer.schedule.messages(backward=backward)
-            sizes = MHA.item_bytes(backward=backward, summed=offer.schedule.sums_on_the_way)
+            sizes = MHA.item_bytes(backward=backward)
             assert offer.cost == traffic(messages, sizes, nodes, 4 * CHUNK)
 
 
@@ -144,9 +145,9 @@ def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
         most = max(most, sum(sums.values()))
         for message in landing.pop(number, ()):
             if isinstance(message, Send):
-                sums.pop(message.item)
+                sums.pop(message.item.sum)
             else:
-                sums[message.item] = sizes[message.item.kind]
+                sums[message.item.sum] = sizes[message.item.sum.kind]
     return buffers + most
 
 

@@ -155,6 +155,16 @@ def test_a_gradient_that_is_sent_before_it_is_there() -> None:
         simulate(edit(plans, 0, 1, sends=sends), backward=True)
 
 
+def test_a_sum_that_is_sent_as_what_one_tile_made() -> None:
+    plans = make_plans(True)
+    (send,) = (send for send in plans[0].steps[3].sends if send.item.kind is Kind.D_KV)
+    sends = without(plans[0].steps[3].sends, send.item)
+    partial = send._replace(item=send.item._replace(kind=Kind.PARTIAL_D_KV))
+    message = "rank 0, step 3: sends as partial d_kv of rank 2 a sum of several tiles"
+    with pytest.raises(PlanError, match=message):
+        simulate(edit(plans, 0, 3, sends=(*sends, partial)), backward=True)
+
+
 @pytest.mark.parametrize("grid", [FLAT, DOUBLE], ids=str)
 def test_a_gradient_that_is_not_sent_home(grid: Grid) -> None:
     plans = make_plans(True, grid)

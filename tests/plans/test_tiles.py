@@ -7,7 +7,7 @@ import pytest
 
 from megatron_burst.plans.layout import Interval, contiguous, joined, zigzag
 from megatron_burst.plans.mask import Band, Mask
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.plan import Tile, Tiles
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)
@@ -83,3 +83,15 @@ def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, band: Band) 
     if rows >= 8:
         shares = [part.pairs / tile.pairs for (part,) in parts]
         assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.08)
+
+
+def test_tiles_are_a_sequence_and_their_cells_take_no_slice() -> None:
+    tiles = Tiling(contiguous(24, 2), Mask.causal(documents=(0, 3, 7, 11, 24)))(0, 0)
+    assert isinstance(tiles, Tiles) and len(tiles) == 4
+    each = list(tiles)
+    assert [tiles[number] for number in (0, -1)] == [each[0], each[-1]]
+    assert (tiles[1:3], tiles[::-1]) == (each[1:3], each[::-1])
+    with pytest.raises(TypeError, match="slice"):
+        tiles.cells[1:3]  # type: ignore[index]
+    with pytest.raises(IndexError):
+        tiles[4]

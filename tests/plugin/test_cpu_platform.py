@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_burst.plugin.cpu import arguments as cpu_arguments
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.cpu.platform import REQUEST
-from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS
+from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS, with_one_worker
 from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -245,3 +246,14 @@ def test_distributed_optimizer_resumes_at_another_size(tmp_path: Path, sharding:
     assert set(resumed["lm loss"]) == {3, 4}
     for name, values in resumed.items():
         assert values == pytest.approx({step: whole[name][step] for step in values}, rel=1e-5)
+
+
+def test_a_group_may_be_made_with_keywords_of_later_torch() -> None:
+    """torch 2.15 passes `enable_reconfigure`, which no version takes beside options."""
+    made = []
+    make = with_one_worker(lambda _, *given, **named: made.append((given[3:], named)))
+    make(None, None, 0, 1, timeout=timedelta(seconds=3), enable_reconfigure=False)
+    make(None, None, 0, 1, timeout=timedelta(seconds=3), enable_reconfigure=True)
+    ((options,), none), (nothing, later) = made
+    assert options._threads == 1 and options._timeout == timedelta(seconds=3) and not none
+    assert nothing == () and later == {"timeout": timedelta(seconds=3), "enable_reconfigure": True}

@@ -33,6 +33,7 @@ from megatron_burst.tools.gpu_check import (
     ranks,
     recompute,
     rings,
+    tiles,
     training,
 )
 from megatron_burst.tools.gpu_check.command import STAGES
@@ -193,6 +194,16 @@ def test_a_planted_error_fails_its_stage(
     result = run(stage, tmp_path)
     assert result.verdict == "failed" and result.faults
     LEAKED.clear()
+
+
+def test_torch_warns_of_waits_no_more_where_a_rank_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    gpu: Any = SimpleNamespace(is_gpu=True)
+    with pytest.raises(RuntimeError, match="a kernel"), tiles._warnings_of_waits(gpu):
+        raise RuntimeError("a kernel")
+    assert modes == [0, "warn", 0]
 
 
 def run(stage: str, folder: Path) -> Result:

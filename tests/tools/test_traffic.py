@@ -86,9 +86,11 @@ def on_paper(
     block, gradient = ("Q", "dQ") if "query" in name else ("KV", "dKV")
     reads = times(nodes, length, "double" in name, None)
     returned = times(nodes, length, "double" in name, returns)
-    both = zip(reads, returned, strict=True)
-    raw = returns is HOME and ("double" not in name or min(nodes, length) == 1)  # bfloat16, no sums
-    backward = [read * size[block] + back * size[gradient] // (1 + raw) for read, back in both]
+    part = size[gradient] // (1 + (returns is HOME))  # of a tile: in bfloat16
+    is_summed = "double" in name and min(nodes, length) > 1  # in a node before it leaves
+    away = returned[1] * (size[gradient] if is_summed else part)
+    back = (returned[0] - returned[1]) * part + away, away
+    backward = [read * size[block] + more for read, more in zip(reads, back, strict=True)]
     return [read * size["KV"] for read in reads], backward
 
 
@@ -158,6 +160,4 @@ def test_each_way_is_what_a_context_sends(
             for count in (heads[0], heads[1], heads[1])
         )
         plan = context.prepare(q, k, v, Mask.causal(), 1.0).backward_plan
-        summed = timing.choice_of(ring).backward[0].schedule.sums_on_the_way
-        sizes = ring.shape.item_bytes(summed=summed)
-        assert counted(load)[1][0] == bytes_sent(plan, sizes), config
+        assert counted(load)[1][0] == bytes_sent(plan, ring.shape.item_bytes()), config

@@ -24,7 +24,8 @@ BROKEN = 1
 SLACK_SECONDS = 60  # for a machine with more to do
 NAMED = re.compile(
     r"rank (?P<rank>\d), (forward|backward) step (?P<step>\d): could not "
-    r"(receive|send) (kv|d_kv|query|d_query) of CP rank \d (from|to) rank (?P<peer>\d)"
+    r"(receive|send) (partial )?(kv|d_kv|query|d_query) of CP rank \d (from|to) "
+    r"rank (?P<peer>\d)"
 )
 
 
@@ -272,8 +273,8 @@ def watched_names(team: Team, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start, names = dist.batch_isend_irecv, []
 
     class Recorder:
-        def watch(self, name: str, is_completed: Callable[[], bool]) -> None:
-            assert is_completed() in (True, False)
+        def watch(self, name: str, is_completed: Callable[[], bool], limit: float) -> None:
+            assert is_completed() in (True, False) and limit == context.config.timeout_seconds
             names.append(name)
 
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: [OneHandle(start(batch))])
@@ -299,7 +300,7 @@ def test_as_on_nccl_each_batch_is_watched_under_the_names_of_its_messages(
             for step, arrives, owner, leaves, sender in (
                 ("forward step 0", "kv", other, "kv", rank),
                 ("backward step 0", "query", other, "query", rank),
-                ("backward step 2", "d_query", rank, "d_query", other),
+                ("backward step 2", "partial d_query", rank, "partial d_query", other),
             )
         ]
 

@@ -197,7 +197,7 @@ class OnNccl:
         (False, True, True, True),  # as Megatron's --high-priority-stream-groups wants it
     ],
 )
-@pytest.mark.parametrize("in_hierarchy", [False, True])
+@pytest.mark.parametrize("in_hierarchy", [False, True])  # whose names are cp, and hcp
 def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
     monkeypatch: pytest.MonkeyPatch,
     asked: bool,
@@ -206,7 +206,8 @@ def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
     high: bool,
     in_hierarchy: bool,
 ) -> None:
-    group, *hierarchy = (OnNccl(given) for _ in range(3))
+    hierarchy = [OnNccl(given) for _ in range(2)]
+    group = OnNccl(given and not in_hierarchy)
     made: list[SimpleNamespace] = []
 
     def new_group(ranks: object, limit: object = None, **kwargs: object) -> SimpleNamespace:

@@ -3,9 +3,16 @@
 import queue
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_burst.plans.plan import Channel, Item, Kind, Send
+from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.watchdog import Watchdog
 
 LIMIT = 100.0  # seconds
@@ -45,10 +52,10 @@ def test_it_reports_what_is_not_through_before_nccl_ends_the_process(
     watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, stalled = Clock(monkeypatch), Work()
-    watchdog.watch("send kv of rank 0", Work(is_through=True).is_completed)
-    watchdog.watch("receive kv of rank 1", stalled.is_completed)
+    watchdog.watch("send kv of rank 0", Work(is_through=True).is_completed, LIMIT)
+    watchdog.watch("receive kv of rank 1", stalled.is_completed, LIMIT)
     clock.now = 10.0
-    watchdog.watch("receive kv of rank 2", Work().is_completed)
+    watchdog.watch("receive kv of rank 2", Work().is_completed, LIMIT)
     watchdog.look(LIMIT * 0.8)
     assert not said
     watchdog.look(LIMIT * 0.95)
@@ -62,18 +69,53 @@ def test_seconds_of_long_limits_are_written_out(
     monkeypatch.setattr(threading.Thread, "start", lambda _: None)
     Clock(monkeypatch)
     watchdog = Watchdog(36_000.0, said.append)
-    watchdog.watch("send kv of rank 0", Work().is_completed)
+    watchdog.watch("send kv of rank 0", Work().is_completed, 36_000.0)
     watchdog.look(32_400.4)
     assert "after 32400 s; NCCL ends the process after 36000 s" in said[0]
+
+
+class Adopted:
+    """Stands in for a group of NCCL that was made with a limit of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=seconds))
+
+    def _get_backend(self, _: torch.device) -> "Adopted":
+        return self
+
+
+@pytest.mark.parametrize(("theirs", "reported"), [(40.0, 36.0), (600.0, 90.0)])
+def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_any(
+    theirs: float, reported: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    for name, made in {
+        "get_backend": lambda _: "nccl",
+        "get_rank": lambda: 0,
+        "P2POp": lambda *_: None,
+        "batch_isend_irecv": lambda _: [Work()],
+    }.items():
+        monkeypatch.setattr(dist, name, made)
+    groups: Any = {Channel.READ_WITHIN: Adopted(theirs), Channel.READ_BETWEEN: Adopted(LIMIT)}
+    communicator, said = Communicator(range(2), groups, LIMIT), list[str]()
+    assert (watchdog := communicator._watchdog) is not None
+    watchdog._report = said.append
+    send = Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0)
+    communicator.start([communicator.message(send, torch.zeros(1))], "forward step 0")
+    watchdog.look(reported - 0.1)
+    assert not said
+    watchdog.look(reported + 0.1)
+    assert said[0].endswith(f" s; NCCL ends the process after {theirs:g} s")
 
 
 def test_a_stall_is_reported_once_and_the_next_one_again(
     watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, slow = Clock(monkeypatch), Work()
-    watchdog.watch("slow", slow.is_completed)
+    watchdog.watch("slow", slow.is_completed, LIMIT)
     clock.now = 50.0
-    watchdog.watch("stalled", Work().is_completed)
+    watchdog.watch("stalled", Work().is_completed, LIMIT)
     for now in (91.0, 95.0, 99.0):
         watchdog.look(now)
     assert [text.split(":")[0] for text in said] == ["slow"]
@@ -90,7 +132,7 @@ def test_it_is_silent_while_things_get_through_and_when_nothing_is_awaited(
     clock = Clock(monkeypatch)
     for number in range(8):
         clock.now, work = number * LIMIT / 2, Work()
-        watchdog.watch("work", work.is_completed)
+        watchdog.watch("work", work.is_completed, LIMIT)
         watchdog.look(clock.now + 0.8 * LIMIT)
         work.is_through = True
     watchdog.look(100 * LIMIT)
@@ -103,12 +145,12 @@ def test_one_thread_looks_on_from_the_first_transfer_and_the_process_goes_on() -
     assert not threads() - before
     works = [Work() for _ in range(3)]
     for number, work in enumerate(works):
-        watchdog.watch(f"work {number}", work.is_completed)
+        watchdog.watch(f"work {number}", work.is_completed, LIMIT)
         assert len(threads() - before) == 1
     assert said.get(timeout=LONG).startswith("work 0: not through after ")
     for work in works:
         work.is_through = True
-    watchdog.watch("work 3", Work().is_completed)
+    watchdog.watch("work 3", Work().is_completed, LIMIT)
     assert said.get(timeout=LONG).startswith("work 3: ")
 
 

@@ -148,12 +148,19 @@ def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(make_group)
     def made_with_one(
-        self: Any, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = default_pg_timeout,
+        **later: Any,  # of torch 2.15: enable_reconfigure
     ) -> None:
+        if any(later.values()):  # torch takes them in the place of options
+            return make_group(self, store, rank, size, timeout=timeout, **later)
         options = group._Options()
         options._timeout, options._threads = timeout, 1
         options._devices = list(_gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")))
-        make_group(self, store, rank, size, options)
+        return make_group(self, store, rank, size, options)
 
     return made_with_one
 

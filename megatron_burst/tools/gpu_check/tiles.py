@@ -5,6 +5,7 @@ The loops of a rank in the middle of a ring, with its kernels, merges and sums, 
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,18 +71,28 @@ def _waits(device: Device) -> Check:
     for ring in ("kv", "query"):
         rank = OneRank.in_the_middle([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
         rank.backward()  # what is compiled may wait
-        with _HostWaits() as waits, warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            mode = torch.cuda.get_sync_debug_mode() if device.is_gpu else 0
-            if device.is_gpu:
-                torch.cuda.set_sync_debug_mode("warn")
+        with _HostWaits() as waits, _warnings_of_waits(device) as said:
             rank.forward()
             rank.backward()
-            if device.is_gpu:
-                torch.cuda.set_sync_debug_mode(mode)
         found += [*waits.found, *(str(w.message) for w in said if "synchroniz" in str(w.message))]
     what = f": {', '.join(sorted(set(found)))}" if found else ""
     return at_most("times that the host waits in a ring", len(found), 0, "{:.0f}", more=what)
+
+
+@contextmanager
+def _warnings_of_waits(device: Device) -> Iterator[list[warnings.WarningMessage]]:
+    """Let torch warn where the host waits for a GPU, and as before afterwards."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if not device.is_gpu:
+            yield said
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield said
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def _copy_speed(device: Device) -> float:

@@ -145,7 +145,7 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
         met = np.minimum(work.key_rows, shape.tokens) * (3 if backward else 1)
         kernels += 2 * met * shape.latents.weight / machine.linear_rate
     sums = machine.traffic * sum_bytes(work, shape, backward) / machine.memory_rate
-    sizes = shape.item_bytes(backward=backward, summed=schedule.sums_on_the_way)
+    sizes = shape.item_bytes(backward=backward)
     messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
