@@ -1,17 +1,25 @@
 """A layout made for the documents of a batch: equal tokens, equal work; and whether it pays."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.dealing import DocumentWork, deal
+from megatron_burst.config import BurstConfig
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.dealing import WAYS, deal
+from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.planning import choose
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import choose_grid
 
 BOUND = 1.05
 """How much more than the mean a rank may compute."""
+
+_SMALL = 2**15  # documents times ranks: as long as several layouts are made and counted
 
 
 class Balanced(NamedTuple):
@@ -27,18 +35,39 @@ class Balanced(NamedTuple):
 def balanced(mask: Mask, tokens: int, nodes: Sequence[Hashable]) -> Balanced:
     """Return a layout with equal tokens and nearly equal work for the ranks on these nodes.
 
-    Zigzag, where that is within `BOUND` or no worse. The same on every rank: integers decide.
+    Zigzag, where that is within `BOUND` or no worse; else of several that are within it the one
+    that puts the fewest bytes on the bottleneck link. The same on every rank: integers decide.
 
     Raises:
         ValueError: the tokens do not divide as zigzag needs it, or the mask has a block table.
     """
-    best = zigzag(tokens, len(nodes))
-    least = imbalance(best, mask)
-    for is_exact in (False, True):
-        if least > BOUND:
-            found = deal(DocumentWork.of(mask, tokens), nodes, is_exact=is_exact)
-            least, best = min((least, best), (imbalance(found, mask), found), key=itemgetter(0))
+    usual = zigzag(tokens, len(nodes))
+    least, best = imbalance(usual, mask), usual
+    if least > BOUND:
+        found = [(least, usual), *_dealt(mask, tokens, nodes)]
+        even = [each for each in found if each[0] <= BOUND] or [min(found, key=itemgetter(0))]
+        if len(even) > 1:
+            even.sort(key=lambda each: _bytes(each[1], mask, nodes))
+        least, best = even[0]
     return Balanced(best, tokens // sum(map(len, best.shards)), least)
+
+
+def _dealt(mask: Mask, tokens: int, nodes: Sequence[Hashable]) -> Iterator[tuple[float, Layout]]:
+    """Deal in every way; where that would take long, until one is within `BOUND`."""
+    work = DocumentWork.of(mask, tokens)
+    for way in WAYS:
+        layout = deal(work, nodes, way)
+        yield (found := imbalance(layout, mask)), layout
+        if found <= BOUND and len(work.lengths) * len(nodes) > _SMALL:
+            return
+
+
+def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable]) -> int:
+    """Return what a layer puts on the bottleneck link, of heads as many models have them."""
+    shape, config = Shape(layout.local_tokens, 4, 1, 128, 128, 2, 4), BurstConfig()
+    grid, _ = choose_grid(config.shape_of_rings, nodes)
+    choice = choose(config, Tiling(layout, mask), grid, shape, nodes)
+    return sum(offers[0].cost.bottleneck for offers in (choice.forward, choice.backward))
 
 
 def pays(mask: Mask, tokens: int, ranks: int) -> bool:

@@ -23,9 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.topology import by_node
+from megatron_burst.plans.whole_documents import deal_whole
 
 _SLACK = 64  # the share of a rank's work by which it may miss the mean to leave documents whole
 _FEW = 32  # documents shorter than this share of a rank's tokens stay with their neighbours
@@ -36,52 +37,23 @@ _SHORT, _LONG = 1, 2  # what is begun, and goes on with the next rank: a short i
 type _Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentWork:
-    """How many pairs the queries, or the keys, of positions have."""
+class Way(NamedTuple):
+    """How documents are dealt."""
 
-    starts: _Ints  # of documents
-    lengths: _Ints
-    window: int
-    is_causal: bool
-
-    @classmethod
-    def of(cls, mask: Mask, tokens: int) -> "DocumentWork":
-        """Return those of a mask; one document, where it has none."""
-        mask.check_length(tokens)
-        if mask.block_table is not None:
-            raise ValueError("a layout is balanced for documents, not for a block mask")
-        borders = np.array(mask.documents or (0, tokens))
-        window = tokens if mask.window is None else mask.window
-        return cls(borders[:-1], np.diff(borders), window, mask.is_causal)
-
-    @property
-    def pairs(self) -> _Ints:
-        """Those of each document."""
-        return self._of_first(self.lengths, self.lengths)
-
-    def before(self, positions: _Ints) -> tuple[_Ints, _Ints]:
-        """Return the pairs of all queries before each position, and those of all keys."""
-        document = np.searchsorted(self.starts, positions, "right") - 1
-        length, first = self.lengths[document], positions - self.starts[document]
-        every = self.pairs
-        done, whole = (np.cumsum(every) - every)[document], every[document]
-        behind = self._of_first(length - first, length)  # keys are queries read backwards
-        return done + self._of_first(first, length), done + whole - behind
-
-    def _of_first(self, count: _Ints, length: _Ints) -> _Ints:
-        """The pairs of so many first queries of documents of these lengths."""
-        growing = np.minimum(count, self.window + 1)  # as long as the window hides nothing
-        behind = growing * (growing + 1) // 2 + (count - growing) * (self.window + 1)
-        return behind if self.is_causal else behind + count * length - count * (count + 1) // 2
+    slack: int
+    """By which share of its work, 1/slack, a rank may miss the mean to leave documents whole; 0 is
+    to cut as many as it takes to be exact."""
+    cuts: int
+    """How often, for each rank, a document may be cut where they are dealt all at a time."""
 
 
-def deal(work: DocumentWork, nodes: Sequence[Hashable], *, is_exact: bool = False) -> Layout:
-    """Return a layout for the ranks on these nodes; they divide the tokens.
+WAYS = Way(40, 4), Way(32, 0), Way(0, 0)
+"""None is the best for all documents; some of the first may be too uneven."""
 
-    An exact one cuts more documents, where whole ones are too large to come near the mean.
-    """
-    return _Deal.of(work, nodes, is_exact=is_exact).layout()
+
+def deal(work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> Layout:
+    """Return a layout for the ranks on these nodes; they divide the tokens."""
+    return _Deal.of(work, nodes, way).layout()
 
 
 class _Items(NamedTuple):
@@ -236,7 +208,7 @@ class _Hand:
         """How many tokens of an item there is work for, with the shortest ones for the others."""
         least, most = max(0, self.tokens - self.stock.tokens), min(length, self.tokens)
         goal = self.work + self.slack
-        if most * rate + self.stock.of_last(self.tokens - most) <= goal:
+        if most <= least or most * rate + self.stock.of_last(self.tokens - most) <= goal:
             return most
         return min(most, max(least, self.stock.room(self.tokens, goal, rate)))
 
@@ -256,26 +228,46 @@ class _Hand:
 
 
 def _dealt(
-    stock: _Stock, rows: Sequence[tuple[int, ...]], local: int, *, is_exact: bool
+    stock: _Stock, rows: Sequence[tuple[int, ...]], local: int, way: Way
 ) -> Iterator[tuple[int, _Ints]]:
-    """Give each rank what it holds: deal to a few groups of nodes, of those to nodes, to ranks."""
+    """Give each rank what it holds: deal to nodes, and what a node has to its ranks."""
     if len(rows) == 1:
         rows = [(rank,) for rank in rows[0]]
-    left = sum(map(len, rows))
-    for group in batched(rows, -(-len(rows) // _PARTS)):
-        ranks, held = sum(map(len, group)), stock.left
+    held = None
+    if way.cuts:
+        room = [len(row) * local for row in rows]
+        held = deal_whole(stock.left, room, way.slack, way.cuts)
+    if held is None:
+        held = [*_one_by_one(stock, [*map(len, rows)], local, way)]
+    for row, some in zip(rows, held, strict=True):
+        if len(row) == 1:
+            yield row[0], some
+        else:
+            yield from _dealt(_again(some), [row], local, way)
+
+
+def _one_by_one(stock: _Stock, counts: Sequence[int], local: int, way: Way) -> Iterator[_Ints]:
+    """Give so many ranks each what they hold: deal to a few groups of them, one after another."""
+    left = sum(counts)
+    for group in batched(counts, -(-len(counts) // _PARTS)):
+        ranks, held = sum(group), stock.left
         if ranks < left:
             work = stock.work * ranks // left
-            slack = 0 if is_exact else work // (_SLACK if ranks == 1 else 16 * _SLACK)
-            is_even = ranks > 1 and not is_exact
+            slack = work // (way.slack if ranks == 1 else 16 * way.slack) if way.slack else 0
+            is_even = ranks > 1 and way.slack > 0
             hand = _Hand(stock, ranks * local, work, slack, is_even=is_even)
             held, stock, left = hand.fill(), hand.stock, left - ranks
-        if ranks == 1:
-            yield group[0][0], held
+        if len(group) == 1:
+            yield held
         else:
-            held = held[:, np.lexsort((held[0], -held[2]))]
-            held[3] = 0
-            yield from _dealt(_Stock(held), group, local, is_exact=is_exact)
+            yield from _one_by_one(_again(held), group, local, way)
+
+
+def _again(held: _Ints) -> _Stock:
+    """Return what was dealt as a stock to deal."""
+    stock = held[:, np.lexsort((held[0], -held[2]))]
+    stock[3] = 0
+    return _Stock(stock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +280,7 @@ class _Deal:
     slack: int  # how much more queries than keys may have, that ends need not be shared evenly
 
     @classmethod
-    def of(cls, work: DocumentWork, nodes: Sequence[Hashable], *, is_exact: bool) -> "_Deal":
+    def of(cls, work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> "_Deal":
         """Deal to nodes, and what a node has to its ranks."""
         local, rows = int(work.lengths.sum()) // len(nodes), by_node(nodes)
         items = _Items.of(work, local // _FEW)
@@ -296,11 +288,11 @@ class _Deal:
         stock = _Stock(np.stack([order, items.length[order], items.rate[order], 0 * order]))
         shares = [
             np.stack([*held[:2], np.full(held.shape[1], rank)])
-            for rank, held in _dealt(stock, rows, local, is_exact=is_exact)
+            for rank, held in _dealt(stock, rows, local, way)
         ]
         number = {rank: number for number, row in enumerate(rows) for rank in row}
         node = [number[rank] for rank in range(len(nodes))]
-        slack = 0 if is_exact else stock.work // len(nodes) // _SLACK
+        slack = stock.work // len(nodes) // _SLACK if way.slack else 0
         return cls(items, np.concatenate(shares, axis=1), node, slack)
 
     def layout(self) -> Layout:

@@ -155,12 +155,12 @@ class Mesh(Schedule):
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
         of_all = self._used(legs, used, _useful_around)
-        return Route(legs, _around(self), of_all, self._parts[self.sent])
+        return Route(legs, _around(self), of_all, [self._parts[self.sent]])
 
     def _visits(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
         of_all = self._used(legs, used, _useful_visits)
-        return Route(legs, _visits(self), of_all, self._parts[self.sent.other])
+        return Route(legs, _visits(self), of_all, [self._parts[self.sent.other]])
 
     def _used(
         self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], NDArray[np.bool]]"

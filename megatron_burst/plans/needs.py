@@ -34,6 +34,11 @@ class Needs:
     """[owner, user]: how many rows of a KV or QUERY block a rank needs."""
     parts: Mapping[Kind, Sequence[Interval | None]]
     """By owner: from the first to the last row that any other rank needs; None for all or none."""
+    ends: Mapping[Kind, Ints]
+    """[2, owner, user]: the first row that another rank needs, and what follows the last; none
+    under a mask that needs all rows of a block or none."""
+    local: int
+    """The rows of a rank."""
 
     @classmethod
     def of_cells(
@@ -56,8 +61,8 @@ class Needs:
             needed = np.where(pairs > 0, local, 0)
             rows = {Kind.KV: needed.T, Kind.QUERY: needed}
             none = dict.fromkeys(rows, [None] * len(pairs))
-            return cls(pairs, cells.is_banded, single, rows, none)
-        rows, parts = {}, {}
+            return cls(pairs, cells.is_banded, single, rows, none, {}, local)
+        rows, parts, ends = {}, {}, {}
         sides = (Kind.KV, numbers.T, cells.keys), (Kind.QUERY, numbers, cells.queries)
         for kind, by_owner, needed in sides:
             first, stop = needed.T
@@ -65,9 +70,16 @@ class Needs:
             low, high = np.full(count, local), np.zeros(count, np.int64)
             np.minimum.at(low, of, first)
             np.maximum.at(high, of, stop)
-            ends = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
-            parts[kind] = _inside(ends[0].min(axis=1), ends[1].max(axis=1), local)
-        return cls(pairs, cells.is_banded, single, rows, parts)
+            low, high = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
+            ends[kind] = np.stack([low, high])
+            parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
+        return cls(pairs, cells.is_banded, single, rows, parts, ends, local)
+
+    def parts_of(self, kind: Kind, groups: Ints) -> list[list[Interval | None]]:
+        """Return by group, [group, user], and owner the `parts` that these users need."""
+        low, high = self.ends[kind][:, :, groups]  # [owner, group, user]
+        ends = zip(low.min(axis=2).T, high.max(axis=2).T, strict=True)
+        return [_inside(*of_owners, self.local) for of_owners in ends]
 
     def users(self, kind: Kind) -> NDArray[np.bool]:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""

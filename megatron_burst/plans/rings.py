@@ -36,7 +36,7 @@ class Ring(Schedule):
 
     Nothing is sent that nobody further on needs: a block stops after the last rank with a tile for
     it, and a gradient starts at the first rank that has something to add. Rows at its ends that no
-    other rank needs stay there.
+    other rank needs stay there; to a node go those that its ranks need.
     """
 
     tiling: Tiling
@@ -74,7 +74,10 @@ class Ring(Schedule):
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
-        visits = [self._tiles(rank, owner) for owner in self.grid.visits(rank)]
+        parts, length, visits = self._parts, self.grid.ranks_per_node, list[Sequence[Tile]]()
+        for step, owner in enumerate(self.grid.visits(rank)):
+            part = parts[step // length % len(parts)][owner]
+            visits.append(self._tiles(rank, owner, part))
         if self.gather:
             return {self._delay: [tile for visit in visits for tile in visit]}
         tiles: dict[int, Sequence[Tile]] = dict(enumerate(visits))
@@ -112,13 +115,17 @@ class Ring(Schedule):
         return Route(legs, stations(self.grid), of_all, self._parts, length)
 
     @property
-    def _parts(self) -> Sequence[Interval | None]:
-        """By owner, the rows from the first to the last that others need of a block; None for all.
+    def _parts(self) -> Sequence[Sequence[Interval | None]]:
+        """By pass and owner, the rows from the first to the last that its node needs of a block.
 
-        Without a mask beside causality all blocks are whole: a few rows less from the last chunk's
-        owner alone would not unload the bottleneck link.
+        None for all. A chain adds up the gradients of all nodes: what any needs. Without a mask
+        beside causality all blocks are whole: a few rows less from the last chunk's owner alone
+        would not unload the bottleneck link.
         """
-        return self.tiling.needs.parts[self.sent]
+        is_sparse = self.tiling.mask.is_sparse
+        if not is_sparse or self.gradient_return is GradientReturn.CHAIN or self.grid.nodes == 1:
+            return [self.tiling.needs.parts[self.sent]]
+        return _parts(self.tiling, self.grid, self.sent)
 
     @property
     def _returned(self) -> Kind:
@@ -140,13 +147,11 @@ class Ring(Schedule):
         chained = self.gradient_return is GradientReturn.CHAIN
         return own_tiles_by_step(own, self.grid.ranks, two_levels=self._two_levels, chained=chained)
 
-    def _tiles(self, rank: int, owner: int) -> Sequence[Tile]:
+    def _tiles(self, rank: int, owner: int, part: Interval | None) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
             return ()
         tiles = self.tiling.of_block(self.sent, owner, rank)
-        if rank == owner or (part := self._parts[owner]) is None:
-            return tiles
-        return tiles.reading(self.sent, part)
+        return tiles if rank == owner or part is None else tiles.reading(self.sent, part)
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.
@@ -198,3 +203,13 @@ class Ring(Schedule):
 def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
     """Who of those that a block passes has a use for it: [station, owner]."""
     return tiling.needs.users(kind)[np.arange(grid.ranks), stations(grid)]
+
+
+@lru_cache(maxsize=2)
+def _parts(tiling: Tiling, grid: Grid, kind: Kind) -> Sequence[Sequence[Interval | None]]:
+    """Return by pass and owner the rows that the node that it is for needs of a block."""
+    rows, nodes = np.array(grid.rows), range(grid.nodes)
+    node = np.empty(grid.ranks, np.int64)
+    node[rows] = np.arange(grid.nodes)[:, None]
+    parts, owners = tiling.needs.parts_of(kind, rows), [*enumerate(node.tolist())]
+    return [[parts[(home + p) % grid.nodes][owner] for owner, home in owners] for p in nodes]

@@ -42,8 +42,8 @@ class Route:
     """[station, owner]: who is there; a rank may be at several stations of an owner."""
     used: NDArray[np.bool]
     """[leg, owner]: whether anything goes that way."""
-    parts: Sequence[Interval | None]
-    """By owner: which of its rows go; None is all."""
+    parts: Sequence[Sequence[Interval | None]]
+    """By pass and owner: which of its rows go; None is all. Of one pass: in all."""
     length: int | None = None
     """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
@@ -62,11 +62,13 @@ class Route:
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
-        rows = np.array([local_tokens if part is None else part.length for part in self.parts])
+        each = [[local_tokens if x is None else x.length for x in some] for some in self.parts]
+        rows = np.array(each)  # [pass, owner]
         legs = [(sizes[leg.kind], *leg[1:3], *leg[4:]) for leg in self.legs]
         size, sources, targets, *steps = np.array(legs, np.int64).reshape(-1, 5).T
-        if not (summed and self.length and self.used.all() and set(self.parts) == {None}):
-            payload = np.outer(size, rows) // local_tokens * self.used
+        if not (summed and self.length and self.used.all() and (rows == local_tokens).all()):
+            of_legs = rows[[self._pass_of(leg) for leg in self.legs]]
+            payload = size[:, None] * of_legs // local_tokens * self.used
             return Loads(self.ranks[sources], self.ranks[targets], payload, *steps)
         ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
         shape = [[len(self.ranks) // self.length], [self.length]]
@@ -74,7 +76,7 @@ class Route:
         _, first, times = np.unique(way, return_index=True, return_counts=True)
         steps = [step[first] for step in steps]
         ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
-        return Loads(*ends_of, np.outer(times * size[first], rows // local_tokens), *steps)
+        return Loads(*ends_of, np.outer(times * size[first], rows[0] // local_tokens), *steps)
 
     def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
@@ -83,9 +85,13 @@ class Route:
         ends = np.array([leg[1:3] for _, leg in each], np.int64).reshape(-1, 2).T
         found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
         return [
-            Hop(Item(leg.kind, owner, self.parts[owner]), source, target, *leg[3:])
-            for (owner, leg), source, target in found
+            Hop(Item(leg.kind, owner, self.parts[self._pass_of(leg)][owner]), *ends, *leg[3:])
+            for (owner, leg), *ends in found
         ]
+
+    def _pass_of(self, leg: Leg) -> int:
+        """Return in which pass around nodes it is; a leg between nodes leads into it, or out."""
+        return 0 if len(self.parts) == 1 else max(leg.source, leg.target) // (self.length or 1)
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:

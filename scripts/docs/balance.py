@@ -46,6 +46,18 @@ the bytes themselves, are in [{name}.csv]({name}.csv).
 
 {cells}
 
+## Where there are more bytes
+
+Above 1 are documents of more work than a rank, or than a node. Take one of n tokens with the work
+of k ranks. To share its work, k ranks hold n/k tokens of it each, from both ends: half of a part
+goes to ranks farther inside, all of it to those farther outside. In the mean a rank sends
+0.75·n·(k-1)/k rows, and the innermost n·(k-1)/k; in the backward each sends and receives
+1.5·n·(k-1)/k. Zigzag leaves it in c < k contiguous chunks: the rank of the first sends n·(c-1)/c
+rows, and in the backward a rank sends and receives as many. So where c is 2 and k large, the
+forward has up to twice the bytes and the backward up to three times: that is what equal work costs
+there. Where c and k are close, the bytes of other documents decide. Between nodes a ring sends a
+node all rows from the first to the last that its ranks need, also what lies between two documents.
+
 [How it works](how-it-works.md#balanced-documents)
 """
 

@@ -16,7 +16,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Loads, Messages
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
-from tests.plans.simulator import bytes_sent
+from tests.plans.simulator import bytes_sent, simulate
 
 CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
@@ -143,6 +143,38 @@ def test_traffic_of_flat_and_double_rings(
 
 def uneven(layout: Layout, mask: Mask) -> float:
     return Ring(Tiling(layout, mask), flat_grid(layout.ranks)).imbalance
+
+
+def test_a_node_is_sent_the_rows_that_it_needs() -> None:
+    """Of rank 0 its own node needs the first half, the other node the second."""
+    shards = (range(4), range(8, 12)), (range(4, 8), range(16, 20))
+    others = (range(12, 16), range(20, 24)), (range(24, 32),)
+    tiling = Tiling(Layout((*shards, *others)), Mask.causal(documents=(0, 8, 16, 24, 32)))
+    sizes = {Kind.KV: 8, Kind.D_KV: 80, Kind.PARTIAL_D_KV: 40}
+    sent = dict[GradientReturn, list[Traffic]]()
+    for back in (HOME, CHAIN):
+        ring = Ring(tiling, Grid(((0, 1), (2, 3))), Kind.KV, back)
+        passes = [ring.messages(backward=backward) for backward in (False, True)]
+        sent[back] = [traffic(some, sizes, "aabb", 8) for some in passes]
+        pairs = int(tiling.needs.pairs.sum())
+        for backward in (False, True):
+            make = ring.backward if backward else ring.forward
+            simulate([make(rank) for rank in range(4)], backward=backward, pairs=pairs)
+    assert [each.nic for each in sent[HOME]] == [4, 40]
+    assert [each.nic for each in sent[CHAIN]] == [8, 80], "sums of all nodes"
+
+
+@pytest.mark.parametrize("kind", [Kind.KV, Kind.QUERY])
+def test_all_rows_of_a_tile_are_sent_to_its_node(kind: Kind) -> None:
+    mask = Mask.causal(documents=(0, 7, 30, 41, 90, 96))
+    for layout in (zigzag(96, 6), contiguous(96, 6)):
+        ring = Ring(Tiling(layout, mask), Grid(((0, 1), (2, 3), (4, 5))), kind, HOME)
+        plans = [ring.backward(rank) for rank in range(6)]
+        simulate(plans, backward=True, pairs=int(ring.pairs.sum()))
+        for tile in (tile for plan in plans for tile in plan.tiles):
+            rows = tile.rows_of(kind)
+            part = (tile.key_part if kind is Kind.KV else tile.query_part) or rows
+            assert part.start <= rows.start and rows.stop <= part.stop, tile
 
 
 @pytest.mark.parametrize("ranks", range(1, 65))

@@ -1,0 +1,50 @@
+"""How many pairs the tokens of documents have, as queries and as keys."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.mask import Mask
+
+type _Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentWork:
+    """How many pairs the queries, or the keys, of positions have."""
+
+    starts: _Ints  # of documents
+    lengths: _Ints
+    window: int
+    is_causal: bool
+
+    @classmethod
+    def of(cls, mask: Mask, tokens: int) -> "DocumentWork":
+        """Return those of a mask; one document, where it has none."""
+        mask.check_length(tokens)
+        if mask.block_table is not None:
+            raise ValueError("a layout is balanced for documents, not for a block mask")
+        borders = np.array(mask.documents or (0, tokens))
+        window = tokens if mask.window is None else mask.window
+        return cls(borders[:-1], np.diff(borders), window, mask.is_causal)
+
+    @property
+    def pairs(self) -> _Ints:
+        """Those of each document."""
+        return self._of_first(self.lengths, self.lengths)
+
+    def before(self, positions: _Ints) -> tuple[_Ints, _Ints]:
+        """Return the pairs of all queries before each position, and those of all keys."""
+        document = np.searchsorted(self.starts, positions, "right") - 1
+        length, first = self.lengths[document], positions - self.starts[document]
+        every = self.pairs
+        done, whole = (np.cumsum(every) - every)[document], every[document]
+        behind = self._of_first(length - first, length)  # keys are queries read backwards
+        return done + self._of_first(first, length), done + whole - behind
+
+    def _of_first(self, count: _Ints, length: _Ints) -> _Ints:
+        """The pairs of so many first queries of documents of these lengths."""
+        growing = np.minimum(count, self.window + 1)  # as long as the window hides nothing
+        behind = growing * (growing + 1) // 2 + (count - growing) * (self.window + 1)
+        return behind if self.is_causal else behind + count * length - count * (count + 1) // 2
