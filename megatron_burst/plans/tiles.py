@@ -1,5 +1,6 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -66,6 +67,21 @@ class Tiling:
         """Whether every rank needs all rows of every other."""
         parts = chain(*self.needs.parts.values())
         return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
+
+    @cached_property
+    def key_chunk(self) -> int:
+        """The rows between which all ends of keys lie that ranks see of each other's, all in full.
+
+        0 where not every rank needs all rows of every other, or sees some in part.
+        """
+        if self.mask.is_sparse or self.kinds is None or not self.all_is_needed:
+            return 0
+        of_others = self.kinds.numbers[~np.eye(self.ranks, dtype=bool)]
+        examples = [self.kinds.examples[kind] for kind in np.unique(of_others).tolist()]
+        seen = [self(*pair).cells for pair in examples]
+        if not all(cells.full_as(cells) for cells in seen):
+            return 0
+        return math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
 
     @cached_property
     def _of_one_document(self) -> "Tiling | None":
