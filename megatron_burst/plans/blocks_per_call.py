@@ -98,4 +98,4 @@ def _query_rows(tiling: Tiling) -> float:
     """Return how many rows of queries the tiles of two ranks have, in the mean over all pairs."""
     assert tiling.kinds
     of_kinds = [tiling(*pair).cells.sizes[:, 0].sum() for pair in tiling.kinds.examples]
-    return float(np.array(of_kinds)[tiling.kinds.numbers].mean())
+    return float(np.average(of_kinds, weights=tiling.kinds.of_two_ranks))

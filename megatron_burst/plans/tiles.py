@@ -17,6 +17,7 @@ from megatron_burst.plans.needs import Needs, needs_of, needs_of_kinds
 from megatron_burst.plans.pieces import Pieces, cut_pieces
 from megatron_burst.plans.plan import Kind, Tile, Tiles, by_blocks
 
+_CHUNKS = 16  # at most, in which a block is sent
 _SMALL = 64  # a tile below this part of the pairs is not cut
 
 
@@ -70,18 +71,19 @@ class Tiling:
 
     @cached_property
     def key_chunk(self) -> int:
-        """The rows between which all ends of keys lie that ranks see of each other's, all in full.
+        """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
 
-        0 where not every rank needs all rows of every other, or sees some in part.
+        0 where not every rank needs all rows of every other, or sees some in part, or chunks would
+        be too many, because they differ.
         """
         if self.mask.is_sparse or self.kinds is None or not self.all_is_needed:
             return 0
-        of_others = self.kinds.numbers[~np.eye(self.ranks, dtype=bool)]
-        examples = [self.kinds.examples[kind] for kind in np.unique(of_others).tolist()]
-        seen = [self(*pair).cells for pair in examples]
+        kinds = np.flatnonzero(self.kinds.of_two_ranks).tolist()
+        seen = [self(*self.kinds.examples[kind]).cells for kind in kinds]
         if not all(cells.full_as(cells) for cells in seen):
             return 0
-        return math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
+        chunk = math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
+        return chunk if chunk * _CHUNKS >= self.local_tokens else 0
 
     @cached_property
     def _of_one_document(self) -> "Tiling | None":

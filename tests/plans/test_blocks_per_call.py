@@ -12,6 +12,7 @@ from megatron_burst.plans.calls import calls_of
 from megatron_burst.plans.cost import LatentShape, Shape, traffic
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import choose
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -57,6 +58,12 @@ def test_plans_are_right_send_no_byte_more_and_hold_no_more_than_they_say(
             assert traffic(ring.messages(backward=backward), sizes, nodes, N) == usual
             held = max(sum(sizes[kind] * n for kind, n in p.most_buffered.items()) for p in plans)
             assert held <= ring.memory(sizes, backward=backward)
+
+
+@pytest.mark.parametrize(("blocks", "held"), [(1, 3), (2, 7), (4, 11)])
+def test_single_blocks_do_not_take_the_buffers_of_several(blocks: int, held: int) -> None:
+    ring = ring_of(Tiling(zigzag(N * 32, 32), Mask.causal()), grid_of(32, 8), blocks)
+    assert ring.forward(16).most_buffered[Kind.KV] == held
 
 
 @both_passes
@@ -105,6 +112,7 @@ NONE = {
     "a later stop": {"tiling": Tiling(CAUSAL.layout, replace(Mask.causal(), query_stop=4096))},
     "contiguous": {"tiling": Tiling(contiguous(8 * 1024, 8), Mask.causal())},
     "striped": {"tiling": Tiling(striped(8 * 1024, 8), Mask.causal())},
+    "uneven pieces": {"tiling": Tiling(segmented_zigzag([16, 8176], 8), Mask.causal())},
     "two sequences": {"shape": shape_of(2048)},
     "latents": {"shape": Shape(1024, 32, 8, 128, 128, 2, 4, latents=LatentShape(576, 10**6))},
     "nodes of two": {"grid": grid_of(8, 2), "nodes": "aabbccdd"},
@@ -141,7 +149,8 @@ def test_large_tiles_and_little_memory_leave_it_at_one() -> None:
         assert isinstance(schedule, Ring)
         return schedule.blocks_per_call
 
-    assert [chosen(1024 * n) for n in (1, 4, 16, 64)] == [4, 4, 2, 1]
+    assert [chosen(1024 * n) for n in (1, 4, 16, 64)] == [4, 4, 4, 1]
     block = shape_of(1024).item_bytes()["kv"]
     assert [chosen(1024, limit=n * block) for n in (7, 6, 5)] == [4, 2, 1]
-    assert chosen(1024, kv_heads=32) == 2, "more bytes, which four calls would not hide"
+    more_bytes = [chosen(1024 * n, kv_heads=32) for n in (1, 4, 16)]
+    assert more_bytes == [1, 2, 4], "what is computed first does not hide them"
