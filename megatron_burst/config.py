@@ -81,8 +81,15 @@ class BurstConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
-    results, where it is no ring that moves them, and for heads that are shared out by choice
-    (default: a sixteenth of the GPU's; without a GPU any)."""
+    results, where it is no ring that moves them or one with several blocks a call, and for heads
+    that are shared out by choice (default: a sixteenth of the GPU's; without a GPU any)."""
+
+    blocks_per_call: int | None = field(default=None, metadata={"type": size_or_auto})
+    """How many key blocks that have arrived one kernel call of a kv ring may take: fewer calls and
+    merges for more memory, and no byte more is sent. auto (the default): on a GPU 1, 2 or 4, where
+    tiles are small, within --burst-memory-mb, elsewhere 1; logged. It is 1 under windows, documents
+    and block masks, with several sequences in a batch, where latents travel, and in a flat ring
+    over several nodes."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
@@ -180,6 +187,7 @@ class BurstConfig:
             ("--burst-ranks-per-node", self.ranks_per_node),
             ("--burst-head-parallel-size", self.head_parallel_size),
             ("--burst-memory-mb", self.memory_mb),
+            ("--burst-blocks-per-call", self.blocks_per_call),
         ):
             refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
         refuse(
@@ -250,6 +258,7 @@ class BurstConfig:
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
+            "blocks_per_call": (None, 1),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:

@@ -52,6 +52,7 @@ def test_flags_agree_with_the_fields() -> None:
         "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
+        "blocks_per_call": "--burst-blocks-per-call",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",
@@ -138,19 +139,21 @@ CHOICES = {
     "gradient_return": ("chain", "home"),
     "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
+    "blocks_per_call": (1, 2),
 }
 # What a preset decides itself; all else may be chosen.
 SIZES = {("head_parallel_size", size) for size in (2, 4)}
 FIXED = {
     "burst": set[tuple[str, str | int]](),
-    "ring": {("backward", "query"), ("mla", "latent")},
-    "allgather": {("backward", "query"), ("mla", "latent"), *SIZES},
+    "ring": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2)},
+    "allgather": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2), *SIZES},
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         *itertools.product(("grad_dtype",), ("float32", "model")),
         *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
+        ("blocks_per_call", 2),
         *SIZES,
     },
 }

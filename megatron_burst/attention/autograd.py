@@ -85,7 +85,8 @@ def ring_attention(
     needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
     output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
     15.6 (query), under windows and documents up to 24.5 and 19.1; on a double ring 9.1, and 30.5 or
-    23.7. A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
+    23.7. A mesh, and a ring that takes several blocks a call, hold more, as much as
+    `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together.
 
     Args:

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.keys import Keys
-from megatron_burst.attention.rows import DeviceCall, rows_of
+from megatron_burst.attention.rows import DeviceCall, by_key_block, rows_of
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.transport.comm import Block
@@ -36,13 +36,13 @@ def backward(
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for some in call.backward_calls[number]:
-            d_query, d_kv = some.tile.gradients
             with span("backward", number, "tile", some.tile.query_owner, some.tile.key_owner):
                 dq, dk, dv = _differentiate(some, blocks, keys, outputs, call)
             with span("backward", number, "merge"):
-                sums.add(d_query, some.queries, (dq,))
-                sums.add(d_kv, some.keys, (dk, dv))
-            del dq, dk, dv  # else they would live beside the next call's
+                sums.add(some.tile.gradients[0], some.queries, (dq,))
+                for gradient in by_key_block(some, (dk, dv), plan.chunk):
+                    sums.add(*gradient)
+            del dq, dk, dv, gradient  # else they would live beside the next call's
         sums.end_step()
         for item, block in transfers.land(number):
             if item.kind.is_result:

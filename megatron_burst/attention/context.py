@@ -333,7 +333,7 @@ class BurstContext:
         layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
         sent_as = self.config.grad_dtype
-        choice, shape, instead = self._choose(tiling, asked.shape(sent_as), asked.latents)
+        choice, shape, instead = self._choose(tiling, asked)
         if mask.query_stop is None:
             self.means.add(mask, choice.forward[0].schedule.imbalance)
         sums_as = asked.dtype if sent_as is GradDtype.MODEL else None
@@ -358,22 +358,22 @@ class BurstContext:
             backward_calls=backward,
         )
 
-    def _choose(
-        self, tiling: Tiling, shape: Shape, latents: LatentShape | None
-    ) -> tuple[Choice, Shape, str]:
+    def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
         """Choose what travels and how; return for the log what does not."""
+        config, latents = asked.on_device(self.config), asked.latents
+        shape = asked.shape(config.grad_dtype)
 
         def choose_for(shape: Shape) -> Choice:
             return choose(
-                *(self.config, tiling, self.grid, shape, self.nodes, self.along_grid),
+                *(config, tiling, self.grid, shape, self.nodes, self.along_grid),
                 memory_limit=self._memory_limit,
             )
 
-        burst = self.config.algorithm is Algorithm.BURST
+        burst = config.algorithm is Algorithm.BURST
         if latents is None or not burst or self.heads.size > 1 or self.grid.ranks == 1:
             return choose_for(shape), shape, ""
         with_latents = replace(shape, latents=latents, sends_raw=False)  # gradients by a product
-        return choose_keys(choose_for, shape, with_latents, self.config.mla)
+        return choose_keys(choose_for, shape, with_latents, config.mla)
 
 
 def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:

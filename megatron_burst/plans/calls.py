@@ -13,7 +13,7 @@ import numpy as np
 from megatron_burst.plans.cells import FAR, Cells, Ints
 from megatron_burst.plans.layout import Interval, joined
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Meeting, Tile, Tiles, by_blocks
+from megatron_burst.plans.plan import Tile, Tiles, by_blocks
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
@@ -26,7 +26,7 @@ class KernelCall:
     them, so that what comes of the call is added by rows, in any order, to the same sums.
     """
 
-    tile: Meeting
+    tile: Tiles
     """Of the blocks."""
     band: Band
     """Of several sequences that of a square: each one's, counted from its last corner."""
@@ -47,15 +47,18 @@ type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
 """The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(tiles: Sequence[Tile], known: Known | None = None) -> tuple[KernelCall, ...]:
+def calls_of(
+    tiles: Sequence[Tile], known: Known | None = None, *, joins: bool = False
+) -> tuple[KernelCall, ...]:
     """Return the kernel calls that compute these tiles, those of a pair of blocks one by one.
 
-    What is `known` is not found again: of blocks that have the same cells.
+    Key blocks that lie side by side are one if it `joins` them. What is `known` is not found again:
+    of blocks that have the same cells.
     """
     known = {} if known is None else known
     found: list[KernelCall] = []
-    for some in filter(len, by_blocks(tiles)):
-        key = id(some.cells), some.query_part, some.key_part
+    for some in filter(len, by_blocks(tiles, joins=joins)):
+        key = id(some.cells), some.query_part, some.key_part, len(some.beside)
         if key not in known:
             known[key] = some, _calls(some)
         found += (replace(call, tile=some) for call in known[key][1])
@@ -97,7 +100,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         yield Band(left, right), cells.some(number == which)
 
 
-def _of_band(tile: Meeting, band: Band, cells: Cells) -> Iterator[KernelCall]:
+def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[KernelCall]:
     """Make calls of cells of one band, so that no row is in two of a call's."""
     queries, keys = cells.queries, cells.keys
     order = queries[:, 0].argsort()
@@ -116,7 +119,7 @@ def _of_band(tile: Meeting, band: Band, cells: Cells) -> Iterator[KernelCall]:
 
 
 def _call(
-    tile: Meeting, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
+    tile: Tiles, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
 ) -> KernelCall:
     if len(lengths) == 1:
         band = band.of_corner(*lengths[0])

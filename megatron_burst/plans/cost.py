@@ -12,7 +12,11 @@ from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
 # Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
-_FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
+FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
+FLOPS_A_BYTE_ADDED = 570  # of a sum; its memory moves 3350 GB/s, and three times what is counted
+KEYS_A_CALL = 200
+"""Keys that a row of a kernel call costs beside those it sees: FlashAttention-3's speed (arXiv
+2407.08608, figure 5) grows with the sequence as n / (n + 200), from 512 to 16384 tokens."""
 _ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
 
 
@@ -89,7 +93,7 @@ class Traffic:
     @property
     def flops(self) -> float:
         """What a GPU computes in the time that these bytes take."""
-        a_byte = _FLOPS_A_BYTE_BETWEEN if self.nic else _FLOPS_A_BYTE_WITHIN
+        a_byte = _FLOPS_A_BYTE_BETWEEN if self.nic else FLOPS_A_BYTE_WITHIN
         return float(a_byte * self.bottleneck)
 
 

@@ -1,12 +1,11 @@
 """Who sends what to whom and computes which tile when: frozen data, no torch, no processes.
 
-A plan is one rank's whole forward or backward. It is put together from the hops of all ranks, so
-that a send and its receive come from one line, and says for every message the step at whose start
+A plan is one rank's whole forward or backward. It says for every message the step at whose start
 it is posted, the step at whose end it has landed, and the buffer it lands in.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -122,6 +121,8 @@ class Receive(NamedTuple):
     channel: Channel
     lands: int
     buffer: int
+    place: int = 0  # in the buffer, where several blocks lie side by side for one kernel call
+    places: int = 1
 
 
 class Meeting:
@@ -207,6 +208,8 @@ class Tiles(Meeting, Sequence[Tile]):
     """The same object where pairs of ranks see the same."""
     query_part: Interval | None = None
     key_part: Interval | None = None
+    beside: tuple[int, ...] = ()
+    """More key owners, of whose blocks the queries see the same rows; see `by_blocks`."""
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -227,10 +230,16 @@ class Tiles(Meeting, Sequence[Tile]):
         return isinstance(other, Sequence) and [*self] == [*other]
 
     @property
+    def key_blocks(self) -> list[Item]:
+        """The key blocks that are read, side by side."""
+        return [Item(Kind.KV, owner, self.key_part) for owner in (self.key_owner, *self.beside)]
+
+    @property
     def slices(self) -> Cells:
-        """The cells, counted in the parts of the blocks that are read."""
+        """The cells, counted in the parts of the blocks that are read, and in all side by side."""
         first = [part.start if part else 0 for part in (self.query_part, self.key_part)]
-        return Cells(self.cells.rows - np.repeat(first, 2), self.cells.sides)
+        rows = self.cells.rows - np.repeat(first, 2)
+        return Cells(rows * np.repeat([1, 1 + len(self.beside)], 2), self.cells.sides)
 
     def having(self, cells: Cells) -> "Tiles":
         """Return other tiles of the same blocks."""
@@ -248,15 +257,32 @@ class Tiles(Meeting, Sequence[Tile]):
         return replace(self, query_part=part)
 
 
-def by_blocks(tiles: Sequence[Tile]) -> list[Tiles]:
-    """Return tiles block by block, in the order of the first of each."""
+def by_blocks(tiles: Sequence[Tile], *, joins: bool = False) -> list[Tiles]:
+    """Return tiles block by block, in the order of the first of each.
+
+    With `joins` key blocks that follow each other are one, where the queries see the same rows of
+    them, and nothing of those in part. They lie in one buffer, the first chunks of all, then the
+    second ones: what goes from one chunk's border to another's is a slice of all of them.
+    """
     if isinstance(tiles, Tiles):
         return [tiles]
     cells: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
     for tile in tiles:
         blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
         cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
-    return [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
+    found = [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
+    return _joined(found) if joins else found
+
+
+def _joined(blocks: Iterable[Tiles]) -> list[Tiles]:
+    joined: list[Tiles] = []
+    for some in blocks:
+        last = joined[-1] if joined else some
+        if last is not some and last.cells.full_as(some.cells):
+            joined[-1] = replace(last, beside=(*last.beside, some.key_owner))
+        else:
+            joined.append(some)
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +305,8 @@ class Plan:
 
     rank: int
     steps: tuple[Step, ...]
+    chunk: int = 0
+    """Rows in which blocks are sent, so that several lie side by side; 0: each is whole."""
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -310,77 +338,23 @@ class Plan:
         return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
 
     @property
-    def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
-        """For each buffer, by kind and number, the largest item that lands in it."""
-        largest: dict[tuple[Kind, int], Item] = {}
-        for item, *_, buffer in self.receives:
-            known = largest.setdefault((item.kind, buffer), item)
+    def most_buffered(self) -> Counter[Kind]:
+        """Of each kind, how many items the buffers hold."""
+        found: Counter[Kind] = Counter()
+        for (kind, _), (_, places) in self.largest_arrivals.items():
+            found[kind] += places
+        return found
+
+    @property
+    def largest_arrivals(self) -> dict[tuple[Kind, int], tuple[Item, int]]:
+        """For each buffer, by kind and number, the largest item that lands in it, how many times.
+
+        Blocks that lie side by side are whole.
+        """
+        largest: dict[tuple[Kind, int], tuple[Item, int]] = {}
+        for item, *_, buffer, _, places in self.receives:
+            known, most = largest.setdefault((item.kind, buffer), (item, places))
             if known.part and (item.part is None or item.part.length > known.part.length):
-                largest[item.kind, buffer] = item
+                known = item
+            largest[item.kind, buffer] = known, max(most, places)
         return largest
-
-
-def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]) -> Plan:
-    """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.
-
-    Steps in which nothing happens are dropped. Hops that the two ends post in one step must come in
-    one order, the same for all ranks.
-    """
-    ours = [hop for hop in hops if rank in (hop.source, hop.target)]
-    tiles = {step: some for step, some in tiles.items() if some}
-    busy = {step for hop in ours for step in (hop.leaves, hop.lands)} | tiles.keys()
-    number = {step: index for index, step in enumerate(sorted(busy))}
-    buffers = _buffers(rank, ours, tiles)
-    receives: dict[int, list[Receive]] = defaultdict(list)
-    sends: dict[int, list[Send]] = defaultdict(list)
-    for index, (item, source, target, channel, leaves, lands) in enumerate(ours):
-        if target == rank:
-            receive = Receive(item, source, channel, number[lands], buffers[index])
-            receives[leaves].append(receive)
-        else:
-            sends[leaves].append(Send(item, target, channel, number[lands]))
-    return Plan(
-        rank,
-        tuple(
-            Step(tuple(receives[step]), tuple(sends[step]), tiles.get(step, ())) for step in number
-        ),
-    )
-
-
-def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[int, int]:
-    """Give each message that arrives, by number, the first buffer of its kind that is free then."""
-    last_use = _last_uses(rank, hops, tiles)
-    busy_until: dict[Kind, list[int]] = defaultdict(list)
-    chosen = {}
-    for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
-        ends = busy_until[hops[number].item.kind]
-        free = (index for index, end in enumerate(ends) if end < hops[number].leaves)
-        index = next(free, len(ends))
-        ends[index : index + 1] = [last_use[number]]
-        chosen[number] = index
-    return chosen
-
-
-def _last_uses(
-    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
-) -> dict[int, int]:
-    """Return for each message that arrives, by number, the last step that needs its buffer.
-
-    A block stays for its tiles and until its sends have landed, or until it has landed again. A
-    result is added at once.
-    """
-    order = [number for number, hop in enumerate(hops) if hop.target == rank]
-    order.sort(key=lambda number: (hops[number].lands, hops[number].leaves))
-    arrivals: dict[Item, list[int]] = defaultdict(list)
-    for number in order:
-        arrivals[hops[number].item].append(number)
-    last = {number: hops[number].lands for number in order}
-    meetings = ((step, some) for step in tiles for some in by_blocks(tiles[step]))
-    blocks = {(step, item) for step, some in meetings for item in some.blocks}
-    uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
-    passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
-    uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]
-    for begins, ends, item in uses:
-        if there := [n for n in arrivals.get(item, ()) if hops[n].lands < begins]:
-            last[there[-1]] = max(last[there[-1]], ends)
-    return last

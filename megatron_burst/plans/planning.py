@@ -14,6 +14,7 @@ from megatron_burst.config import (
     LayoutName,
     Topology,
 )
+from megatron_burst.plans.blocks_per_call import can_share, with_larger_calls
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
@@ -157,7 +158,15 @@ class _Pass:
     def _rings(self) -> Iterator[Ring]:
         gather = self.config.algorithm is Algorithm.ALLGATHER
         back = _gradient_return(self.config, self.grid, self.nodes)
-        return (Ring(self.tiling, self.grid, kind, back, gather) for kind in self._kinds())
+        for kind in self._kinds():
+            yield self._with_larger_calls(Ring(self.tiling, self.grid, kind, back, gather))
+
+    def _with_larger_calls(self, ring: Ring) -> Ring:
+        asked, is_burst = self.config.blocks_per_call, self.config.algorithm is Algorithm.BURST
+        given = ring, self.shape
+        if asked == 1 or not is_burst or not can_share(*given, self.nodes, backward=self.backward):
+            return ring
+        return with_larger_calls(*given, asked, self.memory_limit, backward=self.backward)
 
     def _direct(self) -> Iterator[Direct]:
         """Only of sparse masks; what goes straight keeps to no row or column."""

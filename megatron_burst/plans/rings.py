@@ -13,9 +13,11 @@ The owner's own partial stays there; it is computed in parts, the first while th
 its way and the rest while the last gradient is.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +49,19 @@ class Ring(Schedule):
     """CHAIN or HOME."""
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
+    blocks_per_call: int = 1
+    """How many key blocks one kernel call may take; above 1 the gradients go home."""
 
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.sent} ring"
+        several = f" of {self.blocks_per_call} blocks a call" if self.blocks_per_call > 1 else ""
+        return f"{self.sent} ring{several}"
+
+    @property
+    def chunk(self) -> int:
+        """The rows of a chunk, in which blocks go where a kernel call takes several."""
+        return self.tiling.key_chunk if self.blocks_per_call > 1 else 0
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -61,11 +71,13 @@ class Ring(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         blocks, parts, sums = (3, 3, 3) if self._two_levels else (2, 4, 0)
+        if (more := self.blocks_per_call - 1) > 0:  # of two calls in a step each has its buffer
+            blocks, parts = 3 + 3 * more + 2 * self._two_levels, parts + 4 * more
         if self.gather:
             blocks = self.grid.ranks - 1
         held = min(blocks, self.grid.ranks - 1) * sizes[self.sent]
         if backward:
-            held += parts * sizes[self._returned] + sums * sizes[self.sent.gradient]
+            held += parts * sizes[self.returned] + sums * sizes[self.sent.gradient]
         return held
 
     def messages(self, *, backward: bool) -> tuple[Route, ...]:
@@ -74,15 +86,14 @@ class Ring(Schedule):
 
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
-        parts, length, visits = self._parts, self.grid.ranks_per_node, list[Sequence[Tile]]()
-        for step, owner in enumerate(self.grid.visits(rank)):
-            part = parts[step // length % len(parts)][owner]
-            visits.append(self._tiles(rank, owner, part))
-        if self.gather:
-            return {self._delay: [tile for visit in visits for tile in visit]}
-        tiles: dict[int, Sequence[Tile]] = dict(enumerate(visits))
-        if backward and len(visits) > 1:
-            tiles |= self._spread(visits[0])
+        parts, visits = self._parts, defaultdict[int, list[Sequence[Tile]]](list)
+        for station, owner in enumerate(self.grid.visits(rank)):
+            step = self._delay if self.gather else self._step(station)
+            part = parts[station // self.grid.ranks_per_node % len(parts)][owner]
+            visits[step].append(self._tiles(rank, owner, part))
+        tiles = {step: _together(some) for step, some in visits.items()}
+        if backward and len(tiles) > 1:
+            tiles |= self._spread(tiles[0], self._step(self.grid.ranks))
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -92,10 +103,26 @@ class Ring(Schedule):
         np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
         owns = np.broadcast_to(ranks, at.shape)
         pairs = (owns, owners) if self.sent is Kind.KV else (owners, owns)
-        spread = self._spread if backward and len(at) > 1 and not self.gather else None
+        has_ends = backward and len(at) > 1 and not self.gather
+        spread = partial(self._spread, end=len(at)) if has_ends else None
         if (found := work_of_pairs(self.tiling, *pairs, spread)) is None:
             return Schedule.work(self, backward=backward)
-        return found.all_at(self._delay) if self.gather else found
+        if self.gather:
+            return found.all_at(self._delay)
+        return found if self.blocks_per_call == 1 else self._in_steps(found, *pairs)
+
+    def _in_steps(self, visits: Work, queries: NDArray[Any], keys: NDArray[Any]) -> Work:
+        """Add up the visits of a step: blocks that are seen alike have their queries in common."""
+        assert self.tiling.kinds
+        steps, kinds = [*map(self._step, range(len(queries)))], self.tiling.kinds.numbers
+        starts = np.flatnonzero(np.diff(steps, prepend=-1))
+        alike = np.zeros(visits.pairs.shape, bool)
+        alike[1 : len(queries)] = np.diff(kinds[queries, keys], axis=0) == 0
+        alike[starts] = False
+        ends = range(len(queries), len(visits.pairs))  # what is left of the own tiles
+        query_rows = np.where(alike, 0, visits.query_rows)
+        columns = visits._replace(query_rows=query_rows)
+        return Work(*(np.add.reduceat(column, [*starts, *ends]) for column in columns))
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
@@ -128,7 +155,7 @@ class Ring(Schedule):
         return _parts(self.tiling, self.grid, self.sent)
 
     @property
-    def _returned(self) -> Kind:
+    def returned(self) -> Kind:
         """What a rank sends of a gradient behind its block: what it added, or a chain's sum."""
         gradient = self.sent.gradient
         chained = self.gradient_return is GradientReturn.CHAIN
@@ -143,9 +170,18 @@ class Ring(Schedule):
         """How many steps later than in a ring a block is worked on."""
         return self.grid.ranks - 1 if self.gather else 0
 
-    def _spread(self, own: Sequence[Tile]) -> Mapping[int, Sequence[Tile]]:
+    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
         chained = self.gradient_return is GradientReturn.CHAIN
-        return own_tiles_by_step(own, self.grid.ranks, two_levels=self._two_levels, chained=chained)
+        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=chained)
+
+    def _step(self, station: int) -> int:
+        """In which step a block is computed at a station: the first of a pass alone."""
+        passes, place = divmod(station, self.grid.ranks_per_node)
+        return passes * self._steps_a_pass + -(-place // self.blocks_per_call)
+
+    @property
+    def _steps_a_pass(self) -> int:
+        return 1 - (1 - self.grid.ranks_per_node) // self.blocks_per_call
 
     def _tiles(self, rank: int, owner: int, part: Interval | None) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
@@ -156,14 +192,17 @@ class Ring(Schedule):
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.
 
-        Were it passed on from node to node, it would fill a buffer for a whole pass.
+        Were it passed on from node to node, it would fill a buffer for a whole pass. Where a kernel
+        call takes several, each comes straight from the first rank of the node that has it.
         """
         length, sent = self.grid.ranks_per_node, self.sent
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
-            for t in range(begin, begin + length - 1):
-                yield Leg(sent, t, t + 1, Channel.READ_WITHIN, t, t)
+                leaves, lands = self._step(begin - length), self._step(begin) - 1
+                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, leaves, lands)
+            for t in range(begin + 1, begin + length):
+                step, source = self._step(t) - 1, t - 1 if self.blocks_per_call == 1 else begin
+                yield Leg(sent, source, t, Channel.READ_WITHIN, step, step)
 
     def _chain(self) -> Iterator[Leg]:
         """A gradient's way if every rank adds to what came before."""
@@ -186,17 +225,22 @@ class Ring(Schedule):
 
     def _to_owner(self) -> Iterator[Leg]:
         """A gradient's way if each partial is sent as soon as it is there, summed once a node."""
-        length, ranks, part = self.grid.ranks_per_node, self.grid.ranks, self._returned
+        length, ranks, part = self.grid.ranks_per_node, self.grid.ranks, self.returned
         of_node = self.sent.gradient if length > 1 else part
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
-            step = begin + self._delay + 1
-            for s in range(1, length):
-                yield Leg(part, begin + s, begin, Channel.GRADIENT_WITHIN, step + s, step + s)
+            for t in range(begin + 1, begin + length):
+                step = self._step(t) + self._delay + 1
+                yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
-                leaves = begin + self._delay + length + tail
-                lands = leaves if begin + length == ranks else leaves + length - 1
+                leaves = self._step(begin + length) + self._delay + tail
+                lands = leaves if begin + length == ranks else leaves + self._steps_a_pass - 1
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
+
+
+def _together(visits: Sequence[Sequence[Tile]]) -> Sequence[Tile]:
+    """Return the tiles of visits that are computed in one step; of one as they are."""
+    return visits[0] if len(visits) == 1 else [tile for visit in visits for tile in visit]
 
 
 @lru_cache(maxsize=2)

@@ -7,7 +7,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.plan import Hop, Kind, Plan, Tile, assemble
+from megatron_burst.plans.assembly import assemble
+from megatron_burst.plans.plan import Hop, Kind, Plan, Tile
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.work import Work
 
@@ -58,6 +59,11 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
+    def chunk(self) -> int:
+        """The rows of a chunk where a kernel call may take several key blocks; see `Plan.chunk`."""
+        return 0
+
+    @property
     @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
         """How many pairs of tokens each rank computes."""
@@ -104,4 +110,4 @@ class Schedule(ABC):
 
     def _plan(self, rank: int, *, backward: bool) -> Plan:
         hops = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
-        return assemble(rank, hops, self.tiles(rank, backward=backward))
+        return assemble(rank, hops, self.tiles(rank, backward=backward), self.chunk)

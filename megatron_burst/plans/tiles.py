@@ -1,5 +1,6 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from megatron_burst.plans.needs import Needs, needs_of, needs_of_kinds
 from megatron_burst.plans.pieces import Pieces, cut_pieces
 from megatron_burst.plans.plan import Kind, Tile, Tiles, by_blocks
 
+_CHUNKS = 16  # at most, in which a block is sent
 _SMALL = 64  # a tile below this part of the pairs is not cut
 
 
@@ -66,6 +68,22 @@ class Tiling:
         """Whether every rank needs all rows of every other."""
         parts = chain(*self.needs.parts.values())
         return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
+
+    @cached_property
+    def key_chunk(self) -> int:
+        """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
+
+        0 where not every rank needs all rows of every other, or sees some in part, or chunks would
+        be too many, because they differ.
+        """
+        if self.mask.is_sparse or self.kinds is None or not self.all_is_needed:
+            return 0
+        kinds = np.flatnonzero(self.kinds.of_two_ranks).tolist()
+        seen = [self(*self.kinds.examples[kind]).cells for kind in kinds]
+        if not all(cells.full_as(cells) for cells in seen):
+            return 0
+        chunk = math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
+        return chunk if chunk * _CHUNKS >= self.local_tokens else 0
 
     @cached_property
     def _of_one_document(self) -> "Tiling | None":

@@ -82,6 +82,7 @@ class OneRank:
         backward: str,
         topology: str = "auto",
         kernel: str = "auto",
+        blocks_per_call: int | None = 1,
     ) -> "OneRank":
         """Plan causal attention for the rank in the middle of those that are on these nodes.
 
@@ -90,7 +91,9 @@ class OneRank:
         """
         q, k, v, _ = tensors
         kind, shape = Backward(backward), Topology(topology)
-        config = BurstConfig(backward=kind, topology=shape, kernel=kernel)
+        config = BurstConfig(
+            backward=kind, topology=shape, kernel=kernel, blocks_per_call=blocks_per_call
+        )
         context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
         call = context.prepare(q, k, v, Mask.causal(), q.shape[-1] ** -0.5)
         return cls(call, *tensors)

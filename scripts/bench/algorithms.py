@@ -112,10 +112,15 @@ def layout_of(context: BurstContext, mask: Mask, sizes: Sizes) -> Layout | None:
 
 
 class Kernels:
-    """The kernel calls of this rank's plans, with the own block in place of every visitor's."""
+    """The kernel calls of this rank's plans, with the own block in place of every visitor's.
+
+    It stands as often side by side as a call takes blocks.
+    """
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-        self.call, self.qkv = call, (q, k, v)
+        calls = chain(*call.forward_calls, *call.backward_calls)
+        most = max(len(some.tile.key_blocks) for some in calls)
+        self.call, self.qkv = call, (q, *(x.repeat(1, most, 1, 1) for x in (k, v)))
         batch, tokens, heads, _ = q.shape
         of_rows = (batch, heads, tokens)
         lse = torch.full(of_rows, math.log(tokens), device=q.device)  # about what it would be

@@ -17,6 +17,7 @@ import torch
 from algorithms import Kernels, Sizes
 from harness import Clock, Flags, Row, in_turns, origin, publish, spread, table
 
+from megatron_burst.config import size_or_auto
 from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools.one_rank import OneRank
@@ -33,14 +34,20 @@ type Job = tuple[int, Callable[[], object]]  # with the pairs of tokens that it 
 
 
 def make_jobs(
-    sizes: Sizes, ranks: int, kernel: Kernel, device: str, dtype: torch.dtype
+    sizes: Sizes,
+    ranks: int,
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    blocks_per_call: int | None,
 ) -> dict[tuple[str, str], Job]:
     """Return everything to be timed, by phase and what it is."""
     tensors = sizes.draw(device, dtype)
     jobs: dict[tuple[str, str], Job] = {}
     for kind in ("kv", "query"):
         name = kernel.name.split(" ")[0]  # where it pads, that of the inner one
-        rank = OneRank.in_the_middle([0] * ranks, tensors, kind, "flat", name)
+        given = [0] * ranks, tensors, kind, "flat", name, blocks_per_call
+        rank = OneRank.in_the_middle(*given)
         alone = Kernels(rank.call, *tensors)
         rank.forward()
         if kind == "kv":
@@ -73,7 +80,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     head_dims = sizes.head_dim, sizes.head_dim
     request = Request(torch.device(args.device), dtype, sizes.heads, sizes.kv_heads, *head_dims)
     kernel = select_kernel(args.kernel, request)
-    jobs = make_jobs(sizes, args.ranks, kernel, args.device, dtype)
+    jobs = make_jobs(sizes, args.ranks, kernel, args.device, dtype, args.blocks_per_call)
     clock = Clock(args.device)
     ways = {name: partial(clock.seconds, run) for name, (_, run) in jobs.items()}
     times = in_turns(ways, args.repetitions)
@@ -132,6 +139,7 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
         add(name, type=int)
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     add("--kernel", help="as --burst-kernel")
+    add("--blocks-per-call", type=size_or_auto, help="as --burst-blocks-per-call")
     return made.read(given, DEFAULTS)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.config import all_flags
+from megatron_burst.config import all_flags, size_or_auto
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))
@@ -30,6 +30,7 @@ def test_a_page_is_up_to_date(written: dict[str, str], name: str) -> None:
 def test_every_flag_has_a_row_that_begins_with_its_default(written: dict[str, str]) -> None:
     rows = [line for line in written["flags.md"].splitlines() if line.startswith("| `")]
     for flag, row in zip(all_flags(), rows, strict=True):
-        default = "none" if flag.default is None else str(flag.default)
-        default = {"algorithm": "megatron", "head_parallel_size": "auto"}.get(flag.field, default)
+        chosen = "auto" if flag.type is size_or_auto else "none"
+        default = chosen if flag.default is None else str(flag.default)
+        default = "megatron" if flag.field == "algorithm" else default
         assert row.startswith(f"| `{flag.name}` | `{default}`")

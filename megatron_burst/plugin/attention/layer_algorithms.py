@@ -13,7 +13,10 @@ MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """The names that Megatron's own core attention, TransformerEngine's, knows."""
 
 # What --context-parallel-algo is tuned by; it says nothing to another algorithm.
-_TUNING = ("backward", "topology", "head_parallel_size", "grad_dtype", "gradient_return", "mla")
+_TUNING = (
+    *("backward", "topology", "memory_mb", "blocks_per_call", "head_parallel_size"),
+    *("grad_dtype", "gradient_return", "mla"),
+)
 
 
 def algorithms(cp_comm_type: str | Sequence[str] | None) -> tuple[Algorithm, ...]:

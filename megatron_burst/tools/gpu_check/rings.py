@@ -46,6 +46,10 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         **{"backward": "kv", "topology": "double"},
         "gradient_return": "chain",
     },
+    "kv ring, four blocks a call": {
+        **{"backward": "kv", "topology": "double"},
+        "blocks_per_call": 4,
+    },
     "mesh": {"topology": "mesh"},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},

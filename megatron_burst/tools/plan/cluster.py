@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_burst.plans.cost import KEYS_A_CALL
 from megatron_burst.tools.flops import peak_tflops
 
 _HEAD_DIM = 128  # of the kernels whose rates are in configs/
@@ -11,9 +12,6 @@ _HEAD_GRAIN = 40
 """What of a pair's time does not grow with the head size, in numbers of a head: forward kernels of
 FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85
 with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
-_GRAIN = 200
-"""Keys that a row of a kernel call costs beside those it sees: the same figures fall with the
-sequence as n / (n + 200), of 512 to 16384 tokens."""
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
 _UNITS = {"tflops": 1e12, "gb_s": 1e9, "us": 1e-6}
 
@@ -92,7 +90,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         copy_rate=float("inf"),
         host_rate=rate("host_gb_s", 25.0),
         peak=peak,
-        grain=_GRAIN,
+        grain=KEYS_A_CALL,
         head_grain=_HEAD_GRAIN,
         traffic=constant("traffic"),
     )

@@ -116,9 +116,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     alike = np.packbits(np.concatenate(rows), axis=0).T
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
-    return frozenset(
-        (*(kind for kind, _ in plan.largest_arrivals), *plan.most_sums.elements()) for plan in plans
-    )
+    return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
 
 
 def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:

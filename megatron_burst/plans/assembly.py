@@ -1,0 +1,133 @@
+"""Puts a rank's plan together: its steps and buffers.
+
+It comes from the hops of all ranks, so that a send and its receive come from one line.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_burst.plans.plan import (
+    Hop,
+    Item,
+    Kind,
+    Plan,
+    Receive,
+    Send,
+    Step,
+    Tile,
+    by_blocks,
+)
+
+
+class _Buffer(NamedTuple):
+    """Where a message lands, the last fields of a `Receive`."""
+
+    number: int
+    place: int
+    places: int
+
+
+def assemble(
+    rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]], chunk: int = 0
+) -> Plan:
+    """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.
+
+    Steps in which nothing happens are dropped. Hops that the two ends post in one step must come in
+    one order, the same for all ranks.
+    """
+    ours = [hop for hop in hops if rank in (hop.source, hop.target)]
+    tiles = {step: some for step, some in tiles.items() if some}
+    busy = {step for hop in ours for step in (hop.leaves, hop.lands)} | tiles.keys()
+    number = {step: index for index, step in enumerate(sorted(busy))}
+    buffers = _buffers(rank, ours, tiles, joins=chunk > 0)
+    receives: dict[int, list[Receive]] = defaultdict(list)
+    sends: dict[int, list[Send]] = defaultdict(list)
+    for index, (item, source, target, channel, leaves, lands) in enumerate(ours):
+        if target == rank:
+            receive = Receive(item, source, channel, number[lands], *buffers[index])
+            receives[leaves].append(receive)
+        else:
+            sends[leaves].append(Send(item, target, channel, number[lands]))
+    return Plan(
+        rank,
+        tuple(
+            Step(tuple(receives[step]), tuple(sends[step]), tiles.get(step, ())) for step in number
+        ),
+        chunk,
+    )
+
+
+def _buffers(
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]], *, joins: bool
+) -> dict[int, _Buffer]:
+    """Give each message that arrives, by number, a buffer of its kind that is free then.
+
+    It is the smallest that has room, and the first of these. Blocks that lie side by side, which
+    are posted in one step, share theirs.
+    """
+    last_use = _last_uses(rank, hops, tiles)
+    beside = _side_by_side(tiles) if joins else {}
+    busy: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
+    given: dict[Item | int, int] = {}  # by the first of those side by side, or by number
+    chosen = {}
+    for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
+        item, leaves = hops[number].item, hops[number].leaves
+        first, place, places = beside.get(item, (item, 0, 1))
+        buffers = busy[item.kind]
+        key = first if item in beside else number
+        if key not in given:
+            given[key] = _free(buffers, places, leaves)
+        index = given[key]
+        buffers[index] = buffers[index][0], last_use[number]
+        chosen[number] = _Buffer(index, place, places)
+    return chosen
+
+
+def _free(buffers: list[tuple[int, int]], places: int, leaves: int) -> int:
+    """Return the number of a buffer with room for so many; of each its room, and until when."""
+    fitting = [
+        (room, number)
+        for number, (room, until) in enumerate(buffers)
+        if room >= places and until < leaves
+    ]
+    if fitting:
+        return min(fitting)[1]
+    buffers.append((places, leaves))
+    return len(buffers) - 1
+
+
+def _side_by_side(tiles: Mapping[int, Sequence[Tile]]) -> dict[Item, tuple[Item, int, int]]:
+    """Return for each block that lies beside others the first of these, its place and theirs."""
+    joined = (some for step in tiles.values() for some in by_blocks(step, joins=True))
+    return {
+        item: (some.key_blocks[0], place, len(some.key_blocks))
+        for some in joined
+        if some.beside
+        for place, item in enumerate(some.key_blocks)
+    }
+
+
+def _last_uses(
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
+) -> dict[int, int]:
+    """Return for each message that arrives, by number, the last step that needs its buffer.
+
+    A block stays for its tiles and until its sends have landed, or until it has landed again. A
+    result is added at once.
+    """
+    order = [number for number, hop in enumerate(hops) if hop.target == rank]
+    order.sort(key=lambda number: (hops[number].lands, hops[number].leaves))
+    arrivals: dict[Item, list[int]] = defaultdict(list)
+    for number in order:
+        arrivals[hops[number].item].append(number)
+    last = {number: hops[number].lands for number in order}
+    meetings = ((step, some) for step in tiles for some in by_blocks(tiles[step]))
+    blocks = {(step, item) for step, some in meetings for item in some.blocks}
+    uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
+    passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
+    uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]
+    for begins, ends, item in uses:
+        if there := [n for n in arrivals.get(item, ()) if hops[n].lands < begins]:
+            last[there[-1]] = max(last[there[-1]], ends)
+    return last
