@@ -1,10 +1,6 @@
 """What a user can choose: frozen dataclasses whose field docstrings are the flags' help texts."""
 
-import ast
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -269,7 +265,7 @@ class BurstConfig:
         for spec in dataclasses.fields(self):
             if (value := getattr(self, spec.name)) not in fixed.get(spec.name, (value,)):
                 raise ValueError(
-                    f"{_flag_name(self, spec)} {value} has no effect under "
+                    f"{flag_name(self, spec)} {value} has no effect under "
                     f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
                 )
 
@@ -338,72 +334,21 @@ class FileConfig:
 def _settle_enums(config: Any) -> None:
     """Let strings become members of their enum; refuse what is none."""
     for spec in dataclasses.fields(config):
-        if known := _members(spec):
-            value, name = str(getattr(config, spec.name)), _flag_name(config, spec)
+        if known := members(spec):
+            value, name = str(getattr(config, spec.name)), flag_name(config, spec)
             if value not in known:
                 raise ValueError(f"{name} {value} is unknown; this version has: {', '.join(known)}")
             object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
-    """One command-line flag, derived from a field of a configuration."""
-
-    field: str
-    name: str
-    type: Callable[[str], Any]  # what its value is read as
-    values: tuple[str, ...]  # what it may be; empty where any string is accepted
-    default: Any
-    help: str
-
-
-def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
-    """Return every command-line flag that a configuration describes, in the order of its fields."""
-    docs = _field_docstrings(config)
-    named = [(_flag_name(config, spec), spec) for spec in dataclasses.fields(config)]
-    return tuple(
-        Flag(
-            field=spec.name,
-            name=name,
-            type=spec.metadata.get("type") or _type(spec),
-            values=tuple(map(str, spec.metadata.get("values", _members(spec)))),
-            default=spec.default,
-            help=docs[spec.name],
-        )
-        for name, spec in named
-        if name != spec.name
-    )
-
-
-def all_flags() -> tuple[Flag, ...]:
-    """Return every flag of the group "burst", those of attention first."""
-    return (*flags(), *flags(LmHeadConfig), *flags(FileConfig))
-
-
-def _flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:
+def flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:
     """The flag of a field; where it has none, the field's own name."""
     prefix = getattr(config, "prefix", "--burst-")
     return spec.metadata.get("flag", prefix + spec.name.replace("_", "-")) or spec.name
 
 
-def _type(spec: dataclasses.Field[Any]) -> type:
-    return next((t for t in (bool, int, float) if spec.type in (t, t | None)), str)
-
-
-def _members(spec: dataclasses.Field[Any]) -> list[StrEnum]:
+def members(spec: dataclasses.Field[Any]) -> list[StrEnum]:
+    """Return what a field may be; nothing where it is no enum."""
     if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
         return list(spec.type)
     return []
-
-
-@functools.cache
-def _field_docstrings(config: type) -> dict[str, str]:
-    """Python drops the string after a field, so read it from the source."""
-    (cls,) = ast.parse(inspect.getsource(config)).body
-    assert isinstance(cls, ast.ClassDef)
-    docs = {}
-    for node, following in zip(cls.body, cls.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(node.target, ast.Name)
-            docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return docs

@@ -16,8 +16,8 @@ from megatron_burst.config import (
     LayoutName,
     Mla,
     Topology,
-    flags,
 )
+from megatron_burst.plugin.flags import flags
 
 ENUMS: dict[str, type[StrEnum]] = {
     "algorithm": Algorithm,

@@ -20,6 +20,7 @@ import megatron_burst.kernels
 from megatron_burst.tools.command import VERBS
 
 ROOT = Path(megatron_burst.__file__).parent
+SCRIPTS = ROOT.parent / "scripts"
 NEED_MEGATRON = ("plugin", "launch", "run", "pretrain", "pretrain_gpt", "tools")
 # The rooms, from the ground up: a module may import from its own and from those before it.
 ROOMS = (
@@ -115,6 +116,15 @@ def test_every_module_is_in_a_room() -> None:
 
 def test_at_most_seven_modules_lie_at_the_root() -> None:
     assert len(list(ROOT.glob("*.py"))) <= 7
+
+
+def test_files_and_functions_are_short() -> None:
+    texts = {path: path.read_text() for path in (*MODULES.values(), *SCRIPTS.rglob("*.py"))}
+    assert not {str(path) for path, text in texts.items() if text.count("\n") > 400}
+    walked = (node for text in texts.values() for node in ast.walk(ast.parse(text)))
+    functions = [node for node in walked if isinstance(node, ast.FunctionDef)]
+    long = [f for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 25]
+    assert len(long) <= 0.1 * len(functions)
 
 
 @pytest.mark.parametrize("room", [p for p in sorted(ROOT.rglob("__init__.py"))], ids=str)

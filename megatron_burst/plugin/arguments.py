@@ -19,8 +19,6 @@ from megatron_burst.config import (
     LmHeadLoss,
     Mla,
     Topology,
-    all_flags,
-    flags,
     refuse,
 )
 from megatron_burst.kernels import check_kernel_name
@@ -31,6 +29,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
+from megatron_burst.plugin.flags import all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
     beyond,

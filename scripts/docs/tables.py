@@ -21,9 +21,10 @@ from megatron_burst import (
     linear_cross_entropy,
     ring_attention,
 )
-from megatron_burst.config import Flag, all_flags, size_or_auto
+from megatron_burst.config import size_or_auto
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import MEGATRON
+from megatron_burst.plugin.flags import Flag, all_flags
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 
 WRITTEN = "<!-- written by python scripts/docs/tables.py -->"

@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.config import LmHeadConfig, LmHeadLoss, all_flags
+from megatron_burst.config import LmHeadConfig, LmHeadLoss
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -24,6 +24,7 @@ from megatron_burst.plugin.arguments import (
     lm_head_config_from_args,
     settle_dropouts,
 )
+from megatron_burst.plugin.flags import all_flags
 from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,

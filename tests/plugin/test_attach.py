@@ -12,8 +12,8 @@ import pytest
 arguments = pytest.importorskip("megatron.training.arguments")
 
 from megatron_burst import launch  # noqa: E402
-from megatron_burst.config import all_flags  # noqa: E402
 from megatron_burst.plugin.arguments import asks_for_us  # noqa: E402
+from megatron_burst.plugin.flags import all_flags  # noqa: E402
 from tests.test_imports import MODULES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.config import all_flags, size_or_auto
+from megatron_burst.config import size_or_auto
+from megatron_burst.plugin.flags import all_flags
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))

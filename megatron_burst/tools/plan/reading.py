@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_burst.config import BurstConfig, Flag, LmHeadConfig, LmHeadLoss, flags
+from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
+from megatron_burst.plugin.flags import Flag, flags
 from megatron_burst.tools.model import Flags, cut, model_of, whole
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload

@@ -1,0 +1,63 @@
+"""The command-line flags, derived from the fields of the configurations."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_burst.config import BurstConfig, FileConfig, LmHeadConfig, flag_name, members
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One command-line flag, derived from a field of a configuration."""
+
+    field: str
+    name: str
+    type: Callable[[str], Any]  # what its value is read as
+    values: tuple[str, ...]  # what it may be; empty where any string is accepted
+    default: Any
+    help: str
+
+
+def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
+    """Return every command-line flag that a configuration describes, in the order of its fields."""
+    docs = _field_docstrings(config)
+    named = [(flag_name(config, spec), spec) for spec in dataclasses.fields(config)]
+    return tuple(
+        Flag(
+            field=spec.name,
+            name=name,
+            type=spec.metadata.get("type") or _type(spec),
+            values=tuple(map(str, spec.metadata.get("values", members(spec)))),
+            default=spec.default,
+            help=docs[spec.name],
+        )
+        for name, spec in named
+        if name != spec.name
+    )
+
+
+def all_flags() -> tuple[Flag, ...]:
+    """Return every flag of the group "burst", those of attention first."""
+    return (*flags(), *flags(LmHeadConfig), *flags(FileConfig))
+
+
+def _type(spec: dataclasses.Field[Any]) -> type:
+    return next((t for t in (bool, int, float) if spec.type in (t, t | None)), str)
+
+
+@functools.cache
+def _field_docstrings(config: type) -> dict[str, str]:
+    """Python drops the string after a field, so read it from the source."""
+    (cls,) = ast.parse(inspect.getsource(config)).body
+    assert isinstance(cls, ast.ClassDef)
+    docs = {}
+    for node, following in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(node.target, ast.Name)
+            docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs
