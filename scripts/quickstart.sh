@@ -47,6 +47,6 @@ fi
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 burst_setup || exit 1
-exec "$burst_python" -m megatron_burst compare --toy --no-trace --variants 'CP=1 burst,burst' \
+exec "$burst_python" -m megatron_burst compare --toy --no-trace --variants 'CP=1 burst,burst query flat' \
     --output "${output:-$burst_root/runs/quickstart}" ${inputs[@]+"${inputs[@]}"} ${model[@]+"${model[@]}"} -- \
-    --train-iters "$steps" --micro-batch-size 4 --global-batch-size 4 --burst-head-parallel-size 1 ${flags[@]+"${flags[@]}"}
+    --train-iters "$steps" --micro-batch-size 4 --global-batch-size 4 ${flags[@]+"${flags[@]}"}
