@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Messages, Schedule
@@ -147,7 +148,7 @@ class Mesh(Schedule):
             return ()
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
-            part = self._parts[kind][whose]
+            part = part_of(self._parts[kind][whose])
             if whose != rank and part is not None:
                 tiles = tiles.reading(kind, part)
         return tiles
@@ -155,12 +156,12 @@ class Mesh(Schedule):
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
         of_all = self._used(legs, used, _useful_around)
-        return Route(legs, _around(self), of_all, [self._parts[self.sent]])
+        return Route(legs, _around(self), of_all, self._parts[self.sent][None])
 
     def _visits(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
         of_all = self._used(legs, used, _useful_visits)
-        return Route(legs, _visits(self), of_all, [self._parts[self.sent.other]])
+        return Route(legs, _visits(self), of_all, self._parts[self.sent.other][None])
 
     def _used(
         self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], NDArray[np.bool]]"
@@ -170,7 +171,7 @@ class Mesh(Schedule):
         return used(legs, useful(self))
 
     @property
-    def _parts(self) -> Mapping[Kind, Sequence[Interval | None]]:
+    def _parts(self) -> Mapping[Kind, Ints]:
         return self.tiling.needs.parts
 
     def _channels(self, within: Channel, between: Channel) -> tuple[Channel, Channel]:

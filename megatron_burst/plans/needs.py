@@ -32,8 +32,8 @@ class Needs:
     """Whether it is known that what two ranks need of each other is at most one tile each way."""
     rows: Mapping[Kind, Ints]
     """[owner, user]: how many rows of a KV or QUERY block a rank needs."""
-    parts: Mapping[Kind, Sequence[Interval | None]]
-    """By owner: from the first to the last row that any other rank needs; None for all or none."""
+    parts: Mapping[Kind, Ints]
+    """[owner, 2]: from the first to the last row that any other rank needs; see `part_of`."""
     ends: Mapping[Kind, Ints]
     """[2, owner, user]: the first row that another rank needs, and what follows the last; none
     under a mask that needs all rows of a block or none."""
@@ -60,7 +60,7 @@ class Needs:
         if not mask.is_sparse:
             needed = np.where(pairs > 0, local, 0)
             rows = {Kind.KV: needed.T, Kind.QUERY: needed}
-            none = dict.fromkeys(rows, [None] * len(pairs))
+            none = dict.fromkeys(rows, np.zeros((len(pairs), 2), np.int64))
             return cls(pairs, cells.is_banded, single, rows, none, {}, local)
         rows, parts, ends = {}, {}, {}
         sides = (Kind.KV, numbers.T, cells.keys), (Kind.QUERY, numbers, cells.queries)
@@ -75,11 +75,10 @@ class Needs:
             parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
         return cls(pairs, cells.is_banded, single, rows, parts, ends, local)
 
-    def parts_of(self, kind: Kind, groups: Ints) -> list[list[Interval | None]]:
-        """Return by group, [group, user], and owner the `parts` that these users need."""
+    def parts_of(self, kind: Kind, groups: Ints) -> Ints:
+        """Return the `parts` that users need together, [group, owner, 2], of [group, user]."""
         low, high = self.ends[kind][:, :, groups]  # [owner, group, user]
-        ends = zip(low.min(axis=2).T, high.max(axis=2).T, strict=True)
-        return [_inside(*of_owners, self.local) for of_owners in ends]
+        return _inside(low.min(axis=2).T, high.max(axis=2).T, self.local)
 
     def users(self, kind: Kind) -> NDArray[np.bool]:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""
@@ -148,6 +147,13 @@ def _rows(pair: Ints, first: Ints, stop: Ints, count: int, local: int) -> Ints:
     return np.bincount(pair, new, count).astype(np.int64)
 
 
-def _inside(low: Ints, high: Ints, local: int) -> list[Interval | None]:
-    ends = zip(low.tolist(), high.tolist(), strict=True)
-    return [Interval(a, b) if 0 < b - a < local else None for a, b in ends]
+def _inside(low: Ints, high: Ints, local: int) -> Ints:
+    """Return the ends of parts, [..., 2]: 0 and 0 for all rows, and for none."""
+    ends, size = np.stack([low, high], axis=-1), high - low
+    return np.where(((size > 0) & (size < local))[..., None], ends, 0)
+
+
+def part_of(ends: Ints) -> Interval | None:
+    """Return the rows between two ends; None for all of them."""
+    start, stop = ends.tolist()
+    return Interval(start, stop) if stop else None

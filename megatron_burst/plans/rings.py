@@ -23,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.config import GradientReturn
+from megatron_burst.plans.cells import Ints
 from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
@@ -89,7 +91,7 @@ class Ring(Schedule):
         parts, visits = self._parts, defaultdict[int, list[Sequence[Tile]]](list)
         for station, owner in enumerate(self.grid.visits(rank)):
             step = self._delay if self.gather else self._step(station)
-            part = parts[station // self.grid.ranks_per_node % len(parts)][owner]
+            part = part_of(parts[station // self.grid.ranks_per_node % len(parts), owner])
             visits[step].append(self._tiles(rank, owner, part))
         tiles = {step: _together(some) for step, some in visits.items()}
         if backward and len(tiles) > 1:
@@ -142,16 +144,16 @@ class Ring(Schedule):
         return Route(legs, stations(self.grid), of_all, self._parts, length)
 
     @property
-    def _parts(self) -> Sequence[Sequence[Interval | None]]:
-        """By pass and owner, the rows from the first to the last that its node needs of a block.
+    def _parts(self) -> Ints:
+        """[pass, owner, 2]: from the first to the last row that a node needs of a block.
 
-        None for all. A chain adds up the gradients of all nodes: what any needs. Without a mask
+        A chain adds up the gradients of all nodes: what any needs. Without a mask
         beside causality all blocks are whole: a few rows less from the last chunk's owner alone
         would not unload the bottleneck link.
         """
         is_sparse = self.tiling.mask.is_sparse
         if not is_sparse or self.gradient_return is GradientReturn.CHAIN or self.grid.nodes == 1:
-            return [self.tiling.needs.parts[self.sent]]
+            return self.tiling.needs.parts[self.sent][None]
         return _parts(self.tiling, self.grid, self.sent)
 
     @property
@@ -250,10 +252,9 @@ def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
 
 
 @lru_cache(maxsize=2)
-def _parts(tiling: Tiling, grid: Grid, kind: Kind) -> Sequence[Sequence[Interval | None]]:
-    """Return by pass and owner the rows that the node that it is for needs of a block."""
-    rows, nodes = np.array(grid.rows), range(grid.nodes)
-    node = np.empty(grid.ranks, np.int64)
-    node[rows] = np.arange(grid.nodes)[:, None]
-    parts, owners = tiling.needs.parts_of(kind, rows), [*enumerate(node.tolist())]
-    return [[parts[(home + p) % grid.nodes][owner] for owner, home in owners] for p in nodes]
+def _parts(tiling: Tiling, grid: Grid, kind: Kind) -> Ints:
+    """Return the ends of the rows that the node of a pass needs of a block: [pass, owner, 2]."""
+    rows, nodes = np.array(grid.rows), np.arange(grid.nodes)[:, None]
+    home = np.empty(grid.ranks, np.int64)
+    home[rows] = nodes
+    return tiling.needs.parts_of(kind, rows)[(home + nodes) % grid.nodes, np.arange(grid.ranks)]

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedule import Loads
 
@@ -42,8 +43,8 @@ class Route:
     """[station, owner]: who is there; a rank may be at several stations of an owner."""
     used: NDArray[np.bool]
     """[leg, owner]: whether anything goes that way."""
-    parts: Sequence[Sequence[Interval | None]]
-    """By pass and owner: which of its rows go; None is all. Of one pass: in all."""
+    parts: Ints
+    """[pass, owner, 2]: which of its rows go, see `part_of`. Of one pass: in all."""
     length: int | None = None
     """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
@@ -62,8 +63,8 @@ class Route:
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
-        each = [[local_tokens if x is None else x.length for x in some] for some in self.parts]
-        rows = np.array(each)  # [pass, owner]
+        starts, stops = np.moveaxis(self.parts, 2, 0)
+        rows = np.where(stops > 0, stops - starts, local_tokens)  # [pass, owner]
         legs = [(sizes[leg.kind], *leg[1:3], *leg[4:]) for leg in self.legs]
         size, sources, targets, *steps = np.array(legs, np.int64).reshape(-1, 5).T
         if not (summed and self.length and self.used.all() and (rows == local_tokens).all()):
@@ -83,10 +84,11 @@ class Route:
         each = [(owner, self.legs[leg]) for owner, leg in some]
         owners = np.array([owner for owner, _ in each], np.int64)
         ends = np.array([leg[1:3] for _, leg in each], np.int64).reshape(-1, 2).T
-        found = zip(each, *self.ranks[ends, owners].tolist(), strict=True)
+        parts = self.parts[[self._pass_of(leg) for _, leg in each], owners]
+        found = zip(each, parts, *self.ranks[ends, owners].tolist(), strict=True)
         return [
-            Hop(Item(leg.kind, owner, self.parts[self._pass_of(leg)][owner]), *ends, *leg[3:])
-            for (owner, leg), *ends in found
+            Hop(Item(leg.kind, owner, part_of(part)), *ends, *leg[3:])
+            for (owner, leg), part, *ends in found
         ]
 
     def _pass_of(self, leg: Leg) -> int:

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +66,8 @@ class Tiling:
     @cached_property
     def all_is_needed(self) -> bool:
         """Whether every rank needs all rows of every other."""
-        parts = chain(*self.needs.parts.values())
-        return bool((self.needs.pairs > 0).all()) and all(part is None for part in parts)
+        in_part = any(ends.any() for ends in self.needs.parts.values())
+        return bool((self.needs.pairs > 0).all()) and not in_part
 
     @cached_property
     def key_chunk(self) -> int:

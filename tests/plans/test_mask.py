@@ -91,7 +91,7 @@ def test_documents_that_are_each_in_zigzag(
     assert hash(layout) == hash(zigzag_of_each(tokens, ranks))
     one, other = (Tiling(x, Masking(causal, documents=bounds).mask) for x in (layout, plain))
     assert np.array_equal(one.needs.pairs, other.needs.pairs)
-    assert one.needs.parts == other.needs.parts
+    assert all(np.array_equal(one.needs.parts[k], other.needs.parts[k]) for k in other.needs.parts)
     assert all(np.array_equal(one.needs.rows[k], other.needs.rows[k]) for k in other.needs.rows)
     assert one.needs.is_banded == other.needs.is_banded
     lengths = tuple(data.draw(st.integers(0, most)) for most in tokens)
