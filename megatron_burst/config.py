@@ -102,7 +102,8 @@ class BurstConfig:
     for burst the degree with which a rank sends least within its node, where that is at most half
     of what it sends there with 1, copies no kv head and fits --burst-memory-mb, with up to 32768
     tokens a rank; else 1, as under windows, documents and block masks, where latents may
-    travel, and where a topology, backward or hierarchical groups are given; logged."""
+    travel, and where a topology, a backward, blocks a call or hierarchical groups are given;
+    logged."""
 
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.

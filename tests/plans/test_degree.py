@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_heads_stay_where_memory_is_short_or_rings_are_asked_for() -> None:
         1,
         "another would hold 96.00 MiB more, and --burst-memory-mb allows 96.00 MiB",
     )
-    for asked in ({"topology": "flat"}, {"topology": "mesh"}, {"backward": "kv"}):
+    for name, value in (("topology", "flat"), ("backward", "kv"), ("blocks_per_call", 2)):
+        asked: dict[str, Any] = {name: value}
         size, why = choose_degree(replace(AUTO, **asked), NODE, shape)
         assert size == 1 and "rings are asked for" in why
 
