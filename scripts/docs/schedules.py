@@ -45,6 +45,8 @@ gradients in float32 on the wire, {heads} heads of size {dim}. The machines are 
 
 Flat ring, double ring and mesh, each with the backward of fewer bytes: the fastest, and its time
 over the next best's. A mesh that does not fit the default of `--burst-memory-mb` takes no part.
+All ranks are in rings or meshes, as with `--burst-head-parallel-size 1` and with more than 32768
+tokens a rank; with fewer, `burst` shares out heads within a node first.
 
 `auto` is at most {slower:.1%} slower than the best of all forced settings: `--burst-topology` flat,
 double, mesh x `--burst-backward` kv, query. All have one block a kernel call here. A double ring
