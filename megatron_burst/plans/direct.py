@@ -29,7 +29,7 @@ class Direct(Schedule):
     for half of the bytes.
     """
 
-    worth = 0.5
+    worth = worth_in_all = 0.5
     tiling: Tiling
     grid: Grid
     sent: Kind = Kind.KV

@@ -128,7 +128,11 @@ class _Pass:
             return bool(offer.schedule.pairs.max() <= _UNEVEN * least)
 
         def is_worth_it(offer: Offer) -> bool:
-            cheap = offer.cost.bottleneck <= offer.schedule.worth * usual.cost.bottleneck
+            cost, ring, schedule = offer.cost, usual.cost, offer.schedule
+            cheap = cost.bottleneck <= schedule.worth * ring.bottleneck or (
+                cost.bottleneck <= ring.bottleneck
+                and cost.rank <= schedule.worth_in_all * ring.rank
+            )
             return cheap and is_even(offer) and offer.memory <= self.memory_limit
 
         usual = min(filter(is_even, rings), key=by_cost)

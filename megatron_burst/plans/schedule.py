@@ -52,6 +52,8 @@ class Schedule(ABC):
 
     worth: ClassVar[float] = 1.0
     """Up to which share of a ring's bytes on the bottleneck link it is worth its other costs."""
+    worth_in_all: ClassVar[float] = 0.0
+    """Up to which share of all that a rank sends in a ring, with no more on the bottleneck link."""
 
     @property
     @abstractmethod

@@ -167,6 +167,18 @@ def test_of_two_rings_one_that_leaves_a_rank_far_more_work_is_not_taken() -> Non
     assert names[0] == "kv direct exchange" and names.index("query ring") > 0
 
 
+def test_short_documents_go_straight_where_nodes_are_sent_as_little_by_a_ring() -> None:
+    """A ring sends another node what its ranks need, but takes whole shards around its own."""
+    tokens, ranks = 2048, 16
+    mask = Mask.causal(documents=(*range(0, tokens, 36), tokens))
+    grid = Grid((tuple(range(8)), tuple(range(8, 16))))
+    tiling, shape = Tiling(LAYOUTS["zigzag"](tokens, ranks), mask), Shape(128, 8, 8, 64, 64, 2, 4)
+    taken, ring, *_ = choose(BurstConfig(), tiling, grid, shape, [0] * 8 + [1] * 8).forward
+    assert (taken.schedule.name, ring.schedule.name) == ("kv direct exchange", "kv ring")
+    assert taken.cost.bottleneck > 0.5 * ring.cost.bottleneck
+    assert taken.cost.rank <= 0.5 * ring.cost.rank
+
+
 def test_under_a_window_of_a_chunk_zigzag_exchanges_two_chunks() -> None:
     """At 8 ranks 2 chunks of a rank's 2 x 7 leave: a seventh of the causal ring."""
     layout, grid = LAYOUTS["zigzag"](16 * 64, 8), flat_grid(8)
