@@ -29,7 +29,6 @@ def with_larger_calls(
         return replace(ring, blocks_per_call=asked)
     sizes = shape.item_bytes(backward=backward)
     time = _Pass.of(ring, shape, backward=backward)
-
     for blocks in _MORE:
         larger = replace(ring, blocks_per_call=blocks)
         fits = larger.memory(sizes, backward=backward) <= memory_limit
