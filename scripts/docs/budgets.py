@@ -28,6 +28,8 @@ PARTS = {
     "merge": "sums of outputs",
     "surrogate": "surrogate outputs",
     "fake_ring": "what kernels returned",
+    "head_chunks": "copies of a chunk's heads, and what is joined of all",
+    "backward": "gradients that are returned",
 }
 SHOWN = ("calls", "kernels", "bytes", "peak")
 TEXT = """\
@@ -50,7 +52,7 @@ through.
 
 A window is of three ranks' tokens; `documents` are a thousand in the sequence. A mesh on one node
 is of its ranks. `kv of 2` and `kv of 4` are rings with `--burst-blocks-per-call` 2 and 4, others
-have one block a call. [All figures]({name}.csv).
+have one block a call; `kv / 2` has `--burst-head-chunks` 2, others 1. [All figures]({name}.csv).
 
 {table}
 
@@ -65,12 +67,17 @@ two blocks at a time (4), raw gradients on their way in and out (4), float32 sum
 (6) and what the kernel returns. Between nodes there are three blocks (6). Beside the rank's own
 sums (6) a part of one tile is being sent (2) and another arrives (2), both as a kernel returned
 them. A node's sum in float32 grows (4) while that of the pass before is on its way to its owner for
-a whole pass (4), and one of the rank's own arrives (4); the kernel returns 2.5: together 30.5. The
-goal was 24. Of the 6.5 above it `--burst-grad-dtype model` saves 4 (26.5, and 21.6 in a query
-backward): sums between nodes in bfloat16, rounded once. Sums sent in n pieces one after the other
-would save 4 - 4/n of what arrives, with four 3 (27.5), but nothing of what leaves, for the next sum
-begins to grow before the first piece is through; and each piece would have to get through in its
-part of the pass, beside the next block, where now the whole sum has the whole pass.
+a whole pass (4), and one of the rank's own arrives (4); the kernel returns 2.5: together 30.5.
+`--burst-grad-dtype model` saves 4 of them (26.5, and 21.6 in a query backward): sums between nodes
+in bfloat16, rounded once. Sums sent in n pieces one after the other would save 4 - 4/n of what
+arrives, with four 3 (27.5), but nothing of what leaves, for the next sum begins to grow before the
+first piece is through.
+
+The goal there was 24. With the heads in two chunks it is {of_two}: half of all this (15.2), copies
+of the chunk's q, k, v, output and its gradient (2.5), and the gradients of the other (1.5). With
+four it is {of_four}. `auto` cuts them where a kernel call fills an H100 all the same, with 32 heads
+from 16384 tokens a rank on; with fewer `--burst-head-chunks 2` asks for it. The copies are read and
+written once: 8 q in a forward, 16 in a backward.
 
 Four blocks a call are eight to a flat ring, of which seven come, and as many raw gradients are
 returned by the kernel, parted, sent and received at a time. A call's output is merged once, so a
@@ -109,7 +116,8 @@ class Case(NamedTuple):
     ranks: int
     nodes: int
     heads: str
-    ring: str  # kv, with "of 2" blocks a call; query; mesh: of nodes, or of ranks of one node
+    ring: str  # kv, with "of 2" blocks a call; query; mesh: of nodes, or of ranks of one node;
+    # with "/ 2" if it cuts the heads in as many chunks
     mask: str
 
     @property
@@ -126,12 +134,15 @@ def cases() -> list[Case]:
         masks = ("window", "documents")
         found += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
     larger = product(((8, 1), (32, 4)), HEADS, ("kv of 2", "kv of 4"))
-    return found + [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
+    found += [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
+    chunked = product(((8, 1), (32, 4)), ("kv", "query", "mesh"), (2, 4))
+    return found + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
 
 
 def counted(case: Case, rank: int | None = None) -> Counted:
-    ring, _, blocks = ("query" if case.ring == "mesh" else case.ring).partition(" of ")
-    topology = "mesh" if case.ring == "mesh" else ""
+    name, _, chunks = case.ring.partition(" / ")
+    ring, _, blocks = ("query" if name == "mesh" else name).partition(" of ")
+    topology = "mesh" if name == "mesh" else ""
     return count(
         *(case.ranks, case.nodes, ring, mask_of(case)),
         kv_heads=HEADS[case.heads],
@@ -139,6 +150,7 @@ def counted(case: Case, rank: int | None = None) -> Counted:
         topology=topology,
         rank=rank,
         blocks_per_call=int(blocks or 1),
+        head_chunks=int(chunks or 1),
     )
 
 
@@ -159,9 +171,10 @@ def row(case: Case, found: Counted) -> Row:
         (found.call.forward_calls, found.call.backward_calls),
         (found.forward, found.backward),
     )
+    chunks = int(case.ring.partition(" / ")[2] or 1)
     for way, made, steps in zip(("forward", "backward"), passes, calls, strict=True):
         cells |= {
-            f"{way}_calls": str(sum(map(len, steps))),
+            f"{way}_calls": str(chunks * sum(map(len, steps))),
             f"{way}_kernels": str(made.kernels),
             f"{way}_bytes": f"{made.bytes:.1f}",
             f"{way}_peak": f"{made.peak:.2f}",
@@ -195,8 +208,14 @@ def write(rows: Sequence[Row], page: Path) -> None:
         if (r["heads"], r["mask"]) == ("4:4", "causal")
         for way in ("forward", "backward")
     ]
+    chunked = {r["ring"]: r["backward_peak"] for r in rows if r["nodes"] == "4"}
     text = TEXT.format(
-        table="\n".join(map(_cells, lines)), peaks="\n".join(peaks), tokens=TOKENS, name=page.stem
+        table="\n".join(map(_cells, lines)),
+        peaks="\n".join(peaks),
+        tokens=TOKENS,
+        name=page.stem,
+        of_two=chunked["kv / 2"],
+        of_four=chunked["kv / 4"],
     )
     page.write_text(text)
 

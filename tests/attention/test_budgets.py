@@ -26,6 +26,7 @@ ROWS = budgets.read()
 FAST = {
     "kv causal",
     "kv of 2 causal",
+    "kv / 2 causal",
     "query causal",
     "mesh causal",
     "kv window",
@@ -77,6 +78,11 @@ def test_the_table_keeps_what_the_docstring_promises() -> None:
             forward, causal, other = PROMISED[int(row["nodes"]), row["ring"]]
             assert float(row["forward_peak"]) <= forward
             assert float(row["backward_peak"]) <= (causal if row["mask"] == "causal" else other)
+
+
+def test_heads_in_chunks_keep_to_24_q_between_nodes() -> None:
+    peaks = {r["ring"]: float(r["backward_peak"]) for r in ROWS if r["nodes"] == "4"}
+    assert peaks["kv / 4"] < peaks["kv / 2"] <= 24 and peaks["query / 2"] <= 20
 
 
 @pytest.mark.parametrize("ring", slow_if({"query"}, ["kv", "query", "mesh"]))
