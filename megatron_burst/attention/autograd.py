@@ -135,13 +135,15 @@ def ring_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         chunks = head_chunks(context, q, k, mask, has_latents=latents is not None)
         shape = None if latents is None or chunks > 1 else latents.shape(k, v)
-        heads = (q, k, v) if chunks == 1 else (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
-        call = context.prepare(*heads, mask, scale, soft_cap, memory, shape, layout)
+        tensors = [x[:, :, : x.shape[2] // chunks] if chunks > 1 else x for x in (q, k, v)]
+        call = context.prepare(
+            *(tensors[0], tensors[1], tensors[2], mask, scale, soft_cap, memory, shape, layout)
+        )
         made_of = latents if call.sends_latents else None
-        tensors = (None, None) if made_of is None else made_of.differentiable
+        latent = (None, None) if made_of is None else made_of.differentiable
         add = None if made_of is None else made_of.add_weight_gradient
         result: tuple[Tensor, Tensor] = _RingAttention.apply(
-            q, k, v, *tensors, sink, chunks, call, memory, add
+            q, k, v, *latent, sink, chunks, call, memory, add
         )
         return result
 

@@ -23,6 +23,7 @@ from megatron_burst.tools.one_rank import Sizes
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
+HEAD_CHUNKS = 2
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {"algorithm": "ring", "topology": "flat"},
     "ring double": {"algorithm": "ring", "topology": "double"},
@@ -34,6 +35,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "burst mesh": {"topology": "mesh"},
     "burst hybrid": {"head_parallel_size": HEAD_PARALLEL},
     "burst auto": {},
+    "burst chunks": {"head_chunks": HEAD_CHUNKS},
     "burst balanced": {"layout": "balanced"},
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
@@ -61,6 +63,8 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
         kv_head_copies(sizes.heads, sizes.kv_heads, share)
     except ValueError:
         return False
+    if name == "burst chunks":
+        return sizes.kv_heads % HEAD_CHUNKS == 0
     if name == "burst mesh":
         count = place.nodes if place.nodes > 1 else place.ranks
         return any(count % other == 0 for other in range(2, count))
