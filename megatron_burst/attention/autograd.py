@@ -21,7 +21,6 @@ from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
-from megatron_burst.transport.profiling import span
 
 
 @overload
@@ -181,10 +180,8 @@ class _RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
         latent = latent if latent is None else latent.contiguous()
-        with span("forward"):
-            out, lse = forward_in_chunks(
-                *(chunks, q, k, v, partial(_keys, latent, weight, call), call, sink)
-            )
+        make_keys = partial(_keys, latent, weight, call)
+        out, lse = forward_in_chunks(chunks, q, k, v, make_keys, call, sink)
         if memory is not None:
             if saved := memory.recall():
                 saved.put(out, lse)
@@ -210,8 +207,7 @@ class _RingAttention(torch.autograd.Function):
             made.append(_keys(latent, weight, call, k, v, wants_weight))
             return made[-1]
 
-        with span("backward"):
-            gradients = backward_in_chunks(ctx.chunks, dout, q, k, v, make_keys, out, lse, call)
+        gradients = backward_in_chunks(ctx.chunks, dout, q, k, v, make_keys, out, lse, call)
         dweight = made[-1].weight_gradient
         if dweight is not None and add is not None:
             add(dweight)

@@ -16,6 +16,7 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.plans.head_chunks import choose_head_chunks, may_send_latents
 from megatron_burst.plans.mask import Mask
+from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def forward_in_chunks(
     for n in range(chunks):
         q_n, k_n, v_n = (_chunk(x, chunks, n) for x in (q, k, v))
         sink_n = None if sink is None else _chunk(sink, chunks, n, 0)
-        found.append(forward(q_n, make_keys(k_n, v_n), call, sink_n))
+        with span("forward"):
+            found.append(forward(q_n, make_keys(k_n, v_n), call, sink_n))
     outs, lses = zip(*found, strict=True)
     return _join(outs, 2), _join(lses, 1)
 
@@ -77,7 +79,8 @@ def backward_in_chunks(
     for n in range(chunks):
         dout_n, q_n, k_n, v_n, out_n = (_chunk(x, chunks, n) for x in (dout, q, k, v, out))
         keys, lse_n = make_keys(k_n, v_n), _chunk(lse, chunks, n, 1)
-        *gradients, dlatent = backward(dout_n, q_n, keys, out_n, lse_n, call)
+        with span("backward"):
+            *gradients, dlatent = backward(dout_n, q_n, keys, out_n, lse_n, call)
         found.append(gradients)
     dq, dk, dv = (_join(parts, 2) for parts in zip(*found, strict=True))
     return dq, dk, dv, dlatent
