@@ -147,7 +147,7 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
-    computing[: len(kernels)] = kernels + sums
+    computing[: len(kernels)] = kernels + sums + machine.step_seconds * (work.pairs > 0)
     computing += links.taken_from_computing(messages, len(computing))
     most = work.pairs.sum(axis=0).argmax()
     of_most = kernels[:, most].sum(), sums[:, most].sum()
