@@ -167,6 +167,11 @@ class BurstContext:
         )
 
     @property
+    def kernel(self) -> Kernel:
+        """The kernel of the last call."""
+        return next(reversed(self._ready.values())).kernel
+
+    @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far."""
         return self.communicator.bytes_sent

@@ -28,7 +28,6 @@ from megatron_burst.attention.verify import (
 )
 from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
 from megatron_burst.kernels import KERNELS
-from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.tools import options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,23 +125,8 @@ def check(
         mask=mask,
     )
     out.backward(dout.detach())
-    q, k, v = _of_heads(context, q, k, v)
-    kernel = context.prepare(q, k, v, mask, scale).kernel.name
-    return kernel, worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
-
-
-def _of_heads(
-    context: BurstContext, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the shapes that a call's kernel gets: of fewer heads more tokens."""
-    size = context.heads.size
-    copies = kv_head_copies(q.shape[2], k.shape[2], size)
-
-    def empty(x: Tensor, times: int) -> Tensor:
-        batch, tokens, heads, dim = x.shape
-        return x.new_empty(batch, tokens * size, heads * times // size, dim)
-
-    return empty(q, 1), empty(k, copies), empty(v, copies)
+    found = worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
+    return context.kernel.name, found
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:

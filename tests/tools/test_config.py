@@ -73,8 +73,9 @@ def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
     load, slow = load_of(run), replace(run, flags=flags)
     assert "964 tokens a chunk" in command.describe_loss(flags)
     assert ", dW in blocks of 16384 rows; 5 products" in command.describe_loss(flags)
-    more = step.linear_flops(load_of(slow)) - step.linear_flops(load)
-    assert more == 2 * load.local_tokens * load.model.head_parameters
+    more = step.head_seconds(load_of(slow)) - step.head_seconds(load)
+    flops = 2 * load.local_tokens * load.model.head_parameters
+    assert more * load.cluster.linear_rate == pytest.approx(flops)
 
 
 @pytest.mark.parametrize(

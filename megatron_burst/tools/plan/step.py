@@ -43,19 +43,11 @@ def model_flops(load: Workload) -> float:
     return step_flops(load.model, load.tokens, visible_pairs(load.ring.mask, load.tokens))
 
 
-def linear_flops(load: Workload) -> float:
-    """Return the FLOPs of one rank's matrix products for a micro-batch, with the LM head."""
-    tokens = load.local_tokens / load.tensor
-    products = sum(
-        part.count * part.forward_flops * _times(load, name)
-        for name, part in load.model.parts.items()
-    )
-    return tokens * products + _head_flops(load)
-
-
 def head_seconds(load: Workload) -> float:
     """Return the seconds of a micro-batch's losses."""
-    return _head_flops(load) / load.cluster.linear_rate
+    of_head = load.head_products if load.chunked_loss else 3
+    heads = 2 * (1 + load.model.mtp) * load.model.head_parameters
+    return load.local_tokens / load.tensor * heads * of_head / load.cluster.linear_rate
 
 
 def layers_seconds(load: Workload) -> float:
@@ -80,12 +72,6 @@ def _times(load: Workload, name: str) -> int:
     """How many forwards a layer's forward and backward count for: the backward is two."""
     modules = {"mlp": "mlp", "experts": "moe"}
     return 4 if load.recompute or modules.get(name) in load.selective else 3
-
-
-def _head_flops(load: Workload) -> float:
-    of_head = load.head_products if load.chunked_loss else 3
-    heads = 2 * (1 + load.model.mtp) * load.model.head_parameters
-    return load.local_tokens / load.tensor * heads * of_head
 
 
 def _filled(load: Workload) -> float:
