@@ -94,8 +94,8 @@ class PartialResults:
         total_out, total_lse = some = rows_of(totals, rows)
         merged = torch.logaddexp(total_lse, lse_BHS)
         finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
-        total_out.mul_(_per_row((total_lse - finite).exp()))
-        total_out.addcmul_(_per_row((lse_BHS - finite).exp()), out_BSHD)
+        total_out.mul_((total_lse - finite).exp().mT[..., None])  # [B, S, H, 1]
+        total_out.addcmul_((lse_BHS - finite).exp().mT[..., None], out_BSHD)
         total_lse.copy_(merged)
         write_rows(totals, rows, some)
 
@@ -117,7 +117,3 @@ class PartialResults:
             lse_BHS = self._q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
             self._totals = self._q.new_zeros(self._shape, dtype=wide), lse_BHS
         return self._totals
-
-
-def _per_row(x_BHS: Tensor) -> Tensor:
-    return x_BHS.transpose(1, 2)[..., None]  # [B, S, H, 1]

@@ -132,24 +132,8 @@ def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
     Every rank has an equal share of each segment, and under a causal mask of its work; ValueError
     for a segment that does not divide into 2P chunks.
     """
-    chunks = 2 * ranks
-    shards: list[list[range]] = [[] for _ in range(ranks)]
-    start = 0
-    for length in segments:
-        if length <= 0 or length % chunks:
-            what = "a sequence" if len(segments) == 1 else f"{len(segments)} segments, each"
-            raise ValueError(
-                f"zigzag needs {what} divisible by 2 x {ranks} ranks = {chunks}, got {length} "
-                f"tokens; change --seq-length or --context-parallel-size"
-            )
-        size = length // chunks
-        for rank, shard in enumerate(shards):
-            for chunk in (rank, chunks - 1 - rank):
-                shard.append(range(start + chunk * size, start + (chunk + 1) * size))
-        start += length
-    if ranks == 1:
-        return Layout(((range(start),),))
-    return Layout(tuple(map(tuple, shards)))
+    _check_chunks(segments, ranks)
+    return Layout(tuple(zigzag_of_each(segments, ranks).shards))
 
 
 class _ZigzagOfEach(Sequence[tuple[range, ...]]):
@@ -193,11 +177,20 @@ def zigzag_of_each(lengths: Sequence[int], ranks: int) -> Layout:
     """Cut documents of these lengths as `segmented_zigzag` cuts segments, any number at once."""
     if ranks == 1:  # of any lengths
         return Layout(((range(sum(lengths)),),))
-    if len(lengths) == 1:
-        return segmented_zigzag(lengths, ranks)
-    if any(length <= 0 or length % (2 * ranks) for length in lengths):
-        return segmented_zigzag(lengths, ranks)  # which says what is wrong
-    return Layout(_ZigzagOfEach(lengths, ranks))
+    _check_chunks(lengths, ranks)
+    shards = _ZigzagOfEach(lengths, ranks)
+    return Layout(shards if len(lengths) > 1 else tuple(shards))
+
+
+def _check_chunks(segments: Sequence[int], ranks: int) -> None:
+    chunks = 2 * ranks
+    for length in segments:
+        if length <= 0 or length % chunks:
+            what = "a sequence" if len(segments) == 1 else f"{len(segments)} segments, each"
+            raise ValueError(
+                f"zigzag needs {what} divisible by 2 x {ranks} ranks = {chunks}, got {length} "
+                f"tokens; change --seq-length or --context-parallel-size"
+            )
 
 
 def contiguous(tokens: int, ranks: int) -> Layout:
