@@ -12,6 +12,7 @@ Under a causal mask zigzag and striped give every rank the same number of (query
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +56,15 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     return union
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The ranges of positions that every rank holds, in the order of its local rows."""
 
     shards: Sequence[tuple[range, ...]]
-    _hash: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Hash thousands of ranges once, not whenever a plan is looked up."""
-        object.__setattr__(self, "_hash", hash(self.shards))
+    @cached_property
+    def _hash(self) -> int:  # of thousands of ranges, and whenever a plan is looked up
+        return hash(self.shards)
 
     def __hash__(self) -> int:
         return self._hash
@@ -136,37 +136,28 @@ def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
     return Layout(tuple(zigzag_of_each(segments, ranks).shards))
 
 
+@dataclass(frozen=True, slots=True)
 class _ZigzagOfEach(Sequence[tuple[range, ...]]):
     """The shards of documents that are each in zigzag, made when asked for: they may be many."""
 
-    def __init__(self, lengths: Sequence[int], ranks: int) -> None:
-        self.lengths, self._ranks = tuple(lengths), ranks
-        self._known: dict[int, tuple[range, ...]] = {}
+    lengths: tuple[int, ...]
+    ranks: int
+    _known: dict[int, tuple[range, ...]] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
-        return self._ranks
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ZigzagOfEach) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.lengths, self._ranks
+        return self.ranks
 
     def __getitem__(self, rank: Any) -> Any:
         """Return the ranges of a rank, or of several."""
         if isinstance(rank, slice):
-            return tuple(self[each] for each in range(self._ranks)[rank])
-        rank = range(self._ranks)[rank]
+            return tuple(self[each] for each in range(self.ranks)[rank])
+        rank = range(self.ranks)[rank]
         if rank not in self._known:
             self._known[rank] = tuple(self._ranges(rank))
         return self._known[rank]
 
     def _ranges(self, rank: int) -> Iterator[range]:
-        chunks, end = 2 * self._ranks, 0
+        chunks, end = 2 * self.ranks, 0
         for length in self.lengths:
             size, start, end = length // chunks, end, end + length
             yield range(start + rank * size, start + (rank + 1) * size)
@@ -178,7 +169,7 @@ def zigzag_of_each(lengths: Sequence[int], ranks: int) -> Layout:
     if ranks == 1:  # of any lengths
         return Layout(((range(sum(lengths)),),))
     _check_chunks(lengths, ranks)
-    shards = _ZigzagOfEach(lengths, ranks)
+    shards = _ZigzagOfEach(tuple(lengths), ranks)
     return Layout(shards if len(lengths) > 1 else tuple(shards))
 
 

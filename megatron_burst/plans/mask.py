@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -121,7 +122,7 @@ def _triangle(side: int) -> int:
     return side * (side + 1) // 2 if side > 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mask:
     """The attention mask of a whole sequence, never built as a matrix.
 
@@ -138,16 +139,13 @@ class Mask:
     """Queries at this position and later see nothing: their results are known already."""
     padding: tuple[int, ...] = field(default=(), repr=False)
     """The numbers of those documents that are padding: they see nothing and nobody sees them."""
-    _digest: bytes = field(default=b"", init=False, repr=False)
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """What masks are compared by: thousands of documents are read once for it, not a layer."""
-        if not self._digest:
-            every = (getattr(self, part.name) for part in fields(self) if part.init)
-            texts = (x if isinstance(x, bytes) else repr(x).encode() for x in every)
-            object.__setattr__(self, "_digest", hashlib.sha256(b"|".join(texts)).digest())
-        return self._digest
+        every = (getattr(self, part.name) for part in fields(self))
+        texts = (x if isinstance(x, bytes) else repr(x).encode() for x in every)
+        return hashlib.sha256(b"|".join(texts)).digest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mask) and self.digest == other.digest
