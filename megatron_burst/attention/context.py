@@ -337,11 +337,10 @@ class BurstContext:
     def _plan(self, asked: Asked) -> AttentionCall:
         layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
-        sent_as = self.config.grad_dtype
         choice, shape, instead = self._choose(tiling, asked)
         if mask.query_stop is None:
             self.means.add(mask, choice.forward[0].schedule.imbalance)
-        sums_as = asked.dtype if sent_as is GradDtype.MODEL else None
+        sums_as = asked.dtype if self.config.grad_dtype is GradDtype.MODEL else None
         wire = WireDtypes(asked.dtype if shape.sends_raw else sums_as, sums_as)
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
@@ -365,7 +364,7 @@ class BurstContext:
 
     def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
         """Choose what travels and how; return for the log what does not."""
-        config, latents = asked.on_device(self.config), asked.latents
+        config = asked.on_device(self.config)
         shape = asked.shape(config.grad_dtype)
 
         def choose_for(shape: Shape) -> Choice:
@@ -374,11 +373,8 @@ class BurstContext:
                 memory_limit=self._memory_limit,
             )
 
-        burst = config.algorithm is Algorithm.BURST
-        if latents is None or not burst or self.heads.size > 1 or self.grid.ranks == 1:
-            return choose_for(shape), shape, ""
-        with_latents = replace(shape, latents=latents, sends_raw=False)  # gradients by a product
-        return choose_keys(choose_for, shape, with_latents, config.mla)
+        has_a_ring = self.heads.size == 1 and self.grid.ranks > 1
+        return choose_keys(choose_for, shape, asked.latents if has_a_ring else None, config)
 
 
 def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:

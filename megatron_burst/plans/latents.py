@@ -1,30 +1,35 @@
 """Whether it pays to send the latents of multi-latent attention: fewer bytes for more FLOPs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from megatron_burst.config import Mla
-from megatron_burst.plans.cost import Shape, attention_flops
+from megatron_burst.config import Algorithm, BurstConfig, Mla
+from megatron_burst.plans.cost import LatentShape, Shape, attention_flops
 from megatron_burst.plans.planning import Choice, mib
 
 _BACKWARD = 2.5  # FLOPs of attention's backward, in those of its forward
 
 
 def choose_keys(
-    choose: Callable[[Shape], Choice], heads: Shape, latents: Shape, asked: Mla
+    choose: Callable[[Shape], Choice],
+    heads: Shape,
+    latents: LatentShape | None,
+    config: BurstConfig,
 ) -> tuple[Choice, Shape, str]:
-    """Choose between K and V of all heads and the latents that they are made of.
+    """Choose between K and V of all heads and the latents, if any, that they are made of.
 
     Returns:
         The schedules, the shape that travels, and for the log what the other would have sent.
     """
     with_heads = choose(heads)
-    if asked is Mla.HEADS:
+    if latents is None or config.algorithm is not Algorithm.BURST or config.mla is Mla.HEADS:
         return with_heads, heads, ""
-    with_latents = choose(latents)
+    shape = replace(heads, latents=latents, sends_raw=False)  # a product makes their gradients
+    with_latents = choose(shape)
     large, small = (mib(choice.forward[0].cost.rank) for choice in (with_heads, with_latents))
-    if asked is Mla.LATENT or latents_pay(with_heads, with_latents, latents):
+    if config.mla is Mla.LATENT or latents_pay(with_heads, with_latents, shape):
         said = f"; latents travel: K and V would send {large} forward"
-        return with_latents, latents, said
+        return with_latents, shape, said
     said = f"; K and V travel: latents would send {small} forward, but take longer to expand"
     return with_heads, heads, said
 

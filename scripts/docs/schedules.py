@@ -85,7 +85,7 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
             found[setting] = milliseconds(replace(load, config=config))[1]
         except ValueError:  # no mesh fits the memory
             found[setting] = None
-    chosen = timing.choice_of(load.ring)
+    chosen, _ = timing.chosen(load.ring)
     return {
         "cluster": cluster,
         "gpus": f"{gpus}",

@@ -59,6 +59,8 @@ def test_latents_travel_where_training_sends_them() -> None:
     heads = replace(load, config=replace(load.config, mla="heads"))
     latents, wide = (timing.attention_passes(each)[0].sent for each in (load, heads))
     assert wide / latents == pytest.approx(128 // 8 * (192 + 128) / 576)
+    shapes = [timing.chosen(each.ring)[1] for each in (load, heads)]
+    assert [shape.sends_raw for shape in shapes] == [False, True]  # a product is summed wide
 
 
 def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:

@@ -125,7 +125,7 @@ def test_an_all_to_all_is_waited_for() -> None:
 @pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
 def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
     load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
-    work = timing.choice_of(load.ring).backward[0].schedule.work(backward=True)
+    work = timing.chosen(load.ring)[0].backward[0].schedule.work(backward=True)
     own = work._replace(visitors=0 * work.visitors)
     every, kept = (timing.sum_bytes(each, load.ring.shape, True) for each in (work, own))
     assert set((every - kept).sum(axis=0)) == {visitors * 2 * TOKENS * HEADS * DIM * 2}
@@ -221,7 +221,7 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     flat = [e for e in found if e.name == "burst kv flat" and e.load.head_parallel == 1]
     # Over two nodes its gradients return by the chain, as those of the baseline.
     assert flat and {str(e) for e in flat} == {"burst kv flat = ring flat"}
-    chosen = [(e, timing.choice_of(e.load.ring)) for e in found]
+    chosen = [(e, timing.chosen(e.load.ring)[0]) for e in found]
     plans = [(e.load.head_parallel, e.fraction, c.plans(3 % c.tiling.ranks)) for e, c in chosen]
     assert not any(a == b for a, b in combinations(plans, 2))
     # In one node burst sends them straight home, as the kernel made them: other bytes.

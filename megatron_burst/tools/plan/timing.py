@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.config import Algorithm
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary
@@ -73,24 +72,20 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     return of(load.ring), again, of(load.ring, backward=True)
 
 
-def choice_of(ring: Ring) -> Choice:
-    """Return the schedules that training chooses."""
-    return _taken(ring)[0]
-
-
 @lru_cache(maxsize=64)
-def _taken(ring: Ring) -> tuple[Choice, Shape]:
-    """The schedules, and what travels: in multi-latent attention latents where that is faster."""
+def chosen(ring: Ring) -> tuple[Choice, Shape]:
+    """Return the schedules that training chooses, and the shape that travels.
+
+    That has latents in multi-latent attention, where they are faster.
+    """
     tiling, config = _tiling(ring.layout, ring.mask), ring.config
     limit = config.memory_limit(ring.card)
 
-    def chosen(shape: Shape) -> Choice:
+    def choose_for(shape: Shape) -> Choice:
         return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit)
 
     heads = replace(ring.shape, latents=None)
-    if not ring.shape.latents or config.algorithm is not Algorithm.BURST:
-        return chosen(heads), heads
-    return choose_keys(chosen, heads, ring.shape, config.mla)[:2]
+    return choose_keys(choose_for, heads, ring.shape.latents, config)[:2]
 
 
 @lru_cache(maxsize=32)
@@ -105,7 +100,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 
     Ranks that send, receive and compute in the same steps have the same.
     """
-    choice, shape = _taken(ring)
+    choice, shape = chosen(ring)
     schedule, sizes = choice.backward[0].schedule, shape.item_bytes()
     rows = [schedule.work(backward=True).pairs > 0]
     for messages in schedule.messages(backward=True):
@@ -121,7 +116,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
 
 def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
     """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
-    choice, shape = _taken(ring)
+    choice, shape = chosen(ring)
     taken = (choice.backward if backward else choice.forward)[0]
     links = _Links(ring.nodes, shape, cluster, beside)
     seconds = _seconds(taken.schedule, links, backward=backward)
