@@ -233,7 +233,6 @@ def test_hosts_smaller_than_a_node_are_told_where_the_node_ends() -> None:
 def test_a_measured_machine_is_a_cluster(
     tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "_TIMES", 1)
     ports = [("4: ACTIVE", "400 Gb/sec (4X NDR)")] * 4 + [("4: ACTIVE", "25 Gb/sec (1X EDR)")]
     network = [{"state": state, "rate": rate} for state, rate in ports]
     monkeypatch.setattr(measure.hardware, "network", lambda: network)

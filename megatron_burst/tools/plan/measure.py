@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -15,12 +12,12 @@ from megatron_burst.kernels import Request, TileCall, select_kernel
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools import hardware
 from megatron_burst.tools.flops import attention_flops, peak_tflops
+from megatron_burst.tools.gpu_check.stage import Device
 
 _HEADS, _HEAD_DIM = 16, 128
 _TOKENS = {"cuda": 16384, "cpu": 512}
 _WIDTH = {"cuda": 8192, "cpu": 256}  # of a product of squares
 _BYTES = {"cuda": 2**30, "cpu": 2**24}
-_TIMES = 5
 
 
 def write(path: str) -> None:
@@ -83,6 +80,7 @@ def measured(device: torch.device) -> dict[str, float]:
     """Return what the device sustains: attention, matrix products, copies, links to its peers."""
     kind = device.type
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    seconds = Device(device, Path()).seconds
     forward, backward = _attention(device, dtype)
     width, count = _WIDTH[kind], _BYTES[kind]
     a, b = torch.randn(2, width, width, device=device, dtype=dtype)
@@ -92,13 +90,13 @@ def measured(device: torch.device) -> dict[str, float]:
     found = {
         "forward_tflops": forward,
         "backward_tflops": backward,
-        "linear_tflops": 2 * width**3 / _seconds(device, lambda: a @ b) / 1e12,
-        "memory_gb_s": 2 * count / _seconds(device, lambda: target.copy_(source)) / 1e9,
-        "host_gb_s": count / _seconds(device, lambda: target.copy_(host, non_blocking=True)) / 1e9,
+        "linear_tflops": 2 * width**3 / seconds(lambda: a @ b) / 1e12,
+        "memory_gb_s": 2 * count / seconds(lambda: target.copy_(source)) / 1e9,
+        "host_gb_s": count / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
     }
     if kind == "cuda" and torch.cuda.device_count() > 1:
         peer = torch.empty_like(source, device="cuda:1")
-        found["within_gb_s"] = count / _seconds(device, lambda: peer.copy_(source)) / 1e9
+        found["within_gb_s"] = count / seconds(lambda: peer.copy_(source)) / 1e9
     return found
 
 
@@ -113,22 +111,10 @@ def _attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     passes = (lambda: kernel.forward(tile)), (lambda: kernel.backward(tile, dout, out, lse))
     dims = tokens**2, _HEADS, _HEAD_DIM, _HEAD_DIM
     forward, backward = (
-        attention_flops(*dims, backward=back) / _seconds(device, run) / 1e12
+        attention_flops(*dims, backward=back) / Device(device, Path()).seconds(run) / 1e12
         for run, back in zip(passes, (False, True), strict=True)
     )
     return forward, backward
-
-
-def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """The median of several runs behind one that is not counted."""
-    found = []
-    for _ in range(_TIMES + 1):
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return median(found[1:])
 
 
 def _nics() -> list[float]:
