@@ -33,11 +33,8 @@ def choose_degree(
     divisor of the ranks of every node and of the kv heads, so that between nodes none sends more
     than 1. A flat ring over several nodes counts whole. The mask is causal and dense.
 
-    Args:
-        config: the settings.
-        nodes: of the ranks.
-        shape: of a rank's tensors before any all-to-all; or why none is known for all layers.
-        memory_limit: bytes that may be taken for it, see `choose`.
+    The shape is of a rank's tensors before any all-to-all, or says why none is known for all
+    layers; the memory limit, in bytes, is that of `choose`.
     """
     if config.head_parallel_size is not None or config.algorithm is not Algorithm.BURST:
         return config.head_parallel_size or 1, ""

@@ -86,13 +86,10 @@ def by_node(nodes: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def choose_grid(topology: Topology, nodes: Sequence[Hashable]) -> tuple[Grid, str]:
-    """Return the grid of ranks that are placed on these nodes, and why it is not what was asked.
+    """Return the grid of ranks that are placed on these nodes, and "" or why it had to be flat.
 
     A flat ring visits the ranks node by node, so that it leaves each node once. A double ring
     needs as many ranks on every node; else it becomes a flat one.
-
-    Returns:
-        The grid, and a sentence for the log where it had to be flat; else "".
     """
     rows = by_node(nodes)
     flat = Grid((tuple(rank for row in rows for rank in row),))

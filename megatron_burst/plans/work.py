@@ -43,11 +43,8 @@ def work_of_pairs(
 ) -> Work | None:
     """Count once a kind of pairs of ranks; None where there are too many kinds.
 
-    Args:
-        tiling: has the tiles.
-        queries: whose they are, [step, rank].
-        keys: the same.
-        spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
+    Queries and keys say whose they are, [step, rank]; `spread` cuts a rank's own tiles, of step 0,
+    and spreads them over the steps.
     """
     if (kinds := tiling.kinds) is None:
         return None

@@ -98,11 +98,7 @@ def _check_all(
 def check(
     case: Case, context: BurstContext, device: torch.device
 ) -> tuple[str, dict[str, Finding]]:
-    """Compare one call with the unsharded reference.
-
-    Returns:
-        the kernel's name and, for each tensor, the worst finding of all ranks.
-    """
+    """Return the kernel's name and, for each tensor, the worst finding of all ranks."""
     args = case.args
     generator = torch.Generator().manual_seed(1 + context.rank)
 

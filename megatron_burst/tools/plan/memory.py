@@ -44,12 +44,7 @@ def usable(cluster: Cluster) -> float:
 
 
 def predict(load: Workload, working_set: float) -> Memory:
-    """Predict the peak of a step.
-
-    Args:
-        load: the step.
-        working_set: the memory of attention at work over the tensors counted here.
-    """
+    """Predict the peak; `working_set` is the memory of attention at work over what is counted."""
     stages = {0, load.pipeline - 1}
     return max((_of_stage(load, stage, working_set) for stage in stages), key=lambda m: m.total)
 

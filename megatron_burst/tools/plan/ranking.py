@@ -94,14 +94,8 @@ def rank(
     Ways of which the same is predicted are one: most of them make the same plans.
 
     A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
-    ways that are best without it.
-
-    Args:
-        given: Megatron's flags and ours; those that `unchosen` leaves out are replaced.
-        cluster: the machines.
-        gpus: of the job.
-        fractions: ρ of attention that may be recomputed, where layers are recomputed.
-        working_set: see `memory.predict`.
+    ways that are best without it. Fractions have an effect where layers are recomputed; flags that
+    `unchosen` leaves out are replaced. `working_set` is that of `memory.predict`.
     """
     flags = unchosen(given)
     if flags.get("recompute-granularity") != "full":

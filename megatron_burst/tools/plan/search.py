@@ -46,15 +46,7 @@ class Wish:
 def search(
     given: Flags, cluster: Cluster, gpus: int, wish: Wish, working_set: float, most: int = 10
 ) -> list[Candidate]:
-    """Return the fastest ways that fit, at most so many.
-
-    Args:
-        given: Megatron's flags and ours; sizes among them stay as they are.
-        cluster: the machines.
-        gpus: of the job.
-        wish: what may be changed.
-        working_set: see `memory.predict`.
-        most: how many are returned.
+    """Return the fastest ways that fit, at most so many; sizes that are given stay as they are.
 
     Raises:
         ValueError: nothing divides, or nothing fits; says what would.

@@ -164,10 +164,8 @@ class Workload:
     @cached_property
     def mask(self) -> Mask:
         """Of a sequence."""
-        documents = list(self.documents) if self.documents else None
-        if self.causal:
-            return Mask.causal(window=self.window, documents=documents)
-        return Mask.full(documents=documents)
+        make = Mask.causal if self.causal else Mask.full
+        return make(window=self.window, documents=self.documents)
 
     @property
     def head_chunks(self) -> int:
