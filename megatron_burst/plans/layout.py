@@ -39,11 +39,6 @@ class Interval(NamedTuple):
         """Return as many rows, that many further on."""
         return Interval(self.start + by, self.stop + by)
 
-    def within(self, whole: "Interval | None") -> "Interval":
-        """Return the same rows counted from the start of `whole`; None is all rows."""
-        start = 0 if whole is None else whole.start
-        return Interval(self.start - start, self.stop - start)
-
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of the intervals as disjoint ones that do not touch, in order."""

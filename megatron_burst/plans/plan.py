@@ -182,11 +182,6 @@ class Tile(Meeting):
         """How many (query, key) pairs the tile's mask lets through."""
         return self.band.pairs(self.query_rows.length, self.key_rows.length)
 
-    @property
-    def is_banded(self) -> bool:
-        """Whether the tile is neither full nor a causal square."""
-        return self.band.is_banded(self.query_rows.length, self.key_rows.length)
-
     def rows_of(self, kind: Kind) -> Interval:
         """Return the rows of its KV or QUERY block, counted in the whole."""
         return self.key_rows if kind is Kind.KV else self.query_rows

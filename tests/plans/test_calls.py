@@ -212,4 +212,4 @@ def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
     cut = len(pieces) - len(tiles)
     assert cut <= 4  # two borders, and what is full left of the causal squares behind them
     assert torch.equal(by_tiles(pieces, tokens), by_tiles(tiles, tokens))
-    assert not any(tile.is_banded for part in parts for tile in part)
+    assert not any(some.cells.is_banded for some in parts)

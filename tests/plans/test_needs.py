@@ -52,7 +52,10 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
         computed = [sum(t.pairs for k in ranks for t in tiling(q, k)) for q in ranks]
         assert np.array_equal(needs.pairs.sum(axis=1), computed)
         assert needs.is_banded == any(
-            t.is_banded for q in ranks for k in ranks for t in tiling(q, k)
+            t.band.is_banded(t.query_rows.length, t.key_rows.length)
+            for q in ranks
+            for k in ranks
+            for t in tiling(q, k)
         )
         most = max((len(tiling(q, k)) for q, k in itertools.permutations(ranks, 2)), default=0)
         assert needs.has_single_tiles == (most <= 1 and tiling.kinds is not None)
