@@ -207,10 +207,7 @@ def _bound(load: Workload) -> float:
     fraction = load.config.recompute_fraction
     again = 0.0 if not load.recompute else 1.0 if fraction is None else fraction**2
     forward, backward = (_kernel_seconds(load, backward=way) for way in (False, True))
-    attention = load.model.layers * ((1 + again) * forward + backward)
-    layers = (attention + step.layers_seconds(load)) / load.pipeline
-    seconds = (load.micro_batches + (load.pipeline - 1) / load.virtual) * layers
-    seconds += load.micro_batches * step.head_seconds(load)
+    seconds = step.computing_seconds(load, (1 + again) * forward + backward)
     return seconds * load.gpus / (load.sequences * load.tokens)
 
 

@@ -26,16 +26,20 @@ class Prediction:
 def predict(load: Workload) -> Prediction:
     """Predict a step; see the fields of the result."""
     attention = together(*attention_passes(load))
-    layers = load.model.layers * attention.seconds + layers_seconds(load)
-    stage, batches = layers / load.pipeline, load.micro_batches
-    # One forward and one backward at a time: the others wait while the first fills the stages.
-    filling = (load.pipeline - 1) / load.virtual
-    of_stages = (batches + filling) * (stage + _handed_on(load))
-    computed = of_stages + batches * head_seconds(load)
+    computed = computing_seconds(load, attention.seconds)
     seconds = computed + weights_seconds(load, computed)
     rate = load.sequences * load.tokens / load.gpus / seconds
     mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
     return Prediction(attention, seconds, rate, mfu)
+
+
+def computing_seconds(load: Workload, attention: float) -> float:
+    """Return the seconds of all micro-batches, given those of one layer's attention."""
+    stage = (load.model.layers * attention + layers_seconds(load)) / load.pipeline
+    # One forward and one backward at a time: the others wait while the first fills the stages.
+    filling = (load.pipeline - 1) / load.virtual
+    of_stages = (load.micro_batches + filling) * (stage + _handed_on(load))
+    return of_stages + load.micro_batches * head_seconds(load)
 
 
 def model_flops(load: Workload) -> float:

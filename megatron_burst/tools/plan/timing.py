@@ -60,13 +60,11 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
-    if load.recompute and fraction is None:
+    if (load.recompute and fraction is None) or "core_attn" in load.selective:
         again = of(load.ring)
     elif load.recompute and fraction:
         stop = boundary(load.ring.layout, fraction)
         again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=stop)))
-    elif "core_attn" in load.selective:
-        again = of(load.ring)
     elif load.recompute:
         again = heads  # the results are saved, but heads and tokens change places again
     return of(load.ring), again, of(load.ring, backward=True)
