@@ -14,7 +14,7 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall, BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
-from megatron_burst.plans.head_chunks import choose_head_chunks, may_send_latents
+from megatron_burst.plans.head_chunks import choose_head_chunks
 from megatron_burst.plans.mask import Mask
 from megatron_burst.transport.profiling import span
 
@@ -24,20 +24,12 @@ logger = logging.getLogger(__name__)
 def head_chunks(
     context: BurstContext, q: Tensor, k: Tensor, mask: Mask, *, has_latents: bool
 ) -> int:
-    """Return into how many chunks these heads are cut.
-
-    If it is not given, 1 where little lives or a chunk would be a small call: on a CPU, with
-    nothing to receive, under documents; and where latents may travel, which have no heads.
-    """
-    config = context.config
-    if config.head_chunks is None and (
-        not q.is_cuda
-        or context.grid.ranks == 1
-        or mask.documents is not None
-        or (has_latents and may_send_latents(config))
-    ):
-        return 1
-    chunks = choose_head_chunks(config, q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
+    """Return into how many chunks these heads are cut; see `choose_head_chunks`."""
+    chunks = choose_head_chunks(
+        *(context.config, q.shape[0] * q.shape[1], q.shape[2], k.shape[2]),
+        is_worth_it=q.is_cuda and context.grid.ranks > 1 and mask.documents is None,
+        has_latents=has_latents,
+    )
     if chunks > 1 and context.is_news(("head chunks", chunks)):
         logger.info("burst attention: --burst-head-chunks %d, one after the other", chunks)
     return chunks

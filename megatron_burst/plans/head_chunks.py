@@ -9,7 +9,15 @@ kernel makes 1024 blocks of 128 rows: eight for every multiprocessor of an H100,
 ones, in which some of these have nothing to do, are few."""
 
 
-def choose_head_chunks(config: BurstConfig, tokens: int, query_heads: int, kv_heads: int) -> int:
+def choose_head_chunks(
+    config: BurstConfig,
+    tokens: int,
+    query_heads: int,
+    kv_heads: int,
+    *,
+    is_worth_it: bool = True,
+    has_latents: bool = False,
+) -> int:
     """Return into how many chunks the heads are cut: as asked for, or as fill a GPU.
 
     Args:
@@ -17,6 +25,8 @@ def choose_head_chunks(config: BurstConfig, tokens: int, query_heads: int, kv_he
         tokens: batch x tokens of a rank.
         query_heads: of a rank, after tensor and head parallelism.
         kv_heads: of a rank.
+        is_worth_it: whether much lives: on a GPU, with blocks to receive, without documents.
+        has_latents: whether K and V are made of them; if they may travel, they have no heads.
 
     Raises:
         ValueError: the number that is asked for does not divide the kv heads.
@@ -24,7 +34,8 @@ def choose_head_chunks(config: BurstConfig, tokens: int, query_heads: int, kv_he
     if (asked := config.head_chunks) is not None:
         check_head_chunks(asked, kv_heads)
         return asked
-    if config.algorithm is not Algorithm.BURST:
+    latents_may_travel = has_latents and config.mla is not Mla.HEADS
+    if config.algorithm is not Algorithm.BURST or latents_may_travel or not is_worth_it:
         return 1
     fills = (n for n in _CHUNKS if kv_heads % n == 0 and tokens * query_heads >= n * _ROWS)
     return next(fills, 1)
@@ -37,8 +48,3 @@ def check_head_chunks(chunks: int, kv_heads: int) -> None:
             f"--burst-head-chunks {chunks} does not divide the {kv_heads} kv heads of a rank, "
             "after tensor and head parallelism"
         )
-
-
-def may_send_latents(config: BurstConfig) -> bool:
-    """Say whether what travels of multi-latent attention may have no heads to cut."""
-    return config.mla is not Mla.HEADS and (config.head_chunks or 1) == 1

@@ -6,7 +6,7 @@ from functools import cached_property
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.cost import LatentShape, Shape
-from megatron_burst.plans.head_chunks import choose_head_chunks, may_send_latents
+from megatron_burst.plans.head_chunks import choose_head_chunks
 from megatron_burst.plans.head_parallel import exchanged
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
@@ -170,11 +170,12 @@ class Workload:
     @property
     def head_chunks(self) -> int:
         """Into how many chunks attention cuts a rank's heads."""
-        shape, config = self._shape, self.config
-        alone = self.context == self.head_parallel or self.documents
-        if config.head_chunks is None and (alone or shape.latents and may_send_latents(config)):
-            return 1
-        return choose_head_chunks(config, shape.tokens, shape.query_heads, shape.kv_heads)
+        shape = self._shape
+        return choose_head_chunks(
+            *(self.config, shape.tokens, shape.query_heads, shape.kv_heads),
+            is_worth_it=self.context > self.head_parallel and not self.documents,
+            has_latents=shape.latents is not None,
+        )
 
     @cached_property
     def ring(self) -> Ring:
