@@ -392,7 +392,6 @@ def test_angles_of_ours() -> None:
     sequence = WholeSequence(8, (0, 3, 8))
     for rank in (0, 1):
         shared: Any = Pool(rank, 2)
-        shared.context.positions = lambda tokens, rank=rank: zigzag(tokens, 2).positions(rank)
         module = RotaryAtPositions(rotary(rank), Positions(shared.context))
         angles = module(sequence)
         hooks = PositionHooks(shared)
