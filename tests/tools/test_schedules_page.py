@@ -1,16 +1,15 @@
 """Which schedule wins where: the page, what it says of `auto`, and the clock. (fast tier)"""
 
-import csv
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+import pages  # noqa: E402
 import schedules  # noqa: E402
 
-with schedules.PAGE.with_suffix(".csv").open(newline="") as file:
-    ROWS = [*csv.DictReader(file)]
+ROWS = pages.read_csv(schedules.PAGE)
 
 
 def test_auto_is_within_10_percent_of_the_best_forced_setting_everywhere() -> None:
@@ -33,7 +32,8 @@ def test_the_table_is_what_the_clock_says_now(cluster: str, kv_heads: int, token
 
 
 def test_the_page_is_made_of_the_table(tmp_path: Path) -> None:
-    schedules.write(ROWS, tmp_path / schedules.PAGE.name)
-    assert (tmp_path / schedules.PAGE.name).read_text() == schedules.PAGE.read_text()
-    picture = (tmp_path / "schedules.svg").read_text()
+    page, file = schedules.PAGE.read_text(), tmp_path / "schedules.svg"
+    assert pages.filled(page, schedules.parts(ROWS)) == page
+    schedules.draw(ROWS, file)
+    picture = file.read_text()
     assert all(f">{way}<" in picture for way in {schedules.fastest(row)[0] for row in ROWS})
