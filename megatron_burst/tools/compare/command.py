@@ -13,7 +13,6 @@ more of --toy the loss of one does not fall by half a nat.
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,14 +51,9 @@ _EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    Raises:
-        ValueError: a flag cannot be what it is; the message says why.
-    """
-    words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(words)
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+    args = _parser().parse_args(argv)
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     _fill(args)
     series, chosen = _asked(args)
@@ -76,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         terminal.complain("compare", ["interrupted; the same command goes on from here"])
         return 130
     comparison = Comparison(
-        command=shlex.join(["megatron-burst", "compare", *words]),
+        command=shlex.join(["megatron-burst", "compare", *argv]),
         flags=args.flags,
         machine=machine(),
         results=results,

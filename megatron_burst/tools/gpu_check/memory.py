@@ -41,7 +41,7 @@ def check(device: Device) -> Iterator[Check]:
     sizes = Sizes(16384, 32, 32, 128) if device.is_gpu else Sizes(256, 4, 4, 64)
     tensors = sizes.draw(device.device, DTYPE)
     for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
-        rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology)
+        rank = OneRank(_NODES[topology], tensors, ring, topology)
         rank.backward()  # what is made once is no part of it
         rank.result = None
         found = [device.peak(rank.forward, tensors)]
@@ -57,7 +57,7 @@ def _counted(topology: str, ring: str, sizes: Sizes) -> tuple[int, int]:
     """Return the peaks of a forward and a backward, counted on tensors without values."""
     tensors = sizes.draw("meta", DTYPE)
     # The reference serves any device.
-    rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology, "reference")
+    rank = OneRank(_NODES[topology], tensors, ring, topology, "reference")
     rank.call = replace(rank.call, kernel=_EmptyKernel())
     with LiveBytes(tensors) as forward:
         result = rank.forward()

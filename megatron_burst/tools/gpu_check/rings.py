@@ -29,7 +29,6 @@ from megatron_burst.tools.gpu_check.stage import (
     at_most,
     guarded,
     relative_error,
-    told,
 )
 from megatron_burst.tools.one_rank import Sizes, context_of
 
@@ -102,7 +101,7 @@ def _of_setting(
         except ValueError as error:
             if _REFUSED not in str(error):
                 raise
-            yield told(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
+            yield Check(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
         worst[case.mask] = max(found, key=lambda finding: finding.share)
     for mask, finding in worst.items():

@@ -27,11 +27,6 @@ class Check:
     passed: bool = True
 
 
-def told(name: str, found: str) -> Check:
-    """Return a line that nothing is asked of."""
-    return Check(name, found)
-
-
 def at_most(
     name: str, found: float, allowed: float, form: str = "{:.3g}", *, more: str = ""
 ) -> Check:
@@ -67,7 +62,7 @@ class Device:
 
     def judged(self, check: Check) -> Check:
         """Return a line about time, of which nothing is asked without a GPU."""
-        return check if self.is_gpu else told(check.name, check.found)
+        return check if self.is_gpu else Check(check.name, check.found)
 
     def kernels(self, heads: int, kv_heads: int, dim: int) -> dict[str, Kernel]:
         """Return what serves bfloat16 of such a shape, and nothing slow."""

@@ -16,7 +16,7 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.layout import Interval
 from megatron_burst.tools.compare import tiles
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most, told
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import OneRank, Sizes
 
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
@@ -31,10 +31,10 @@ def check(device: Device) -> Iterator[Check]:
         name = f"{row['tokens']} tokens a rank, {row['name']}, {row['phase']}"
         check = at_least(name, row["speed"], _EFFICIENCY, more=f", {row['tflops']:.4g} TFLOP/s")
         judged = row["name"].startswith(tiles.A_RANK)
-        yield device.judged(check) if judged else told(name, check.found)
+        yield device.judged(check) if judged else Check(name, check.found)
     yield _waits(device)
     copied = _copy_speed(device)
-    yield told("a copy", f"{copied / 1e9:.0f} GB/s read and written")
+    yield Check("a copy", f"{copied / 1e9:.0f} GB/s read and written")
     first, merged = _merge(device)
     more = f", its first call {first:.2f} s"
     check = at_least("a merge's speed over a copy's", merged / copied, _OF_COPY, more=more)
@@ -69,7 +69,7 @@ def _waits(device: Device) -> Check:
     sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else _small(16)
     found: list[str] = []
     for ring in ("kv", "query"):
-        rank = OneRank.in_the_middle([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
+        rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
         rank.backward()  # what is compiled may wait
         with _HostWaits() as waits, _warnings_of_waits(device) as said:
             rank.forward()
