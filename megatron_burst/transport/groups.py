@@ -114,16 +114,12 @@ def _channel_group(
     options = None  # torch writes into them: each group has its own
     if has_priority:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}"
-    )
-    return made
+    return dist.new_group(ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}")
 
 
 def _gloo_group(ranks: Sequence[int], limit: timedelta, purpose: str) -> dist.ProcessGroup:
     gloo, purpose = dist.Backend.GLOO, f"burst {purpose}"
-    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
-    return made
+    return dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
 
 
 def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:

@@ -111,8 +111,7 @@ class RowExchange:
         """Return this rank's rows in the caller's layout of [batch, rows, ...]; differentiable."""
         if not self.is_needed:
             return x
-        moved: Tensor = _Exchange.apply(x, self._to_ours.back, self.group)
-        return moved
+        return _Exchange.apply(x, self._to_ours.back, self.group)
 
     def next(self, x: Tensor) -> Tensor:
         """Return what comes next in its document for each row of [batch, rows] in our layout.

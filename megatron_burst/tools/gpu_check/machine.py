@@ -1,7 +1,6 @@
 """The machine, the kernels that serve it, why others do not, and what first calls cost."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -44,9 +43,9 @@ def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     q, k, v, dout = Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE)
     tile = TileCall(q, k, v, Band.CAUSAL, 128**-0.5)
 
-    def both(kernel: Kernel) -> None:
+    def both() -> None:
         kernel.backward(tile, dout, *kernel.forward(tile))
 
-    first, again = (device.once(partial(both, kernel)) for _ in range(2))
+    first, again = (device.once(both) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
     yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))

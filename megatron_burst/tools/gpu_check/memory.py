@@ -48,7 +48,10 @@ def check(device: Device) -> Iterator[Check]:
         found.append(device.peak(rank.backward, (*tensors, *(rank.result or ()))))
         counted = _counted(topology, ring, sizes)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
-            yield _compared(f"{topology} {ring} ring, {name}", mine, right, tensors[0])
+            of_q = tensors[0].nbytes
+            sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
+            what = f"{topology} {ring} ring, {name}: apart"
+            yield at_most(what, abs(mine / right - 1), _APART, more=sizes_in_q)
         del rank
         device.free()
 
@@ -64,8 +67,3 @@ def _counted(topology: str, ring: str, sizes: Sizes) -> tuple[int, int]:
     with LiveBytes((*tensors, *result)) as backward:
         rank.backward()
     return forward.peak, backward.peak
-
-
-def _compared(name: str, found: int, counted: int, q: Tensor) -> Check:
-    sizes = f" ({found / q.nbytes:.1f} x q, counted {counted / q.nbytes:.1f})"
-    return at_most(f"{name}: apart", abs(found / counted - 1), _APART, more=sizes)

@@ -89,16 +89,8 @@ class Device:
 
     def seconds(self, run: Callable[[], object], repetitions: int = 5) -> float:
         """Return the median of some calls, after one that does not count."""
-        timed = self._between_events if self.is_gpu else self.once
+        timed = between_events if self.is_gpu else self.once
         return median([timed(run) for _ in range(repetitions + 1)][1:])
-
-    def _between_events(self, run: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
     def peak(self, run: Callable[[], object], existing: Iterable[Tensor]) -> int:
         """Return the most bytes that a call takes beside the existing tensors."""
@@ -131,6 +123,16 @@ class Device:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
+
+
+def between_events(run: Callable[[], object]) -> float:
+    """Return the seconds that a GPU takes for a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -45,10 +45,6 @@ def check(device: Device) -> Iterator[Check]:
         yield device.judged(at_most(name, moved, _LOGIT_BYTES / _OF_COPY))
 
 
-def _small(tokens: int) -> Sizes:
-    return Sizes(tokens, 4, 2, 32)
-
-
 class _HostWaits(TorchDispatchMode):
     """Counts operations whose result the host has to know."""
 
@@ -66,7 +62,7 @@ class _HostWaits(TorchDispatchMode):
 
 def _waits(device: Device) -> Check:
     """Look whether a rank's loops, once planned, wait for the device."""
-    sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else _small(16)
+    sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
     found: list[str] = []
     for ring in ("kv", "query"):
         rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
@@ -107,7 +103,7 @@ def _merge(device: Device) -> tuple[float, float]:
 
     Counted are float32 sums, read and written, and a bfloat16 part.
     """
-    sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else _small(64)
+    sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else Sizes(64, 4, 2, 32)
     q, *_, part = sizes.draw(device.device, DTYPE)
     lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
     results, rows = PartialResults(q, sizes.head_dim), Interval(0, sizes.tokens)
