@@ -14,6 +14,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choos
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 
 _OURS = """
@@ -163,9 +164,7 @@ def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
         named = ", ".join(f"--{name}" for name in taken)
         raise ValueError(f"{named}: the comparison sets it itself; drop it")
 
-    def number(name: str, default: int = 1) -> int:
-        return int(given.get(name, default))
-
+    number = partial(whole, given)
     tensor, pipeline = (number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline"))
     job = Job(
         ranks=args.ranks,

@@ -34,21 +34,17 @@ from megatron_burst.tools.one_rank import Sizes, context_of
 
 REMEDY = "--burst-kernel takes another kernel; if all are wrong, --context-parallel-algo megatron"
 _GRIDS = ((4, 4), (8, 4), (8, 2))  # ranks, and those of a node
+_KV = {"backward": "kv", "topology": "double"}
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "kv ring": {"backward": "kv", "topology": "double"},
-    "query ring": {"backward": "query", "topology": "double"},
+    "kv ring": _KV,
+    "query ring": _KV | {"backward": "query"},
     "query ring, flat, gradients in bfloat16": {
-        **{"backward": "query", "topology": "flat"},
+        "backward": "query",
+        "topology": "flat",
         "grad_dtype": "model",
     },
-    "kv ring, gradients by a chain": {
-        **{"backward": "kv", "topology": "double"},
-        "gradient_return": "chain",
-    },
-    "kv ring, four blocks a call": {
-        **{"backward": "kv", "topology": "double"},
-        "blocks_per_call": 4,
-    },
+    "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
+    "kv ring, four blocks a call": {**_KV, "blocks_per_call": 4},
     "mesh": {"topology": "mesh"},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
