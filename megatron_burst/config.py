@@ -105,6 +105,13 @@ class BurstConfig:
     travel, and where a topology, a backward, blocks a call or hierarchical groups are given;
     logged."""
 
+    head_chunks: int | None = field(default=None, metadata={"type": size_or_auto})
+    """Into how many chunks attention cuts a rank's heads, to run one after the other: buffers and
+    sums are one chunk's, the bytes that are sent the same, kernel calls smaller. It divides the kv
+    heads of a rank. auto (the default): for burst on a GPU 2 or 4 where tokens x heads of a rank
+    are at least 2^19 or 2^20 (16384 tokens and 32 heads make 2), so that a kernel call still fills
+    the GPU; else 1, as under documents and where latents may travel; logged."""
+
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
     segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
@@ -185,6 +192,7 @@ class BurstConfig:
             ("--burst-head-parallel-size", self.head_parallel_size),
             ("--burst-memory-mb", self.memory_mb),
             ("--burst-blocks-per-call", self.blocks_per_call),
+            ("--burst-head-chunks", self.head_chunks),
         ):
             refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
         refuse(
@@ -218,6 +226,11 @@ class BurstConfig:
                 self.mla is Mla.LATENT and (self.head_parallel_size or 1) > 1,
                 f"--burst-mla {Mla.LATENT}: latents have no heads that "
                 f"--burst-head-parallel-size {self.head_parallel_size} could share out: drop one",
+            ),
+            (
+                self.mla is Mla.LATENT and (self.head_chunks or 1) > 1,
+                f"--burst-mla {Mla.LATENT}: latents have no heads that "
+                f"--burst-head-chunks {self.head_chunks} could cut: drop one",
             ),
         )
         if fraction is not None:
@@ -256,6 +269,7 @@ class BurstConfig:
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
             "blocks_per_call": (None, 1),
+            "head_chunks": (None, 1),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import context as contexts
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall
-from megatron_burst.attention.forward import forward
+from megatron_burst.attention.head_chunks import backward_in_chunks, forward_in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
 from megatron_burst.plans.plan import Channel, Item, Send
@@ -107,6 +107,7 @@ def count(
     kernel: Any = None,
     rank: int | None = None,
     blocks_per_call: int | None = 1,
+    head_chunks: int = 1,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
@@ -127,13 +128,14 @@ def count(
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
                 for heads in (heads, kv_heads, kv_heads)
             )
-            call = context.prepare(q, k, v, mask, 1.0)
-            keys = Keys(call.forward_plan.rank, k, v)
+            chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
+            call = context.prepare(*chunk, mask, 1.0)
+            make_keys = partial(Keys, call.forward_plan.rank)
             with Counting((q, k, v)) as there:
-                out, lse = forward(q, keys, call)
+                out, lse = forward_in_chunks(head_chunks, q, k, v, make_keys, call)
             dout = torch.empty_like(out)
             with Counting((q, k, v, out, lse, dout)) as back:
-                backward(dout, q, keys, out, lse, call)
+                backward_in_chunks(head_chunks, dout, q, k, v, make_keys, out, lse, call)
             return Counted(*(_pass(c, q.nbytes) for c in (there, back)), call, recorder.batches)
     finally:
         dist.destroy_process_group()

@@ -53,6 +53,7 @@ def test_flags_agree_with_the_fields() -> None:
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
         "blocks_per_call": "--burst-blocks-per-call",
+        "head_chunks": "--burst-head-chunks",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",

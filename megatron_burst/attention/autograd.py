@@ -2,22 +2,25 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import AttentionCall, BurstContext
-from megatron_burst.attention.forward import forward
+from megatron_burst.attention.head_chunks import (
+    backward_in_chunks,
+    forward_in_chunks,
+    head_chunks,
+)
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
-from megatron_burst.transport.profiling import span
 
 
 @overload
@@ -85,7 +88,9 @@ def ring_attention(
     needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
     output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
     15.6 (query), under windows and documents up to 24.5 and 19.1; on a double ring 9.1, and 30.5 or
-    23.7. A mesh, and a ring that takes several blocks a call, hold more, as much as
+    23.7. With the heads in two chunks (`--burst-head-chunks`, on GPUs the default of long shards)
+    those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
+    A mesh, and a ring that takes several blocks a call, hold more, as much as
     `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together.
 
@@ -127,13 +132,17 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        shape = None if latents is None else latents.shape(k, v)
-        call = context.prepare(q, k, v, mask, scale, soft_cap, memory, shape, layout)
+        chunks = head_chunks(context, q, k, mask, has_latents=latents is not None)
+        shape = None if latents is None or chunks > 1 else latents.shape(k, v)
+        tensors = [x[:, :, : x.shape[2] // chunks] if chunks > 1 else x for x in (q, k, v)]
+        call = context.prepare(
+            *(tensors[0], tensors[1], tensors[2], mask, scale, soft_cap, memory, shape, layout)
+        )
         made_of = latents if call.sends_latents else None
-        tensors = (None, None) if made_of is None else made_of.differentiable
+        latent = (None, None) if made_of is None else made_of.differentiable
         add = None if made_of is None else made_of.add_weight_gradient
         result: tuple[Tensor, Tensor] = _RingAttention.apply(
-            q, k, v, *tensors, sink, call, memory, add
+            q, k, v, *latent, sink, chunks, call, memory, add
         )
         return result
 
@@ -164,21 +173,22 @@ class _RingAttention(torch.autograd.Function):
         latent: Tensor | None,
         weight: Tensor | None,
         sink: Tensor | None,
+        chunks: int,
         call: AttentionCall,
         memory: AttentionMemory | None,
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
         latent = latent if latent is None else latent.contiguous()
-        with span("forward"):
-            out, lse = forward(q, _keys(k, v, latent, weight, call), call, sink)
+        make_keys = partial(_keys, latent, weight, call)
+        out, lse = forward_in_chunks(chunks, q, k, v, make_keys, call, sink)
         if memory is not None:
             if saved := memory.recall():
                 saved.put(out, lse)
             else:
                 memory.save(call.first_saved_row, out, lse)
         ctx.save_for_backward(q, k, v, latent, weight, sink, out, lse)
-        ctx.call, ctx.add_weight_gradient = call, add_weight_gradient
+        ctx.chunks, ctx.call, ctx.add_weight_gradient = chunks, call, add_weight_gradient
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -190,22 +200,27 @@ class _RingAttention(torch.autograd.Function):
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
         call: AttentionCall = ctx.call
         add = ctx.add_weight_gradient
-        keys = _keys(k, v, latent, weight, call, add is not None or ctx.needs_input_grad[4])
-        with span("backward"):
-            gradients = backward(dout, q, keys, out, lse, call)
-        dweight = keys.weight_gradient
+        made: list[Keys] = []
+
+        def make_keys(k: Tensor, v: Tensor) -> Keys:
+            wants_weight = add is not None or ctx.needs_input_grad[4]
+            made.append(_keys(latent, weight, call, k, v, wants_weight))
+            return made[-1]
+
+        gradients = backward_in_chunks(ctx.chunks, dout, q, k, v, make_keys, out, lse, call)
+        dweight = made[-1].weight_gradient
         if dweight is not None and add is not None:
             add(dweight)
             dweight = None
-        return *gradients, dweight, dsink, None, None, None
+        return *gradients, dweight, dsink, None, None, None, None
 
 
 def _keys(
-    k: Tensor,
-    v: Tensor,
     latent: Tensor | None,
     weight: Tensor | None,
     call: AttentionCall,
+    k: Tensor,
+    v: Tensor,
     differentiates_weight: bool = False,
 ) -> Keys:
     rank = call.forward_plan.rank

@@ -22,6 +22,7 @@ from megatron_burst.config import (
     refuse,
 )
 from megatron_burst.kernels import check_kernel_name
+from megatron_burst.plans.head_chunks import check_head_chunks
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
@@ -324,11 +325,12 @@ def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> No
         given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
         text = f"{flag} must divide the {sizes[0]} ranks of a node that {given}"
         refuse((sizes[0] % size != 0, text))
-    if size > 1 and args.num_attention_heads is not None:
+    if args.num_attention_heads is not None:
         heads = args.num_attention_heads
         kv_heads = args.num_query_groups if args.group_query_attention else heads
         # Megatron, too, gives every tensor-parallel rank a kv head where there are fewer of them.
-        kv_head_copies(heads // tensor, max(kv_heads // tensor, 1), size)
+        copies = kv_head_copies(heads // tensor, max(kv_heads // tensor, 1), size)
+        check_head_chunks(config.head_chunks or 1, max(kv_heads // tensor, 1) * copies // size)
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:

@@ -17,12 +17,15 @@ from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
 from megatron_burst.tools.one_rank import Sizes
 
 BASELINE = "ring flat"
 HEAD_PARALLEL = 2  # of the hybrids: heads over pairs of ranks
+HEAD_CHUNKS = 2
+DEFAULT = "burst default"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {"algorithm": "ring", "topology": "flat"},
     "ring double": {"algorithm": "ring", "topology": "double"},
@@ -33,7 +36,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "burst kv double": {"backward": "kv", "topology": "double"},
     "burst mesh": {"topology": "mesh"},
     "burst hybrid": {"head_parallel_size": HEAD_PARALLEL},
-    "burst auto": {},
+    "burst auto": {"head_parallel_size": 1},  # of rings and meshes
+    DEFAULT: {},  # of them and heads over ranks
+    "burst chunks": {"head_chunks": HEAD_CHUNKS},
     "burst balanced": {"layout": "balanced"},
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
@@ -61,6 +66,8 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
         kv_head_copies(sizes.heads, sizes.kv_heads, share)
     except ValueError:
         return False
+    if name == "burst chunks":
+        return sizes.kv_heads % HEAD_CHUNKS == 0
     if name == "burst mesh":
         count = place.nodes if place.nodes > 1 else place.ranks
         return any(count % other == 0 for other in range(2, count))
@@ -72,10 +79,11 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
     return name != "burst kv flat" or place.nodes == 1
 
 
-def make_context(name: str, place: Place, **settings: Any) -> BurstContext:
-    """Make an algorithm's context: a collective call."""
+def make_context(name: str, place: Place, shape: Shape | str = "", **settings: Any) -> BurstContext:
+    """Make an algorithm's context, for tensors of that shape: a collective call."""
     config = {**SETTINGS[name], "ranks_per_node": place.ranks_per_node, **settings}
-    return BurstContext.create(BurstConfig(**config, timeout_seconds=PATIENCE_SECONDS))
+    made = BurstConfig(**config, timeout_seconds=PATIENCE_SECONDS)
+    return BurstContext.create(made, shape=shape)
 
 
 class Attention:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from algorithms import (
     BASELINE,
+    DEFAULT,
     SETTINGS,
     Attention,
     Kernels,
@@ -47,7 +48,7 @@ from ranks import join, launch
 from shaped_links import LinkError, refuse_where_impossible, shaped_links
 
 from megatron_burst import BurstContext, Mask
-from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.cost import Shape, visible_pairs
 
 PACKED = "documents:"  # and how many tokens one has in the mean
 MASKS = ("causal", "full", "window", f"{PACKED}256", "blocks")
@@ -112,15 +113,28 @@ def measure(
     """Measure all cases on these ranks; return them, and of the last rank the rate of a message."""
     sizes = [Sizes(tokens, *h, args.head_dim) for tokens, h in product(args.tokens, args.heads)]
     names = [n for n in args.algorithms if any(runs_here(n, place, one) for one in sizes)]
-    contexts = {name: make_context(name, place, kernel=args.kernel) for name in names}
+    names_of_all = [name for name in names if name != DEFAULT]
+    contexts = {name: make_context(name, place, kernel=args.kernel) for name in names_of_all}
     found = {}
     for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
+        if DEFAULT in names:  # it chooses by the shape, as a training does
+            shape = shape_of(case, args.dtype)
+            contexts[DEFAULT] = make_context(DEFAULT, place, shape, kernel=args.kernel)
         if dist.get_rank() == 0:
             harness.progress(
                 f"{place}, {case.sizes}, {case.mask}: launch {number + 1}/{args.launches}"
             )
         found[case] = measure_case(args, place, case, contexts, number)
     return found, median(message_rate() for _ in range(3)) if args.mbit else math.nan
+
+
+def shape_of(case: Case, dtype: str) -> Shape | str:
+    """Return the shape of a rank's tensors where the mask is dense; else why there is none."""
+    if case.mask not in ("causal", "full"):
+        return "its rings send less under a sparse mask"
+    tokens, heads, kv_heads, dim = case.sizes
+    size = getattr(torch, dtype).itemsize
+    return Shape(tokens, heads, kv_heads, dim, dim, size, 4, sends_raw=True)
 
 
 def measure_case(

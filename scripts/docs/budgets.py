@@ -30,6 +30,8 @@ PARTS = {
     "merge": "sums of outputs",
     "surrogate": "surrogate outputs",
     "fake_ring": "what kernels returned",
+    "head_chunks": "copies of a chunk's heads, and what is joined of all",
+    "backward": "gradients that are returned",
 }
 SHOWN = ("calls", "kernels", "bytes", "peak")
 type Row = dict[str, str]
@@ -41,7 +43,8 @@ class Case(NamedTuple):
     ranks: int
     nodes: int
     heads: str
-    ring: str  # kv, with "of 2" blocks a call; query; mesh: of nodes, or of ranks of one node
+    ring: str  # kv, with "of 2" blocks a call; query; mesh: of nodes, or of ranks of one node;
+    # with "/ 2" if it cuts the heads in as many chunks
     mask: str
 
 
@@ -54,12 +57,15 @@ def cases() -> list[Case]:
         masks = ("window", "documents")
         found += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
     larger = product(((8, 1), (32, 4)), HEADS, ("kv of 2", "kv of 4"))
-    return found + [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
+    found += [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
+    chunked = product(((8, 1), (32, 4)), ("kv", "query", "mesh"), (2, 4))
+    return found + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
 
 
 def counted(case: Case, rank: int | None = None) -> Counted:
-    ring, _, blocks = ("query" if case.ring == "mesh" else case.ring).partition(" of ")
-    topology = "mesh" if case.ring == "mesh" else ""
+    name, _, chunks = case.ring.partition(" / ")
+    ring, _, blocks = ("query" if name == "mesh" else name).partition(" of ")
+    topology = "mesh" if name == "mesh" else ""
     return count(
         *(case.ranks, case.nodes, ring, mask_of(case)),
         kv_heads=HEADS[case.heads],
@@ -67,6 +73,7 @@ def counted(case: Case, rank: int | None = None) -> Counted:
         topology=topology,
         rank=rank,
         blocks_per_call=int(blocks or 1),
+        head_chunks=int(chunks or 1),
     )
 
 
@@ -87,9 +94,10 @@ def row(case: Case, found: Counted) -> Row:
         (found.call.forward_calls, found.call.backward_calls),
         (found.forward, found.backward),
     )
+    chunks = int(case.ring.partition(" / ")[2] or 1)
     for way, made, steps in zip(("forward", "backward"), passes, calls, strict=True):
         cells |= {
-            f"{way}_calls": str(sum(map(len, steps))),
+            f"{way}_calls": str(chunks * sum(map(len, steps))),
             f"{way}_kernels": str(made.kernels),
             f"{way}_bytes": f"{made.bytes:.1f}",
             f"{way}_peak": f"{made.peak:.2f}",

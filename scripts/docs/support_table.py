@@ -45,6 +45,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "--burst-topology double": {"topology": "double"},
     "--burst-topology mesh": {"topology": "mesh"},
     "--burst-head-parallel-size 2": {"head_parallel_size": 2},
+    "--burst-head-chunks 2": {"head_chunks": 2},
     "--burst-layout segmented-zigzag": {"layout": "segmented-zigzag"},
     "--burst-layout balanced": {"layout": "balanced"},
     "--burst-grad-dtype model": {"grad_dtype": "model"},

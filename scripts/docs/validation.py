@@ -1,15 +1,17 @@
 """Predictions beside what was measured elsewhere and here, and the fit of the constants."""
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from rows import Row, row_of
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -32,8 +34,10 @@ _BOUNDS = {  # of the constants
     "other_code": (0.3, 1.5),
     "working_set": (0.5, 4.0),
 }
-_RANKS = 4  # the most processes of a measurement on two cores that is held against
 _SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
+
+type _Measured = Mapping[str, str]  # a row of a benchmark's table
+type _Place = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +97,54 @@ def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
 def compare_two_nodes(configs: Configs) -> list[Compared]:
     """Return the share of a step that is not kernels, measured on this machine and predicted.
 
-    Of up to four ranks on its two cores: more take turns there, which no link explains.
-
     Measured within launches, which the machine's own changes from one to the next disturb least.
     """
-    machine = configs.published["two_nodes"]
-    found = []
     rows = []
-    for results in machine["results"]:
+    for results in configs.published["two_nodes"]["results"]:
         with (ROOT / results).open(newline="") as file:
-            rows += [row for row in csv.DictReader(file) if int(row["ranks"]) <= _RANKS]
-    for _, each in groupby(rows, lambda row: [row[n] for n in ("mbit", *_SIZES, "algorithm")]):
-        phases = {row["phase"]: row for row in each}
-        step, seconds = phases["step"], {p: float(row["kernels_s"]) for p, row in phases.items()}
-        setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
-        load = _two_nodes(machine, step, seconds, config_of(BurstConfig, setting))
-        forward, _, backward = timing.attention_passes(load)
-        kernels = seconds["forward"] + seconds["backward"]
-        share = 1 - kernels / (forward.seconds + backward.seconds)
-        exposed = 1 - float(step["kernels_share"])
-        rate = {"0": "loopback", "inf": "no limit"}.get(step["mbit"], f"{step['mbit']} Mbit/s")
-        nodes = int(step["ranks"]) // int(step["ranks_per_node"])
-        place = f"{rate}, {step['tokens']} tokens, {step['kv_heads']} KV heads"
-        place = place if nodes <= 2 else f"{nodes} nodes, {place}"
-        name = f"{place}: {step['algorithm']}"
-        found.append(Compared(name, place, "exposed share", exposed, share, False))
-    return found
+            rows += [*csv.DictReader(file)]
+    rates = _kernel_rates(rows)
+    cases = groupby(rows, lambda row: [row[n] for n in ("mbit", *_SIZES, "algorithm")])
+    return [_exposed(configs, {row["phase"]: row for row in each}, rates) for _, each in cases]
+
+
+def _kernel_rates(rows: Iterable[_Measured]) -> dict[_Place, float]:
+    """Return the FLOP/s of a rank's kernels alone, with as many KV heads as heads, by place.
+
+    They fall with the ranks that share a core, and from one day to another.
+    """
+    found = defaultdict(list)
+    for row in rows:
+        if row["phase"] == "step" and row["kv_heads"] == row["heads"]:
+            ranks, _, tokens, heads, _, head_dim = (int(row[name]) for name in _SIZES)
+            forward = attention_flops(ranks * tokens**2 // 2, heads, head_dim, head_dim)
+            found[_place(row)].append(3.5 * forward / float(row["kernels_s"]))
+    return {place: mean(rates) for place, rates in found.items()}
+
+
+def _place(row: _Measured) -> _Place:
+    """What rows have in common that were measured at one time on the same ranks and links."""
+    return row["date"], row["ranks"], row["ranks_per_node"], row["mbit"]
+
+
+def _exposed(
+    configs: Configs, phases: Mapping[str, _Measured], rates: Mapping[_Place, float]
+) -> Compared:
+    machine, step = configs.published["two_nodes"], phases["step"]
+    seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
+    setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
+    pace = rates[_place(step)] / (1e9 * machine["kernels_gflop_s"])
+    load = _two_nodes(machine, step, seconds, config_of(BurstConfig, setting), pace)
+    forward, _, backward = timing.attention_passes(load)
+    kernels = seconds["forward"] + seconds["backward"]
+    share = 1 - kernels / (forward.seconds + backward.seconds)
+    exposed = 1 - float(step["kernels_share"])
+    rate = {"0": "loopback", "inf": "no limit"}.get(step["mbit"], f"{step['mbit']} Mbit/s")
+    nodes = int(step["ranks"]) // int(step["ranks_per_node"])
+    place = f"{rate}, {step['tokens']} tokens, {step['kv_heads']} KV heads"
+    place = place if nodes <= 2 else f"{step['ranks']} ranks on {nodes} nodes, {place}"
+    name = f"{place}: {step['algorithm']}"
+    return Compared(name, place, "exposed share", exposed, share, False)
 
 
 def median_error(found: list[Compared]) -> float:
@@ -177,9 +203,12 @@ def _too_much(configs: Configs, name: str) -> bool:
 
 
 def _two_nodes(
-    machine: Table, row: Mapping[str, str], alone: Mapping[str, float], config: BurstConfig
+    machine: Table, row: _Measured, alone: Mapping[str, float], config: BurstConfig, pace: float
 ) -> Workload:
-    """An algorithm on this machine's two nodes, with the rates of its kernels there."""
+    """An algorithm on this machine's nodes, with the rates of its kernels there.
+
+    What else a core does is `pace` times as fast as where its rates are from.
+    """
     ranks, per_node, tokens, heads, kv_heads, head_dim = (int(row[name]) for name in _SIZES)
     model = Model(
         layers=1,
@@ -192,18 +221,19 @@ def _two_nodes(
         vocabulary=0,
     )
     cluster = Cluster(
-        name="two nodes",
+        name="this machine",
         gpus_per_node=per_node,
         memory=machine["memory_gib"] * 2**30,
         forward_rate=1.0,
         backward_rate=1.0,
         linear_rate=1.0,
-        memory_rate=1e9 * machine["memory_gb_s"],
+        memory_rate=1e9 * pace * machine["memory_gb_s"],
         within_rate=1e9 * machine["within_gb_s"],
         nic_rate=1e6 / 8 * float(row["measured_mbit"]),
         gpus_per_nic=1,
         contention=0.0,
-        copy_rate=1e9 * machine["copy_gb_s"],
+        copy_rate=1e9 * pace * machine["copy_gb_s"],
+        step_seconds=1e-3 / pace * machine["step_ms"],
         peak=1.0,
     )
     load = Workload(
@@ -242,6 +272,6 @@ def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     points = [100 * abs(each.predicted - each.measured) for each in compare_two_nodes(configs)]
     near = sum(each <= 10 for each in points)
     yield (
-        f"two and four nodes on this machine: {near} of {len(points)} exposed shares within 10 "
+        f"two to eight nodes on this machine: {near} of {len(points)} exposed shares within 10 "
         f"points, the worst {max(points):.1f} off"
     )

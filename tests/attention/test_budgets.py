@@ -27,6 +27,7 @@ ROWS = pages.read_csv(budgets.PAGE)
 FAST = {
     "kv causal",
     "kv of 2 causal",
+    "kv / 2 causal",
     "query causal",
     "mesh causal",
     "kv window",
@@ -70,6 +71,8 @@ def test_a_rank_does_no_more_than_the_page_says(number: int) -> None:
 def test_the_page_is_made_of_the_table() -> None:
     page = budgets.PAGE.read_text()
     assert pages.filled(page, budgets.parts(ROWS)) == page
+    peaks = {row["ring"]: row["backward_peak"] for row in ROWS if row["nodes"] == "4"}
+    assert all(f"it is {peaks[ring]}" in page for ring in ("kv / 2", "kv / 4")), "the words, too"
 
 
 def test_the_table_keeps_what_the_docstring_promises() -> None:
@@ -78,6 +81,11 @@ def test_the_table_keeps_what_the_docstring_promises() -> None:
             forward, causal, other = PROMISED[int(row["nodes"]), row["ring"]]
             assert float(row["forward_peak"]) <= forward
             assert float(row["backward_peak"]) <= (causal if row["mask"] == "causal" else other)
+
+
+def test_heads_in_chunks_keep_to_24_q_between_nodes() -> None:
+    peaks = {r["ring"]: float(r["backward_peak"]) for r in ROWS if r["nodes"] == "4"}
+    assert peaks["kv / 4"] < peaks["kv / 2"] <= 24 and peaks["query / 2"] <= 20
 
 
 @pytest.mark.parametrize("ring", slow_if({"query"}, ["kv", "query", "mesh"]))

@@ -213,6 +213,12 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
             "12 query and 3 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
         ),
         (
+            BURST + "--burst-head-chunks 4 --burst-head-parallel-size 2 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --context-parallel-size 4 "
+            "--tensor-model-parallel-size 2",
+            "--burst-head-chunks 4 does not divide the 2 kv heads of a rank",
+        ),
+        (
             BURST + "--burst-head-parallel-size 3 --context-parallel-size 4",
             "--burst-head-parallel-size 3 does not divide --context-parallel-size 4",
         ),

@@ -33,6 +33,7 @@ MACHINE = cluster(
     nic_rate=2e7,
     contention=0.2,
     copy_rate=1e9,
+    step_seconds=2e-6,
     grain=2.0,
     traffic=3.0,
     within_latency=1e-6,
@@ -123,6 +124,7 @@ def by_events(
         receiving = sum(message(r.item, r.peer, rank)[1] for r in step.receives)
         copied = sum(payload(s.item, sizes, shape.tokens) for s in step.sends) / machine.copy_rate
         taken = machine.contention * max(sending, receiving) + copied
+        taken += machine.step_seconds if step.tiles else 0.0
         return kernels(step.tiles, rank) + sums(step.tiles, rank) + taken
 
     most = max(plans, key=lambda plan: sum(tile.pairs for tile in plan.tiles))

@@ -95,11 +95,13 @@ def test_memory_is_predicted_within_15_percent(fast: bool) -> None:
     assert all(abs(each.error) < 0.15 for each in found)
 
 
-def test_exposed_shares_on_two_and_four_nodes_are_within_10_points() -> None:
+def test_exposed_shares_on_two_to_eight_nodes_are_within_10_points() -> None:
     found = validation.compare_two_nodes(CONFIGS)
-    apart = sorted(abs(each.predicted - each.measured) for each in found)
-    assert len(found) == 118 + 24
-    assert apart[int(0.97 * len(apart))] < 0.10 and apart[-1] < 0.15, apart[-12:]
+    eight = [each for each in found if each.id.startswith("8 ranks")]
+    assert len({each.id for each in found}) == len(found) == 118 + 24 + len(eight) == 142 + 66
+    for some in (found, eight):
+        apart = sorted(abs(each.predicted - each.measured) for each in some)
+        assert apart[int(0.97 * len(apart))] < 0.10 and apart[-1] < 0.12, apart[-12:]
 
 
 @cache

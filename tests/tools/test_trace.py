@@ -27,6 +27,7 @@ SETTINGS = {
     "allgather": {"algorithm": "allgather"},
     "ulysses": {"algorithm": "ulysses"},
     "hybrid": {"head_parallel_size": 2},
+    "chunks": {"head_chunks": 2},
 }
 
 
@@ -77,15 +78,17 @@ def test_the_ranges_are_the_tiles_and_messages_of_the_plan(
 ) -> None:
     expected = run(workers, tmp_path, name, Mask.causal(window=window))
     rows = {(row["rank"], row["name"]): row for row in trace.summary(tmp_path)["rows"]}
+    chunks = SETTINGS[name].get("head_chunks", 1)
     for rank, ours in enumerate(expected):
         names = names_of(tmp_path / f"rank-{rank}.json.gz")
         for call in ("forward", "backward"):
-            assert names.count(f"burst: {call}") == 1, "the profiled call alone"
+            assert names.count(f"burst: {call}") == chunks, "the profiled call alone"
+            assert rows[rank, call]["exposed"] <= rows[rank, call]["communication"]
             steps = [name for name in names if name.startswith(f"burst: {call} step ")]
             tiles = [name for name in steps if re.search(r": tile \d \d$", name)]
             posts = " ".join(name for name in steps if ": post " in name)
             counted = len(tiles), posts.count("send "), posts.count("receive ")
-            assert counted == ours[call]
+            assert counted == tuple(chunks * number for number in ours[call])
         assert rows[rank, trace.ATTENTION]["bytes_sent"] == ours["sent"]
         exchanges = rows.get((rank, "head exchange"), {"calls": 0})["calls"]
         assert exchanges == (4 if name in ("ulysses", "hybrid") else 0)

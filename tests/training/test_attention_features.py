@@ -91,6 +91,13 @@ CASES = {
     ),
     "learnable sinks, hybrid": (SINKS, 4, f"{CP4} {HYBRID}"),
     "learnable sinks, TP 2 x CP 2": (SINKS, 4, f"{TP2} {CP2}"),
+    "heads in chunks, recomputed in part": (
+        SINKS,
+        2,
+        f"{CP2} --burst-head-chunks 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --recompute-attention-fraction 0.5",
+    ),
+    "MLA, heads in chunks": (MLA, 2, f"{CP2} --burst-head-chunks 4"),
     "off-by-one": ("--softmax-type off-by-one", 2, CP2),
 }
 

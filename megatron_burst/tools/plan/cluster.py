@@ -36,6 +36,7 @@ class Cluster:
     gpus_per_nic: int
     contention: float  # seconds of computing lost for each second of messages
     copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
+    step_seconds: float = 0.0  # of a step with tiles, beside them; none where the host runs ahead
     host_rate: float = 25e9  # bytes/s between a GPU and the host's memory
     peak: float  # FLOP/s, for the MFU
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs

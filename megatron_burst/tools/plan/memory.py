@@ -162,7 +162,8 @@ def _saved(load: Workload, name: str) -> float:
 def _working_set(load: Workload, factor: float) -> int:
     """The tensors of one layer in its backward: at its MLP or, when that is done, at attention.
 
-    There they are the buffers of its plan, and float32 sums of dQ, dK and dV.
+    There they are the buffers of its plan, and float32 sums of dQ, dK and dV; where it cuts its
+    heads in chunks, those of one, with copies of what it reads, and what the sums before became.
     """
     a_token, shape = load.local_tokens * load.element_bytes, load.ring.shape
     parts = load.model.parts
@@ -172,6 +173,10 @@ def _working_set(load: Workload, factor: float) -> int:
     sums = shape.query_heads * shape.head_dim
     sums += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     at_attention = a_token * around // load.tensor + buffers + 4 * shape.tokens * sums
+    if load.head_chunks > 1:
+        read = sums + 2 * shape.query_heads * shape.value_head_dim
+        joined = (load.head_chunks - 1) * sums
+        at_attention += shape.tokens * shape.element_bytes * (read + joined)
     gathered = a_token * load.model.hidden if load.tensor > 1 else 0
     others = [part.saved for name, part in parts.items() if name != "attention"]
     at_mlp = max((2 * (saved - 2 * load.model.hidden) for saved in others), default=0)

@@ -28,7 +28,7 @@ _SIZES = {
 SEARCHED = (
     *_SIZES,
     *("context-parallel-size", "sequence-parallel", "global-batch-size"),
-    # Without them the loss takes the least memory that costs no time.
+    # Without them the loss takes the least memory that costs no time; less where that is too much.
     *("lm-head-memory-mb", "lm-head-chunk-size"),
 )
 _DEGREES = (1, 2, 4, 8)  # of head parallelism
@@ -76,7 +76,7 @@ def search(
             # The host's memory is the last resort for the optimizer: its updates there take longer.
             if load.offload and fitting:
                 continue
-            each = candidate(flags, load, working_set)
+            each = _in_chunks_that_fit(candidate(flags, load, working_set), working_set)
             if each.fits:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
@@ -86,6 +86,21 @@ def search(
         raise ValueError(_nothing(least, [way.load for way in ways]))
     order = sorted(found, key=lambda each: -each.time.tokens_per_gpu)
     return each_once(order)[:most]
+
+
+def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
+    """Return it with smaller chunks of the loss, if that is all that it takes to fit."""
+    of, load = found.memory, found.load
+    left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
+    if not load.chunked_loss or not of.layer <= left < of.loss:
+        return found
+    limit = {"lm-head-chunk-size": None, "lm-head-memory-mb": int(left) // 2**20}
+    flags = {name: value for name, value in {**found.flags, **limit}.items() if value is not None}
+    try:
+        smaller = workload_of(flags, load.cluster, load.gpus)
+    except ValueError:  # too little for any chunk
+        return found
+    return candidate(flags, smaller, working_set)
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:

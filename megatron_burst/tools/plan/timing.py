@@ -57,8 +57,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     fraction, heads = load.config.recompute_fraction, _exchange(load)
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
-        beside = load.beside
-        return together(_on_clock(ring, load.cluster, beside, backward=backward), heads)
+        chunk = _on_clock(ring, load.cluster, load.beside, backward=backward)
+        return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
     if load.recompute and fraction is None:
@@ -147,7 +147,7 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
-    computing[: len(kernels)] = kernels + sums
+    computing[: len(kernels)] = kernels + sums + machine.step_seconds * (work.pairs > 0)
     computing += links.taken_from_computing(messages, len(computing))
     most = work.pairs.sum(axis=0).argmax()
     of_most = kernels[:, most].sum(), sums[:, most].sum()
@@ -226,6 +226,20 @@ class _Links:
         return taken.reshape(steps, -1)
 
 
+def _chunked(load: Workload, *, backward: bool) -> Pass:
+    """The copies of a pass that cuts its heads in chunks: of what it reads, and what it returns."""
+    if load.head_chunks == 1:
+        return Pass()
+    shape = load.ring.shape
+    output = shape.query_heads * shape.value_head_dim
+    inputs = shape.query_heads * shape.head_dim
+    inputs += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
+    numbers = 2 * (inputs + output) if backward else inputs + output
+    copied = load.head_chunks * shape.tokens * shape.element_bytes * numbers
+    seconds = 2 * copied / load.cluster.memory_rate
+    return Pass(seconds, sums=seconds)
+
+
 def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass: one step, in which nothing is computed.
 
@@ -235,7 +249,7 @@ def _exchange(load: Workload) -> Pass:
     size, machine = load.head_parallel, load.cluster
     if size == 1:
         return Pass()
-    sent = load.ring.shape.exchange_bytes(size)
+    sent = load.ring.shape.exchange_bytes(size) * load.head_chunks
     across = sent * max(0, size - load.ranks_per_node) // (size - 1)
     links = (sent - across) / machine.within_rate, across * machine.gpus_per_nic / machine.nic_rate
     repacked = 4 * sent / (size - 1) * size

@@ -6,6 +6,7 @@ from functools import cached_property
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.cost import LatentShape, Shape
+from megatron_burst.plans.head_chunks import choose_head_chunks, may_send_latents
 from megatron_burst.plans.head_parallel import exchanged
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
@@ -168,13 +169,41 @@ class Workload:
             return Mask.causal(window=self.window, documents=documents)
         return Mask.full(documents=documents)
 
+    @property
+    def head_chunks(self) -> int:
+        """Into how many chunks attention cuts a rank's heads."""
+        shape, config = self._shape, self.config
+        alone = self.context == self.head_parallel or self.documents
+        if config.head_chunks is None and (alone or shape.latents and may_send_latents(config)):
+            return 1
+        return choose_head_chunks(config, shape.tokens, shape.query_heads, shape.kv_heads)
+
     @cached_property
     def ring(self) -> Ring:
-        """The ring of a rank, without a fraction that changes no plan: so equal ones are known."""
-        size, config = self.head_parallel, self.config
+        """The ring of a rank, without a fraction that changes no plan: so equal ones are known.
+
+        It runs once for each chunk of the heads.
+        """
+        size, config, shape = self.head_parallel, self.config, self._shape
         if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
             config = replace(config, recompute_fraction=None, recompute_offload=False)
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
+        if (chunks := self.head_chunks) > 1:
+            heads, kv_heads = shape.query_heads // chunks, shape.kv_heads // chunks
+            shape = replace(shape, query_heads=heads, kv_heads=kv_heads, latents=None)
+        return Ring(
+            config=config,
+            tokens=self.tokens,
+            mask=self.mask,
+            nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
+            shape=shape,
+            card=self.cluster.memory,
+        )
+
+    @cached_property
+    def _shape(self) -> Shape:
+        """Of a rank's tensors in its ring, all heads."""
+        size, config = self.head_parallel, self.config
         heads, kv_heads = self.heads
         shape = Shape(
             tokens=self.local_tokens,
@@ -189,14 +218,7 @@ class Workload:
         if (latents := self.model.latents) and size == 1:
             up = (self.model.head_dim - latents.rope + shape.value_head_dim) * heads * latents.kv
             shape = replace(shape, latents=LatentShape(latents.kv + latents.rope, up))
-        return Ring(
-            config=config,
-            tokens=self.tokens,
-            mask=self.mask,
-            nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
-            shape=exchanged(shape, size),
-            card=self.cluster.memory,
-        )
+        return exchanged(shape, size)
 
 
 def _of(count: int) -> str:

@@ -1,0 +1,44 @@
+"""Into how many chunks attention cuts a rank's heads, to hold one chunk's buffers at a time."""
+
+from megatron_burst.config import Algorithm, BurstConfig, Mla
+
+_CHUNKS = 4, 2
+_ROWS = 2**18
+"""Rows of all heads that a chunk has at least. Of half of them, the queries of a zigzag tile, a
+kernel makes 1024 blocks of 128 rows: eight for every multiprocessor of an H100, so that the last
+ones, in which some of these have nothing to do, are few."""
+
+
+def choose_head_chunks(config: BurstConfig, tokens: int, query_heads: int, kv_heads: int) -> int:
+    """Return into how many chunks the heads are cut: as asked for, or as fill a GPU.
+
+    Args:
+        config: the settings.
+        tokens: batch x tokens of a rank.
+        query_heads: of a rank, after tensor and head parallelism.
+        kv_heads: of a rank.
+
+    Raises:
+        ValueError: the number that is asked for does not divide the kv heads.
+    """
+    if (asked := config.head_chunks) is not None:
+        check_head_chunks(asked, kv_heads)
+        return asked
+    if config.algorithm is not Algorithm.BURST:
+        return 1
+    fills = (n for n in _CHUNKS if kv_heads % n == 0 and tokens * query_heads >= n * _ROWS)
+    return next(fills, 1)
+
+
+def check_head_chunks(chunks: int, kv_heads: int) -> None:
+    """Raise a ValueError if the kv heads of a rank cannot be cut into so many chunks."""
+    if kv_heads % chunks:
+        raise ValueError(
+            f"--burst-head-chunks {chunks} does not divide the {kv_heads} kv heads of a rank, "
+            "after tensor and head parallelism"
+        )
+
+
+def may_send_latents(config: BurstConfig) -> bool:
+    """Say whether what travels of multi-latent attention may have no heads to cut."""
+    return config.mla is not Mla.HEADS and (config.head_chunks or 1) == 1
