@@ -15,6 +15,7 @@ from megatron_burst.plans.cost import FLOPS_A_BYTE_ADDED, FLOPS_A_BYTE_WITHIN, K
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.turn import Turn
 
 _MORE = 2, 4
 _WORTH = 0.95  # of the time with fewer; less is not worth the memory
@@ -84,8 +85,7 @@ class _Pass:
 
     def with_calls_of(self, blocks: int) -> float:
         """Return it with so many blocks a call: in each step what takes longer counts."""
-        whole, rest = divmod(self.ranks - 1, blocks)
-        calls = [blocks] * whole + [rest] * (rest > 0)
+        calls = Turn(self.ranks, blocks).calls
         first, last = self.own
         computing = [first, *(size * self.tile + self.call for size in calls), last]
         arriving, leaving = [*calls, 0, 0], [0, 0, *calls]

@@ -125,7 +125,7 @@ class Mesh(Schedule):
         guests, owners = table.away(visits), table.away(around)
         pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
         spread = self._spread if self.sent.result(backward=backward) else None
-        found = work_of_pairs(self.tiling, *pairs, spread)
+        found = work_of_pairs(self.tiling, *pairs, range(len(visits)), spread)
         return found or Schedule.work(self, backward=backward)
 
     def _spread(self, own: Sequence[Tile]) -> Mapping[int, Sequence[Tile]]:
