@@ -73,24 +73,27 @@ def _buffers(
     chosen = {}
     for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
         item, leaves, lands = hops[number].item, *hops[number][4:]
-        uses = beside.get(item, ())
-        key, place, places = next((use for step, *use in uses if step > lands), (number, 0, 1))
-        buffers = busy[item.kind]
-        if key not in given:
-            given[key] = _free(buffers, places, leaves)
-        index = given[key]
+        alone, buffers = _Use(lands + 1, number, 0, 1), busy[item.kind]
+        use = next((use for use in beside.get(item, ()) if use.step > lands), alone)
+        if use.blocks not in given:
+            stays = use.places == 1 and last_use[number] > lands + 1
+            given[use.blocks] = _free(buffers, use.places, leaves, stays)
+        index = given[use.blocks]
         room, until = buffers[index]
         buffers[index] = room, max(until, last_use[number])
-        chosen[number] = _Buffer(index, place, places)
+        chosen[number] = _Buffer(index, use.place, use.places)
     return chosen
 
 
-def _free(buffers: list[tuple[int, int]], places: int, leaves: int) -> int:
-    """Return the number of a buffer with room for so many; of each its room, and until when."""
+def _free(buffers: list[tuple[int, int]], places: int, leaves: int, stays: bool) -> int:
+    """Return the number of a buffer with room for so many; of each its room, and until when.
+
+    A single block that `stays`, as those that a mesh keeps, takes no room of several.
+    """
     fitting = [
         (room, number)
         for number, (room, until) in enumerate(buffers)
-        if room >= places and until < leaves
+        if (room == places if stays else room >= places) and until < leaves
     ]
     if fitting:
         return min(fitting)[1]

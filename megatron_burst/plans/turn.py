@@ -17,6 +17,15 @@ class Turn(NamedTuple):
         return [self.blocks_per_call] * whole + [rest] * (rest > 0)
 
     @property
+    def most(self) -> int:
+        """How many blocks it has buffers for, at the most.
+
+        Several of a step may be of two calls, each with buffers of its own.
+        """
+        several = 3 * self.blocks_per_call if self.blocks_per_call > 1 else 2
+        return min(several, max(2, 2 * self.length - 2))
+
+    @property
     def steps(self) -> int:
         """How many steps it takes."""
         return 1 - (1 - self.length) // self.blocks_per_call

@@ -27,8 +27,8 @@ class Work(NamedTuple):
         for rank, by_step in enumerate(tiles):
             for step, some in by_step.items():
                 found[step, rank, :3] = _sums(some)
-            for step, some in _arrivals(rank, by_step):
-                found[step, rank, 3] = some
+            for step, come in _arrivals(rank, by_step):
+                found[step, rank, 3] = come
         return cls(*np.moveaxis(found, -1, 0))
 
     def in_steps(self, steps: Sequence[int], alike: NDArray[np.bool]) -> "Work":
@@ -73,7 +73,7 @@ def work_of_pairs(
     found[: len(queries), :, :3] = each[kinds.numbers[queries, keys]]
     found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
     if spread:
-        found[0], own = 0, kinds.numbers.diagonal()
+        own = kinds.numbers.diagonal()
         for kind in np.unique(own).tolist():
             for step, some in spread(tiling(*kinds.examples[kind])).items():
                 found[step, own == kind, :3] = _sums(some)
