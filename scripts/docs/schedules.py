@@ -30,6 +30,7 @@ CLUSTERS = {
 GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (4096, 16384, 65536)
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
+BACKWARDS, BLOCKS = (Backward.KV, Backward.QUERY), (1, 2, 4)
 SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
 TEXT = """\
 # Which schedule wins where
@@ -43,16 +44,17 @@ gradients in float32 on the wire, {heads} heads of size {dim}. The machines are 
 
 ![The fastest schedule by cluster, heads, GPUs and tokens]({name}.svg)
 
-Flat ring, double ring and mesh, each with the backward of fewer bytes: the fastest, and its time
-over the next best's. A mesh that does not fit the default of `--burst-memory-mb` takes no part.
+Flat ring, double ring and mesh, each with the backward of fewer bytes and as many
+[blocks a call](how-it-works.md#several-blocks-a-call) as a GPU takes by default: the fastest, and
+its time over the next best's. A mesh that does not fit the default of `--burst-memory-mb` takes no
+part.
 All ranks are in rings or meshes, as with `--burst-head-parallel-size 1` and with more than 32768
 tokens a rank; with fewer, `burst` shares out heads within a node first.
 
 `auto` is at most {slower:.1%} slower than the best of all forced settings: `--burst-topology` flat,
-double, mesh x `--burst-backward` kv, query. All have one block a kernel call here. A double ring
-with [several](how-it-works.md#several-blocks-a-call), as GPUs get them by default, takes down to
-0.8 of its time below, a mesh does not: with fast NICs and few tokens a rank a mesh, which `auto`
-takes by its bytes, is up to a third slower than `--burst-topology double`.
+double, mesh x `--burst-backward` kv, query x `--burst-blocks-per-call` 1, 2, 4. Where it is more
+than 5% slower, it has taken a mesh in whose backward queries go around, one block a call: a mesh of
+keys sends as much between nodes, a third more within them, and takes several.
 
 Milliseconds of {tokens} tokens a rank are below; all, and what `auto` takes, in
 [{name}.csv]({name}.csv).
@@ -72,19 +74,13 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         gpus=gpus,
         tensor=1,
         tokens=gpus * tokens,
-        config=BurstConfig(blocks_per_call=1),
+        config=BurstConfig(),
         context=gpus,
         recompute=False,
     )
     kernels, auto = milliseconds(load)
-    found = {}
-    for way, backward in product(FORCED, (Backward.AUTO, Backward.KV, Backward.QUERY)):
-        setting = way if backward is Backward.AUTO else f"{way} {backward}"
-        config = replace(load.config, topology=way, backward=backward)
-        try:
-            found[setting] = milliseconds(replace(load, config=config))[1]
-        except ValueError:  # no mesh fits the memory
-            found[setting] = None
+    found = {name: forced(load, config) for name, config in settings().items()}
+    best = min(time for name, time in found.items() if time and name not in FORCED)
     chosen = timing.choice_of(load.ring)
     return {
         "cluster": cluster,
@@ -94,10 +90,27 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         "kernels": digits(kernels),
         **{setting: digits(each) if each else "" for setting, each in found.items()},
         "auto": digits(auto),
-        "auto_over_best": f"{auto / min(filter(None, found.values())):.4f}",
+        "auto_over_best": f"{auto / best:.4f}",
         "auto_forward": chosen.forward[0].schedule.name,
         "auto_backward": chosen.backward[0].schedule.name,
     }
+
+
+def settings() -> dict[str, BurstConfig]:
+    """Each topology, then with each backward and so many blocks a call."""
+    usual = {str(way): BurstConfig(topology=way) for way in FORCED}
+    return usual | {
+        f"{way} {kind} {blocks}": BurstConfig(topology=way, backward=kind, blocks_per_call=blocks)
+        for way, kind, blocks in product(FORCED, BACKWARDS, BLOCKS)
+    }
+
+
+def forced(load: Workload, config: BurstConfig) -> float | None:
+    """The milliseconds of a setting; None where no mesh fits the memory."""
+    try:
+        return milliseconds(replace(load, config=config))[1]
+    except ValueError:
+        return None
 
 
 def milliseconds(load: Workload) -> tuple[float, float]:
