@@ -43,7 +43,7 @@ class Case(NamedTuple):
     ranks: int
     nodes: int
     heads: str
-    ring: str  # kv, with "of 2" blocks a call; query; mesh: of nodes, or of ranks of one node;
+    ring: str  # kv, query or mesh, of nodes or of ranks of one; with "of 2" blocks a call, of keys;
     # with "/ 2" if it cuts the heads in as many chunks
     mask: str
 
@@ -59,13 +59,17 @@ def cases() -> list[Case]:
     larger = product(((8, 1), (32, 4)), HEADS, ("kv of 2", "kv of 4"))
     found += [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
     chunked = product(((8, 1), (32, 4)), ("kv", "query", "mesh"), (2, 4))
-    return found + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
+    found += [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
+    several = product(HEADS, ("mesh of 2", "mesh of 4"))
+    return found + [Case(32, 4, heads, ring, "causal") for heads, ring in several]
 
 
 def counted(case: Case, rank: int | None = None) -> Counted:
     name, _, chunks = case.ring.partition(" / ")
-    ring, _, blocks = ("query" if name == "mesh" else name).partition(" of ")
-    topology = "mesh" if name == "mesh" else ""
+    ring, _, blocks = name.partition(" of ")
+    topology = ""
+    if ring == "mesh":
+        topology, ring = ring, "kv" if blocks else "query"
     return count(
         *(case.ranks, case.nodes, ring, mask_of(case)),
         kv_heads=HEADS[case.heads],

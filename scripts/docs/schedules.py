@@ -30,6 +30,7 @@ CLUSTERS = {
 GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (4096, 16384, 65536)
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
+BACKWARDS, BLOCKS = (Backward.KV, Backward.QUERY), (1, 2, 4)
 SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
 type Row = Mapping[str, str]
 
@@ -43,19 +44,13 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         gpus=gpus,
         tensor=1,
         tokens=gpus * tokens,
-        config=BurstConfig(blocks_per_call=1),
+        config=BurstConfig(),
         context=gpus,
         recompute=False,
     )
     kernels, auto = milliseconds(load)
-    found = {}
-    for way, backward in product(FORCED, (Backward.AUTO, Backward.KV, Backward.QUERY)):
-        setting = way if backward is Backward.AUTO else f"{way} {backward}"
-        config = replace(load.config, topology=way, backward=backward)
-        try:
-            found[setting] = milliseconds(replace(load, config=config))[1]
-        except ValueError:  # no mesh fits the memory
-            found[setting] = None
+    found = {name: forced(load, config) for name, config in settings().items()}
+    best = min(time for name, time in found.items() if time and name not in FORCED)
     chosen = timing.choice_of(load.ring)
     return {
         "cluster": cluster,
@@ -65,10 +60,27 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         "kernels": digits(kernels),
         **{setting: digits(each) if each else "" for setting, each in found.items()},
         "auto": digits(auto),
-        "auto_over_best": f"{auto / min(filter(None, found.values())):.4f}",
+        "auto_over_best": f"{auto / best:.4f}",
         "auto_forward": chosen.forward[0].schedule.name,
         "auto_backward": chosen.backward[0].schedule.name,
     }
+
+
+def settings() -> dict[str, BurstConfig]:
+    """Each topology, then with each backward and so many blocks a call."""
+    usual = {str(way): BurstConfig(topology=way) for way in FORCED}
+    return usual | {
+        f"{way} {kind} {blocks}": BurstConfig(topology=way, backward=kind, blocks_per_call=blocks)
+        for way, kind, blocks in product(FORCED, BACKWARDS, BLOCKS)
+    }
+
+
+def forced(load: Workload, config: BurstConfig) -> float | None:
+    """The milliseconds of a setting; None where no mesh fits the memory."""
+    try:
+        return milliseconds(replace(load, config=config))[1]
+    except ValueError:
+        return None
 
 
 def milliseconds(load: Workload) -> tuple[float, float]:

@@ -46,6 +46,10 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
     "kv ring, four blocks a call": {**_KV, "blocks_per_call": 4},
     "mesh": {"topology": "mesh"},
+    "mesh, four blocks a call": {
+        **{"backward": "kv", "topology": "mesh"},
+        "blocks_per_call": 4,
+    },
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
     "allgather": {"algorithm": "allgather"},
@@ -80,6 +84,8 @@ def check(device: Device) -> Iterator[Check]:
 
 
 def _placed(setting: str, ranks: int, per_node: int) -> tuple[int, ...]:
+    if setting == "mesh, four blocks a call":  # of two that come to each of a node's ranks
+        ranks, per_node = 12, 3
     nodes = tuple(rank // per_node for rank in range(ranks))
     # A mesh has at least two rows and two columns.
     return tuple(range(4)) if setting == "mesh" and nodes[-1] < 3 else nodes
