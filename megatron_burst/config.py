@@ -81,11 +81,11 @@ class BurstConfig:
     that are shared out by choice (default: a sixteenth of the GPU's; without a GPU any)."""
 
     blocks_per_call: int | None = field(default=None, metadata={"type": size_or_auto})
-    """How many key blocks that have arrived one kernel call of a kv ring may take: fewer calls and
-    merges for more memory, and no byte more is sent. auto (the default): on a GPU 1, 2 or 4, where
-    tiles are small, within --burst-memory-mb, elsewhere 1; logged. It is 1 under windows, documents
-    and block masks, with several sequences in a batch, where latents travel, and in a flat ring
-    over several nodes."""
+    """How many key blocks that have arrived one kernel call may take, where keys go around, in a
+    ring or a mesh: fewer calls and merges for more memory, and no byte more is sent. auto (the
+    default): on a GPU 1, 2 or 4, where tiles are small, within --burst-memory-mb, elsewhere 1;
+    logged. It is 1 under windows, documents and block masks, with several sequences in a batch,
+    where latents travel, and in a flat ring over several nodes."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""

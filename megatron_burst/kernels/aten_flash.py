@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
-from megatron_burst.kernels.protocol import TileCall
+from megatron_burst.kernels.protocol import Gradients, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 
@@ -35,9 +35,7 @@ class AtenFlashKernel(DeclaredKernel):
         )
         return unfolded(tile, out), unfolded_lse(tile, lse)
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         # Of dropout, which is 0.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=tile.q.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
-from megatron_burst.kernels.protocol import TileCall, swapped
+from megatron_burst.kernels.protocol import Gradients, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
@@ -34,9 +34,7 @@ class CpuKernel(DeclaredKernel):
             out_BHSD, lse_BHS = _forward(tile)
         return out_BHSD.transpose(1, 2), lse_BHS
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         if tile.packing is not None:
             return backward_one_by_one(self, tile, dout, out, lse)
@@ -86,7 +84,7 @@ def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor
 
 def _backward(
     tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *swapped(dout, *tile.qkv, out),
         lse,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
-from megatron_burst.kernels.protocol import Request, TileCall, swapped
+from megatron_burst.kernels.protocol import Gradients, Request, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
@@ -47,9 +47,7 @@ class CudnnKernel(DeclaredKernel):
         batch, tokens, heads, _ = tile.q.shape
         return out_BHSD.transpose(1, 2), lse.view(batch, heads, tokens)
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         if tile.packing is not None:
             return backward_one_by_one(self, tile, dout, out, lse)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
-from megatron_burst.kernels.protocol import TileCall
+from megatron_burst.kernels.protocol import Gradients, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 # The signatures are those of 2.7.0 and later; Blackwell was refused before 2.7.4.
@@ -39,9 +39,7 @@ class Flash2Kernel(DeclaredKernel):
         )
         return unfolded(tile, out), unfolded_lse(tile, lse)
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         qkv = folded(tile, *tile.qkv)
         gradients = tuple(torch.empty_like(x) for x in qkv)

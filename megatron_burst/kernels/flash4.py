@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
-from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, Request, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
@@ -43,9 +43,7 @@ class Flash4Kernel(DeclaredKernel):
         )
         return unfolded(tile, out), unfolded_lse(tile, lse)
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         gradients = PACKAGE.functions()._flash_attn_bwd(
             *folded(tile, *tile.qkv, out, dout),

@@ -46,8 +46,7 @@ def operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
         torch.library.define(f"megatron_burst::{name}", f"({schema}) -> ()")
         torch.library.impl(f"megatron_burst::{name}", "default", launch)
         torch.library.register_fake(f"megatron_burst::{name}", lambda *_: None)
-        made: Callable[..., None] = getattr(torch.ops.megatron_burst, name).default
-        return made
+        return getattr(torch.ops.megatron_burst, name).default
 
     return register
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Kernel, TileCall
+from megatron_burst.kernels.protocol import Gradients, Kernel, TileCall
 
 
 def forward_one_by_one(kernel: Kernel, call: TileCall) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def forward_one_by_one(kernel: Kernel, call: TileCall) -> tuple[Tensor, Tensor]:
 
 def backward_one_by_one(
     kernel: Kernel, call: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return (dq, dk, dv) of several tiles by a kernel that takes one."""
     gradients = [
         kernel.backward(tile, dout[:, rows], out[:, rows], lse[:, :, rows])

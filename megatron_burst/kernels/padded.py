@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.protocol import Kernel, Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, Kernel, Request, TileCall
 
 
 @dataclass(slots=True)
@@ -33,9 +33,7 @@ class PaddedKernel:
         out, lse = self.inner.forward(self._padded(tile))
         return _cut(out, tile.v), lse
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         gradients = self.inner.backward(self._padded(tile), self._pad(dout), self._pad(out), lse)
         dq, dk, dv = map(_cut, gradients, tile.qkv)

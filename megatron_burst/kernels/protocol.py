@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_burst.plans.mask import Band
 
+type Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -121,8 +123,6 @@ class Kernel(Protocol):
         """Return (out, lse), newly made tensors."""
         ...
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv), newly made, of the shapes and dtypes of q, k and v."""
         ...

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
-from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, Request, TileCall
 
 
 class ReferenceKernel:
@@ -27,9 +27,7 @@ class ReferenceKernel:
         out, dtype = _weighted_sum(weights_BHQK, _per_query_head(tile.v, tile.q)), tile.q.dtype
         return out.to(dtype), lse_BHQ.to(accumulation_dtype(dtype))
 
-    def backward(
-        self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         if tile.packing is not None:
             return backward_one_by_one(self, tile, dout, out, lse)

@@ -11,6 +11,10 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.products import LogitsGradient
 from megatron_burst.loss.vocabulary import Targets
 
+type Tokens = tuple[Tensor, Tensor, Tensor]
+"""Hidden states [tokens, d], log-sum-exps of the whole vocabulary and gradients of the losses
+[tokens]; 0 for what is ignored."""
+
 
 class Workspace(Protocol):
     """The buffers that all chunks of a pass share, so that one chunk of logits exists at a time.
@@ -18,26 +22,17 @@ class Workspace(Protocol):
     Products are made in the dtype of the weight, everything else in the dtype of sums.
     """
 
-    def statistics(
-        self, hidden: Tensor, weight: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor | None]:
+    def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """Return [statistics, tokens], and if asked for, in which row the largest logits are.
 
         They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
         target is in no column, and for label smoothing the sum of the logits.
         """
 
-    def gradient(
-        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
-    ) -> LogitsGradient:
+    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
         """Return the gradient of the unscaled, uncapped logits.
 
-        Args:
-            tokens: hidden states [tokens, d], log-sum-exps of the whole vocabulary and gradients of
-                the losses [tokens]; 0 for what is ignored.
-            weight: [rows, d].
-            targets: of these tokens among these rows.
-            whole: rows of the whole vocabulary.
+        `targets` are those of the tokens among these rows; the whole vocabulary has `whole`.
         """
 
 
@@ -53,30 +48,26 @@ class InTriton:
     """Logits in the dtype of the weight alone: 4 bytes of memory are moved a logit, or 6."""
 
     def __init__(self, weight: Tensor, tokens: int, call: Call, kernels: Any) -> None:
-        self._call, self._kernels = call, kernels
+        self._weight, self._call, self._kernels = weight, call, kernels
         self._logits = weight.new_empty(tokens, weight.shape[0])
         self._bounds = call.logit_scale, call.logit_softcap or 0.0
 
-    def _product(self, hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        logits = torch.mm(hidden, weight.t(), out=self._logits[: len(hidden)])
+    def _product(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        logits = torch.mm(hidden, self._weight.t(), out=self._logits[: len(hidden)])
         return logits, targets.column.masked_fill(~targets.mine, -1)
 
-    def statistics(
-        self, hidden: Tensor, weight: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor | None]:
+    def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """See `Workspace`."""
-        logits, column = self._product(hidden, weight, targets)
+        logits, column = self._product(hidden, targets)
         found = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
         best = None if self._call.on_best is None else torch.empty_like(column)
         self._kernels.logit_statistics(found, best, logits, column, *self._bounds)
         return found, best
 
-    def gradient(
-        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
-    ) -> LogitsGradient:
+    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
         """See `Workspace`."""
         hidden, lse, grad = tokens
-        logits, column = self._product(hidden, weight, targets)
+        logits, column = self._product(hidden, targets)
         smoothing = self._call.label_smoothing
         weights = self._call.z_loss, smoothing, smoothing / whole
         self._kernels.logit_gradient(logits, lse, grad, column, *self._bounds, *weights)
@@ -89,15 +80,15 @@ class InTorch:
     def __init__(self, weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> None:
         wide = accumulation_dtype(weight.dtype)
         shape = tokens, weight.shape[0]
-        self._call = call
+        self._weight, self._call = weight, call
         self._narrow = weight.new_empty(shape)
         self._wide = self._narrow if wide == weight.dtype else weight.new_empty(shape, dtype=wide)
         slopes = slopes and call.logit_softcap is not None
         self._slopes = weight.new_empty(shape, dtype=wide) if slopes else None
 
-    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         tokens = hidden.shape[0]
-        logits = torch.mm(hidden, weight.t(), out=self._narrow[:tokens])
+        logits = torch.mm(hidden, self._weight.t(), out=self._narrow[:tokens])
         if self._wide is not self._narrow:
             logits = self._wide[:tokens].copy_(logits)
         if self._call.logit_scale != 1.0:
@@ -109,11 +100,9 @@ class InTorch:
             logits.mul_(cap)
         return logits
 
-    def statistics(
-        self, hidden: Tensor, weight: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor | None]:
+    def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """See `Workspace`."""
-        logits = self._logits(hidden, weight)
+        logits = self._logits(hidden)
         best = None if self._call.on_best is None else logits.argmax(1)
         target = logits.gather(1, targets.column[:, None])[:, 0].mul_(targets.mine)
         sums = [logits.sum(1)] if self._call.label_smoothing else []
@@ -121,12 +110,10 @@ class InTorch:
         logits.sub_(highest[:, None]).exp_()
         return torch.stack([highest, logits.sum(1), target, *sums]), best
 
-    def gradient(
-        self, tokens: tuple[Tensor, Tensor, Tensor], weight: Tensor, targets: Targets, whole: int
-    ) -> LogitsGradient:
+    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
         """See `Workspace`."""
         hidden, lse, grad = tokens
-        probabilities = self._logits(hidden, weight).sub_(lse[:, None]).exp_()
+        probabilities = self._logits(hidden).sub_(lse[:, None]).exp_()
         grad = grad * self._call.logit_scale
         smoothing, z_loss = self._call.label_smoothing, self._call.z_loss
         factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad

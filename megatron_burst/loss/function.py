@@ -107,8 +107,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
         sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
     )
     head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
-    loss: Tensor = LinearCrossEntropy.apply(hidden, weight, targets, head)
-    return loss
+    return LinearCrossEntropy.apply(hidden, weight, targets, head)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:

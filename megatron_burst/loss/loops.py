@@ -41,7 +41,7 @@ class Head:
             of_shard = loss.new_empty(self.call.statistics, *wanted.shape)
             for chunk, tokens in self._chunks(hidden[block], self.chunking.tokens):
                 targets_of, shape = self._locate(wanted[:, chunk]), wanted[:, chunk].shape
-                found, best = buffers.statistics(tokens, self.weight, targets_of)
+                found, best = buffers.statistics(tokens, targets_of)
                 of_shard[:, :, chunk] = found.view(-1, *shape)
                 if best is not None and self.call.on_best is not None:
                     self.call.on_best(found[0].clone().view(shape), best.view(shape))
@@ -89,16 +89,14 @@ class Head:
         self, tokens: _Tokens, rows: slice, size: int
     ) -> Iterator[tuple[slice, Tensor, LogitsGradient]]:
         """Yield hidden states and the gradient of some columns of the logits, chunk by chunk."""
-        weight = self.weight[rows]
-        buffers = workspace(weight, size, self.call, slopes=True)
+        buffers = workspace(self.weight[rows], size, self.call, slopes=True)
         for chunk, hidden in self._chunks(tokens[0], size):
             targets, lse, grad = (x[:, chunk].reshape(-1) for x in tokens[1:])
             where = self._locate(targets)
             grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
             grad = self.vocabulary.check_gradient(grad, targets, where)
             of_tokens, whole = (hidden, lse, grad), self.vocabulary.size
-            found = buffers.gradient(of_tokens, weight, where.in_rows(rows), whole)
-            yield chunk, hidden, found
+            yield chunk, hidden, buffers.gradient(of_tokens, where.in_rows(rows), whole)
 
     def _chunks(self, hidden: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
         return self.spread.gathered(hidden, size // self.spread.parts)

@@ -4,7 +4,7 @@ It comes from the hops of all ranks, so that a send and its receive come from on
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_burst.plans.plan import (
@@ -69,27 +69,31 @@ def _buffers(
     last_use = _last_uses(rank, hops, tiles)
     beside = _side_by_side(tiles) if joins else {}
     busy: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
-    given: dict[Item | int, int] = {}  # by the first of those side by side, or by number
+    given: dict[Hashable, int] = {}  # by those side by side, or by number
     chosen = {}
     for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
-        item, leaves = hops[number].item, hops[number].leaves
-        first, place, places = beside.get(item, (item, 0, 1))
-        buffers = busy[item.kind]
-        key = first if item in beside else number
-        if key not in given:
-            given[key] = _free(buffers, places, leaves)
-        index = given[key]
-        buffers[index] = buffers[index][0], last_use[number]
-        chosen[number] = _Buffer(index, place, places)
+        item, leaves, lands = hops[number].item, *hops[number][4:]
+        alone, buffers = _Use(lands + 1, number, 0, 1), busy[item.kind]
+        use = next((use for use in beside.get(item, ()) if use.step > lands), alone)
+        if use.blocks not in given:
+            stays = use.places == 1 and last_use[number] > lands + 1
+            given[use.blocks] = _free(buffers, use.places, leaves, stays)
+        index = given[use.blocks]
+        room, until = buffers[index]
+        buffers[index] = room, max(until, last_use[number])
+        chosen[number] = _Buffer(index, use.place, use.places)
     return chosen
 
 
-def _free(buffers: list[tuple[int, int]], places: int, leaves: int) -> int:
-    """Return the number of a buffer with room for so many; of each its room, and until when."""
+def _free(buffers: list[tuple[int, int]], places: int, leaves: int, stays: bool) -> int:
+    """Return the number of a buffer with room for so many; of each its room, and until when.
+
+    A single block that `stays`, as those that a mesh keeps, takes no room of several.
+    """
     fitting = [
         (room, number)
         for number, (room, until) in enumerate(buffers)
-        if room >= places and until < leaves
+        if (room == places if stays else room >= places) and until < leaves
     ]
     if fitting:
         return min(fitting)[1]
@@ -97,15 +101,24 @@ def _free(buffers: list[tuple[int, int]], places: int, leaves: int) -> int:
     return len(buffers) - 1
 
 
-def _side_by_side(tiles: Mapping[int, Sequence[Tile]]) -> dict[Item, tuple[Item, int, int]]:
-    """Return for each block that lies beside others the first of these, its place and theirs."""
-    joined = (some for step in tiles.values() for some in by_blocks(step, joins=True))
-    return {
-        item: (some.key_blocks[0], place, len(some.key_blocks))
-        for some in joined
-        if some.beside
-        for place, item in enumerate(some.key_blocks)
-    }
+class _Use(NamedTuple):
+    """Of a block in a kernel call."""
+
+    step: int
+    blocks: Hashable  # that lie side by side
+    place: int
+    places: int
+
+
+def _side_by_side(tiles: Mapping[int, Sequence[Tile]]) -> dict[Item, list[_Use]]:
+    """Return the calls that read each block, in their order; of one alone its own key."""
+    uses: dict[Item, list[_Use]] = defaultdict(list)
+    for step in sorted(tiles):
+        for some in by_blocks(tiles[step], joins=True):
+            blocks = some.key_blocks
+            for place, item in enumerate(blocks):
+                uses[item].append(_Use(step, (step, *blocks), place, len(blocks)))
+    return uses
 
 
 def _last_uses(

@@ -21,9 +21,11 @@ merges partial outputs at the visited rank and again at their owner; so it has t
 the bytes.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -35,8 +37,9 @@ from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Messages, Schedule
-from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
 from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work, work_of_pairs
 
 
@@ -51,11 +54,13 @@ class Mesh(Schedule):
     """H, of how many nodes a rank keeps a block of the kind that is sent around."""
     sent: Kind = Kind.KV
     """KV or QUERY: what is sent around; the other kind visits."""
+    blocks_per_call: int = 1
+    """How many key blocks one kernel call may take, if keys are sent around."""
 
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.held} x {self.table.visitors} {self.sent} mesh"
+        return f"{self.held} x {self.table.visitors} {self.sent} mesh" + self.of_several
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -65,14 +70,16 @@ class Mesh(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         table, around, visiting = self.table, self.sent, self.sent.other
-        passing = min(2, table.locals - 1)
+        several = self.blocks_per_call > 1
+        passing = min(self.turn.most, (1 + several) * (table.locals - 1))
+        parts = 4 * self.blocks_per_call if several else 2
         held = (table.held - 1 + passing) * sizes[around]
         held += min(2, table.visitors - 1) * sizes[visiting]
         if result := visiting.result(backward=backward):
             held += 3 * sizes[result]
         if result := around.result(backward=backward):
             held += (table.held + (2 if passing else 1)) * sizes[result]
-            held += (2 if passing else 0) * sizes[self.of_one_step(result)]
+            held += (parts if passing else 0) * sizes[self.of_one_step(result)]
         return held
 
     def sends(self, sizes: Mapping[Kind, int], *, backward: bool) -> tuple[int, int]:
@@ -104,14 +111,15 @@ class Mesh(Schedule):
     def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
         """Return what a rank computes, by step."""
         ranks, (row, column, local) = self.table.ranks, self.table.places[:, rank].tolist()
-        steps = product(self.table.passes, range(self.table.locals))
-        tiles: dict[int, Sequence[Tile]] = {}
-        for number, ((visitor, node), step) in enumerate(steps):
+        visits = defaultdict[int, list[Sequence[Tile]]](list)
+        stations = product(self.table.passes, range(self.table.locals))
+        for step, ((visitor, node), place) in zip(self._steps, stations, strict=False):
             guest = ranks[row, column - visitor, local]
-            owner = ranks[row - node, column, local - step]
-            tiles[number] = self._tiles(rank, int(guest), int(owner))
+            owner = ranks[row - node, column, local - place]
+            visits[step].append(self._tiles(rank, int(guest), int(owner)))
+        tiles = {step: together(some) for step, some in visits.items()}
         if self.sent.result(backward=backward):
-            tiles |= self._spread(tiles[0])
+            tiles |= self._spread(tiles[0], self._steps[-1])
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -124,12 +132,24 @@ class Mesh(Schedule):
             around.append((-node, 0, -step))
         guests, owners = table.away(visits), table.away(around)
         pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
-        spread = self._spread if self.sent.result(backward=backward) else None
-        found = work_of_pairs(self.tiling, *pairs, spread)
+        has_ends = self.sent.result(backward=backward) is not None
+        spread = partial(self._spread, end=len(visits)) if has_ends else None
+        found = work_of_pairs(self.tiling, *pairs, self._steps[:-1], spread)
         return found or Schedule.work(self, backward=backward)
 
-    def _spread(self, own: Sequence[Tile]) -> Mapping[int, Sequence[Tile]]:
-        return own_tiles_by_step(own, self.grid.ranks, two_levels=self.table.locals > 1)
+    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
+        return own_tiles_by_step(own, end, two_levels=self.table.locals > 1)
+
+    @property
+    def turn(self) -> Turn:
+        """The blocks that one visitor meets of a node; where each rank is one, of a column."""
+        table = self.table
+        return Turn(table.locals if table.locals > 1 else table.held, self.blocks_per_call)
+
+    @property
+    def _steps(self) -> Sequence[int]:
+        """In which step what is sent around is computed at each station, and when all is done."""
+        return _steps(self.table.ranks.shape, self.turn)
 
     @property
     def table(self) -> "_Table":
@@ -179,26 +199,32 @@ class Mesh(Schedule):
 
     def _fetches(self) -> Iterator[Leg]:
         """A block goes to its keepers, a pass ahead of its use, and in each pass around a node."""
-        table, length, sent = self.table, self.table.locals, self.sent
+        table, length, steps = self.table, self.table.locals, self._steps
         within, between = self._channels(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         for number, (_, node) in enumerate(table.passes):
             keeper, begin = table.keeper(node), number * length
             if keeper == begin > 0:
-                yield Leg(sent, 0, keeper, between, begin - length, begin - 1)
-            for t in range(begin, begin + length - 1):
-                yield Leg(sent, keeper if t == begin else t, t + 1, within, t, t)
+                lands = steps[begin] - 1
+                yield Leg(self.sent, 0, keeper, between, lands - steps[length] + 1, lands)
+            for t in range(begin + 1, begin + length):
+                straight = t == begin + 1 or self.blocks_per_call > 1
+                step = steps[t] - 1
+                yield Leg(self.sent, keeper if straight else t - 1, t, within, step, step)
 
     def _returns(self, result: Kind) -> Iterator[Leg]:
         """A result goes to the block's keeper in the node, and the sum home after its last pass."""
-        table, length, part = self.table, self.table.locals, self.of_one_step(result)
+        table, length, steps = self.table, self.table.locals, self._steps
+        part = self.of_one_step(result)
         within, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for number, (visitor, node) in enumerate(table.passes):
             keeper, begin, end = table.keeper(node), number * length, (number + 1) * length
             for t in range(begin + 1, end):
-                yield Leg(part, t, keeper, within, t + 1, t + 1)
+                step = steps[t] + 1
+                yield Leg(part, t, keeper, within, step, step)
             if node and not visitor:
-                leaves = end if length == 1 else end + 1  # the sum is complete a hop later
-                lands = leaves if end == self.grid.ranks else leaves + length - 1
+                # The sum is complete a hop later.
+                leaves = steps[end - 1] + (1 if length == 1 else 2)
+                lands = leaves if end == self.grid.ranks else leaves + steps[length] - 1
                 yield Leg(result, keeper, 0, between, leaves, lands)
 
     def _arrivals(self) -> Iterator[Leg]:
@@ -208,7 +234,8 @@ class Mesh(Schedule):
         for visitor in range(1, table.visitors):
             first = table.first_pass(visitor)
             leaves = max(first - table.held, table.held) if visitor > 1 else 0
-            yield Leg(self.sent.other, 0, visitor, between, leaves * length, first * length - 1)
+            ends = self._steps[leaves * length], self._steps[first * length] - 1
+            yield Leg(self.sent.other, 0, visitor, between, *ends)
 
     def _departures(self, result: Kind) -> Iterator[Leg]:
         """A visitor's result goes home while the next one is there, or the rank's own."""
@@ -217,7 +244,8 @@ class Mesh(Schedule):
         for visitor in range(1, table.visitors):
             leaves = table.first_pass(visitor) + table.held
             lands = min(leaves + table.held, len(table.passes))
-            yield Leg(result, visitor, 0, between, leaves * length, lands * length - 1)
+            ends = self._steps[leaves * length], self._steps[lands * length] - 1
+            yield Leg(result, visitor, 0, between, *ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +301,17 @@ class _Table:
     def by_rank(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return by rank what is known by place."""
         return values[*self.places]
+
+
+@lru_cache(maxsize=16)
+def _steps(places: tuple[int, ...], turn: Turn) -> list[int]:
+    """Where each rank is a node, the first block of the last turn is computed at the very start."""
+    _, visitors, length = places
+    steps = [turn.step(station) for station in range(math.prod(places) + 1)]
+    if length > 1:
+        return steps
+    last = (visitors - 1) * turn.length
+    return [0, *(1 + step for step in steps[:last]), *steps[last + 1 :]]
 
 
 @lru_cache(maxsize=2)

@@ -18,7 +18,7 @@ from megatron_burst.plans.blocks_per_call import can_share, with_larger_calls
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.plans.mesh import meshes
+from megatron_burst.plans.mesh import Mesh, meshes
 from megatron_burst.plans.plan import Kind, Plan
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
@@ -165,11 +165,11 @@ class _Pass:
         for kind in self._kinds():
             yield self._with_larger_calls(Ring(self.tiling, self.grid, kind, back, gather))
 
-    def _with_larger_calls(self, ring: Ring) -> Ring:
+    def _with_larger_calls[Way: (Ring, Mesh)](self, way: Way) -> Way:
         asked, is_burst = self.config.blocks_per_call, self.config.algorithm is Algorithm.BURST
-        given = ring, self.shape
+        given = way, self.shape
         if asked == 1 or not is_burst or not can_share(*given, self.nodes, backward=self.backward):
-            return ring
+            return way
         return with_larger_calls(*given, asked, self.memory_limit, backward=self.backward)
 
     def _direct(self) -> Iterator[Direct]:
@@ -185,11 +185,16 @@ class _Pass:
         if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
             return  # within a node links are fast, and what a mesh costs besides bytes counts
         kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
-        every = [mesh for kind in kinds for mesh in meshes(self.tiling, self.grid, kind)]
+        every = [
+            self._with_larger_calls(mesh)
+            for kind in kinds
+            for mesh in meshes(self.tiling, self.grid, kind)
+        ]
         memory = {mesh: mesh.memory(self._sizes, backward=self.backward) for mesh in every}
         fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
         if not fitting and self.config.topology is Topology.MESH:
-            raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit))
+            several = max([1, *(mesh.blocks_per_call for mesh in every)]) > 1
+            raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit, several))
         sent = {mesh: mesh.sends(self._sizes, backward=self.backward) for mesh in fitting}
         if fitting:
             best = min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh]))
@@ -208,16 +213,17 @@ def _compared(offers: Sequence[Offer]) -> str:
     return f"{taken}" + (f" ({others[0]})" if others else "")
 
 
-def _no_mesh(grid: Grid, memory: Sequence[int], limit: float) -> str:
+def _no_mesh(grid: Grid, memory: Sequence[int], limit: float, several: bool) -> str:
     count, what = (grid.nodes, "nodes") if grid.nodes > 1 else (grid.ranks, "ranks")
     if not memory:
         return (
             f"--burst-topology mesh needs {what} in rows and columns of two or more, but there "
             f"are {count}: take another --context-parallel-size, or --burst-topology auto"
         )
+    lower = "lower --burst-blocks-per-call, " if several else ""
     return (
         f"--burst-topology mesh would hold at least {mib(min(memory))} of other ranks' blocks, but "
-        f"the limit is {mib(limit)}: raise --burst-memory-mb, or take --burst-topology auto"
+        f"the limit is {mib(limit)}: {lower}raise --burst-memory-mb, or take --burst-topology auto"
     )
 
 

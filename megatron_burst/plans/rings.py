@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,9 @@ from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
 from megatron_burst.plans.topology import Grid, stations
+from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work, work_of_pairs
 
 
@@ -57,13 +57,7 @@ class Ring(Schedule):
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        several = f" of {self.blocks_per_call} blocks a call" if self.blocks_per_call > 1 else ""
-        return f"{self.sent} ring{several}"
-
-    @property
-    def chunk(self) -> int:
-        """The rows of a chunk, in which blocks go where a kernel call takes several."""
-        return self.tiling.key_chunk if self.blocks_per_call > 1 else 0
+        return f"{self.sent} ring{self.of_several}"
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -72,12 +66,11 @@ class Ring(Schedule):
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        blocks, parts, sums = (3, 3, 3) if self._two_levels else (2, 4, 0)
-        if (more := self.blocks_per_call - 1) > 0:  # of two calls in a step each has its buffer
-            blocks, parts = 3 + 3 * more + 2 * self._two_levels, parts + 4 * more
-        if self.gather:
-            blocks = self.grid.ranks - 1
-        held = min(blocks, self.grid.ranks - 1) * sizes[self.sent]
+        more, parts, sums = (1, 3, 3) if self._two_levels else (0, 4, 0)
+        if (several := self.blocks_per_call) > 1:
+            more, parts = 2 * more, parts + 4 * (several - 1)
+        most = self.grid.ranks - 1
+        held = (most if self.gather else min(self.turn.most + more, most)) * sizes[self.sent]
         if backward:
             held += parts * sizes[self.returned] + sums * sizes[self.sent.gradient]
         return held
@@ -90,12 +83,12 @@ class Ring(Schedule):
         """Return what a rank computes, by step."""
         parts, visits = self._parts, defaultdict[int, list[Sequence[Tile]]](list)
         for station, owner in enumerate(self.grid.visits(rank)):
-            step = self._delay if self.gather else self._step(station)
+            step = self._delay if self.gather else self.turn.step(station)
             part = part_of(parts[station // self.grid.ranks_per_node % len(parts), owner])
             visits[step].append(self._tiles(rank, owner, part))
-        tiles = {step: _together(some) for step, some in visits.items()}
+        tiles = {step: together(some) for step, some in visits.items()}
         if backward and len(tiles) > 1:
-            tiles |= self._spread(tiles[0], self._step(self.grid.ranks))
+            tiles |= self._spread(tiles[0], self.turn.step(self.grid.ranks))
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -107,24 +100,10 @@ class Ring(Schedule):
         pairs = (owns, owners) if self.sent is Kind.KV else (owners, owns)
         has_ends = backward and len(at) > 1 and not self.gather
         spread = partial(self._spread, end=len(at)) if has_ends else None
-        if (found := work_of_pairs(self.tiling, *pairs, spread)) is None:
+        steps = [*map(self.turn.step, range(len(at)))]
+        if (found := work_of_pairs(self.tiling, *pairs, steps, spread)) is None:
             return Schedule.work(self, backward=backward)
-        if self.gather:
-            return found.all_at(self._delay)
-        return found if self.blocks_per_call == 1 else self._in_steps(found, *pairs)
-
-    def _in_steps(self, visits: Work, queries: NDArray[Any], keys: NDArray[Any]) -> Work:
-        """Add up the visits of a step: blocks that are seen alike have their queries in common."""
-        assert self.tiling.kinds
-        steps, kinds = [*map(self._step, range(len(queries)))], self.tiling.kinds.numbers
-        starts = np.flatnonzero(np.diff(steps, prepend=-1))
-        alike = np.zeros(visits.pairs.shape, bool)
-        alike[1 : len(queries)] = np.diff(kinds[queries, keys], axis=0) == 0
-        alike[starts] = False
-        ends = range(len(queries), len(visits.pairs))  # what is left of the own tiles
-        query_rows = np.where(alike, 0, visits.query_rows)
-        columns = visits._replace(query_rows=query_rows)
-        return Work(*(np.add.reduceat(column, [*starts, *ends]) for column in columns))
+        return found.all_at(self._delay) if self.gather else found
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
@@ -176,14 +155,10 @@ class Ring(Schedule):
         chained = self.gradient_return is GradientReturn.CHAIN
         return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=chained)
 
-    def _step(self, station: int) -> int:
-        """In which step a block is computed at a station: the first of a pass alone."""
-        passes, place = divmod(station, self.grid.ranks_per_node)
-        return passes * self._steps_a_pass + -(-place // self.blocks_per_call)
-
     @property
-    def _steps_a_pass(self) -> int:
-        return 1 - (1 - self.grid.ranks_per_node) // self.blocks_per_call
+    def turn(self) -> Turn:
+        """The blocks that go around one node."""
+        return Turn(self.grid.ranks_per_node, self.blocks_per_call)
 
     def _tiles(self, rank: int, owner: int, part: Interval | None) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
@@ -200,10 +175,10 @@ class Ring(Schedule):
         length, sent = self.grid.ranks_per_node, self.sent
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                leaves, lands = self._step(begin - length), self._step(begin) - 1
+                leaves, lands = self.turn.step(begin - length), self.turn.step(begin) - 1
                 yield Leg(sent, 0, begin, Channel.READ_BETWEEN, leaves, lands)
             for t in range(begin + 1, begin + length):
-                step, source = self._step(t) - 1, t - 1 if self.blocks_per_call == 1 else begin
+                step, source = self.turn.step(t) - 1, t - 1 if self.blocks_per_call == 1 else begin
                 yield Leg(sent, source, t, Channel.READ_WITHIN, step, step)
 
     def _chain(self) -> Iterator[Leg]:
@@ -232,17 +207,12 @@ class Ring(Schedule):
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
             for t in range(begin + 1, begin + length):
-                step = self._step(t) + self._delay + 1
+                step = self.turn.step(t) + self._delay + 1
                 yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
-                leaves = self._step(begin + length) + self._delay + tail
-                lands = leaves if begin + length == ranks else leaves + self._steps_a_pass - 1
+                leaves = self.turn.step(begin + length) + self._delay + tail
+                lands = leaves if begin + length == ranks else leaves + self.turn.steps - 1
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
-
-
-def _together(visits: Sequence[Sequence[Tile]]) -> Sequence[Tile]:
-    """Return the tiles of visits that are computed in one step; of one as they are."""
-    return visits[0] if len(visits) == 1 else [tile for visit in visits for tile in visit]
 
 
 @lru_cache(maxsize=2)

@@ -60,10 +60,18 @@ class Schedule(ABC):
     def name(self) -> str:
         """What it is called in the log."""
 
+    blocks_per_call = 1
+    """How many key blocks one kernel call may take."""
+
+    @property
+    def of_several(self) -> str:
+        """What the name says of `blocks_per_call`."""
+        return f" of {self.blocks_per_call} blocks a call" if self.blocks_per_call > 1 else ""
+
     @property
     def chunk(self) -> int:
-        """The rows of a chunk where a kernel call may take several key blocks; see `Plan.chunk`."""
-        return 0
+        """The rows of a chunk, in which blocks go where a kernel call may take several."""
+        return self.tiling.key_chunk if self.blocks_per_call > 1 else 0
 
     @property
     @abstractmethod

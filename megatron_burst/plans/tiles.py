@@ -149,6 +149,11 @@ class Tiling:
         )
 
 
+def together(visits: Sequence[Sequence[Tile]]) -> Sequence[Tile]:
+    """Return the tiles of visits that are computed in one step; of one as they are."""
+    return visits[0] if len(visits) == 1 else [tile for visit in visits for tile in visit]
+
+
 def own_tiles_by_step(
     own: Sequence[Tile], end: int, *, two_levels: bool, chained: bool = False
 ) -> dict[int, Sequence[Tile]]:

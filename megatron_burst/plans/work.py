@@ -1,6 +1,7 @@
 """How much every rank computes in every step, counted for all of them at once."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ class Work(NamedTuple):
     pairs: NDArray[np.int64]  # of tokens that see each other
     query_rows: NDArray[np.int64]
     key_rows: NDArray[np.int64]
-    visitors: NDArray[np.int64]  # blocks of queries that are another rank's
+    visitors: NDArray[np.int64]  # blocks of queries that come, another rank's
 
     @classmethod
     def of(cls, tiles: Sequence[Mapping[int, Sequence[Tile]]]) -> "Work":
@@ -25,8 +26,22 @@ class Work(NamedTuple):
         found = np.zeros((steps, len(tiles), 4), np.int64)
         for rank, by_step in enumerate(tiles):
             for step, some in by_step.items():
-                found[step, rank] = *_sums(some), len({t.query_owner for t in some} - {rank})
+                found[step, rank, :3] = _sums(some)
+            for step, come in _arrivals(rank, by_step):
+                found[step, rank, 3] = come
         return cls(*np.moveaxis(found, -1, 0))
+
+    def in_steps(self, steps: Sequence[int], alike: NDArray[np.bool]) -> "Work":
+        """Add up the visits of a step: those `alike` the one before have their queries in common.
+
+        What comes after the visits, of a rank's own tiles, has a step for itself.
+        """
+        starts = np.flatnonzero(np.diff(steps, prepend=-1))
+        query_rows = self.query_rows.copy()
+        query_rows[: len(steps)][alike & (np.diff(steps, prepend=-1) == 0)[:, None]] = 0
+        begins = [*starts, *range(len(steps), len(query_rows))]
+        columns = self._replace(query_rows=query_rows)
+        return Work(*(np.add.reduceat(column, begins) for column in columns))
 
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
@@ -39,26 +54,52 @@ def work_of_pairs(
     tiling: Tiling,
     queries: NDArray[np.int64],
     keys: NDArray[np.int64],
+    steps: Sequence[int],
     spread: Callable[[Sequence[Tile]], Mapping[int, Sequence[Tile]]] | None,
 ) -> Work | None:
     """Count once a kind of pairs of ranks; None where there are too many kinds.
 
-    Queries and keys say whose they are, [step, rank]; `spread` cuts a rank's own tiles, of step 0,
-    and spreads them over the steps.
+    Args:
+        tiling: has the tiles.
+        queries: whose they are, [visit, rank].
+        keys: the same.
+        steps: of the visits.
+        spread: cuts a rank's own tiles, of the first visit, and says what is computed after which.
     """
     if (kinds := tiling.kinds) is None:
         return None
     each = np.array([_sums(tiling(*pair)) for pair in kinds.examples], np.int64)
     found = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
     found[: len(queries), :, :3] = each[kinds.numbers[queries, keys]]
-    visits = queries != np.arange(queries.shape[1])
-    found[: len(queries), :, 3] = visits & (found[: len(queries), :, 0] > 0)
+    found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
     if spread:
-        found[0], own = 0, kinds.numbers.diagonal()
+        own = kinds.numbers.diagonal()
         for kind in np.unique(own).tolist():
             for step, some in spread(tiling(*kinds.examples[kind])).items():
                 found[step, own == kind, :3] = _sums(some)
-    return Work(*np.moveaxis(found, -1, 0))
+    alike = np.diff(kinds.numbers[queries, keys], axis=0, prepend=-1) == 0
+    return Work(*np.moveaxis(found, -1, 0)).in_steps(steps, alike)
+
+
+def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tile]]) -> Iterator[tuple[int, int]]:
+    """Count by step the blocks of others' queries that were not those of the tiles before."""
+    last = rank
+    for step in sorted(tiles):
+        owners = [
+            owner for owner in dict.fromkeys(t.query_owner for t in tiles[step]) if owner != rank
+        ]
+        yield step, sum(before != owner for before, owner in pairwise([last, *owners]))
+        last = owners[-1] if owners else last
+
+
+def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Say where a block of another rank's queries is not the last one that had tiles."""
+    ranks = np.arange(queries.shape[1])
+    visits = seen & (queries != ranks)
+    last = np.maximum.accumulate(np.where(visits, np.arange(len(queries))[:, None], -1))
+    last = np.roll(last, 1, axis=0)
+    last[0] = -1
+    return visits & ((last < 0) | (queries[last, ranks] != queries))
 
 
 def _sums(tiles: Iterable[Tile]) -> tuple[int, int, int]:

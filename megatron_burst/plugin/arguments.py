@@ -33,8 +33,8 @@ from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_l
 from megatron_burst.plugin.flags import all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
+    LM_HEAD_LIMITS,
     beyond,
-    lm_head_refusals,
     pattern_refusals,
     refusals,
     refuse_all,
@@ -175,7 +175,7 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
     config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
-    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
+    refuse_all(f"--lm-head-loss {config.loss} cannot run this", beyond(LM_HEAD_LIMITS, args))
     return config
 
 

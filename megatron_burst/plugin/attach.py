@@ -62,10 +62,8 @@ def attach(*, own_entry: bool = False) -> None:
 def shared_state(model_config: Any) -> SharedState | None:
     """Return what the layers of our attention share in a model that was configured here."""
     if hasattr(model_config, "hybrid_stack_spec"):
-        shared: SharedState | None = model_config.hybrid_stack_spec.params.get("shared")
-        return shared
-    provider: LayerSpecProvider = model_config.transformer_layer_spec
-    return provider.shared
+        return model_config.hybrid_stack_spec.params.get("shared")
+    return model_config.transformer_layer_spec.shared
 
 
 def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Callable[..., Any]:

@@ -163,11 +163,6 @@ def recurrent_layers(pattern: str | None) -> str:
     return " and ".join(name for symbol, name in named.items() if symbol in (pattern or ""))
 
 
-def lm_head_refusals(settings: Any) -> list[str]:
-    """Return why the chunked loss cannot run with these settings; see `refusals`."""
-    return beyond(LM_HEAD_LIMITS, settings)
-
-
 def beyond(
     limits: Mapping[str, str],
     settings: Any,

@@ -1,1 +1,1 @@
-"""Command-line tools around a training: each is run as `python -m megatron_burst.tools.NAME`."""
+"""Command-line tools around a training: the verbs of `megatron-burst`."""

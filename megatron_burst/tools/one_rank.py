@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.context import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.config import Backward, Topology
@@ -67,36 +66,32 @@ def context_of(
 
 
 class OneRank:
-    """The attention of one rank; the values of what would arrive say nothing."""
+    """Causal attention of the rank in the middle of those that are on some nodes.
 
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-        self.call, self._dout, self._q = call, dout, q
-        self._keys = Keys(call.forward_plan.rank, k, v)
-        self.result: tuple[Tensor, Tensor] | None = None
+    The values of what would arrive say nothing.
 
-    @classmethod
-    def in_the_middle(
-        cls,
+    Raises:
+        ValueError: no kernel serves the tensors.
+    """
+
+    def __init__(
+        self,
         nodes: Sequence[int],
         tensors: Tensors,
         backward: str,
         topology: str = "auto",
         kernel: str = "auto",
         blocks_per_call: int | None = 1,
-    ) -> "OneRank":
-        """Plan causal attention for the rank in the middle of those that are on these nodes.
-
-        Raises:
-            ValueError: no kernel serves the tensors.
-        """
-        q, k, v, _ = tensors
+    ) -> None:
         kind, shape = Backward(backward), Topology(topology)
         config = BurstConfig(
             backward=kind, topology=shape, kernel=kernel, blocks_per_call=blocks_per_call
         )
         context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
-        call = context.prepare(q, k, v, Mask.causal(), q.shape[-1] ** -0.5)
-        return cls(call, *tensors)
+        self._q, k, v, self._dout = tensors
+        self.call = context.prepare(self._q, k, v, Mask.causal(), k.shape[-1] ** -0.5)
+        self._keys = Keys(self.call.forward_plan.rank, k, v)
+        self.result: tuple[Tensor, Tensor] | None = None
 
     @property
     def pairs(self) -> int:
@@ -116,13 +111,14 @@ class OneRank:
 
 
 class OneCall:
-    """One causal call of a kernel with about the FLOPs of one rank of so many."""
+    """One causal call of a kernel; `pairs` is how many of a query and a key it computes."""
 
-    def __init__(self, kernel: Kernel, sizes: Sizes, ranks: int, device: torch.device) -> None:
-        tokens = round(sizes.tokens * ranks**0.5 / 64) * 64 or sizes.tokens
-        self.sizes, self.pairs = sizes._replace(tokens=tokens), tokens * (tokens + 1) // 2
-        q, k, v, dout = self.sizes.draw(device, torch.bfloat16)
-        self._kernel, self._dout = kernel, dout
+    def __init__(
+        self, kernel: Kernel, sizes: Sizes, device: str | torch.device, dtype: torch.dtype
+    ) -> None:
+        self.pairs = Band.CAUSAL.pairs(sizes.tokens, sizes.tokens)
+        q, k, v, self._dout = sizes.draw(device, dtype)
+        self._kernel = kernel
         self._tile = TileCall(q, k, v, Band.CAUSAL, sizes.head_dim**-0.5)
         self._result = self.forward()
 

@@ -15,7 +15,6 @@ wait is exposed.
 import gzip
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,15 +161,11 @@ def _length(spans: Iterable[Span]) -> float:
     return sum(stop - start for start, stop in _union(spans))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    Raises:
-        ValueError: there is no trace, or no attention in it.
-    """
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
     parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
     parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     content = summary(args.directory)
     if args.json:
         print(json.dumps(content, indent=2))

@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -56,9 +55,9 @@ class Case(NamedTuple):
         return f"{self.config.algorithm}{ring}, {self.mask}, {self.dtype}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command; return its exit status, the same on every rank."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend, args.device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1

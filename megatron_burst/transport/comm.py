@@ -252,7 +252,7 @@ class Transfers:
 
     def _chunks(self, transfer: Send | Receive, block: Block) -> Block:
         """Return what is a message each: whole tensors, or chunks that will lie beside others'."""
-        if not self._chunk or transfer.item.kind.is_result:
+        if not self._chunk or transfer.item.kind is not Kind.KV:
             return block
         place, places = 0, 1
         if isinstance(transfer, Receive):

@@ -18,6 +18,8 @@ from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid
 from megatron_burst.transport.comm import gather_objects, nccl_options
 
+type Hierarchy = Sequence[dist.ProcessGroup] | None  # a caller's, within nodes and between them
+
 _MAKE = "make process groups with the whole job"
 
 
@@ -31,9 +33,7 @@ class Groups:
 
 
 def nodes_of_ranks(
-    config: BurstConfig,
-    group: dist.ProcessGroup,
-    hierarchy: Sequence[dist.ProcessGroup] | None,
+    config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hierarchy
 ) -> list[Hashable]:
     """Return the node of each rank of `group`, as any value that equal nodes share; a collective.
 
@@ -55,7 +55,7 @@ def make_groups(
     config: BurstConfig,
     group: dist.ProcessGroup,
     grid: Grid,
-    hierarchy: Sequence[dist.ProcessGroup] | None,
+    hierarchy: Hierarchy,
     head_parallel_size: int = 1,
 ) -> Groups:
     """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
@@ -86,10 +86,7 @@ def make_groups(
 
 
 def _adopted(
-    config: BurstConfig,
-    group: dist.ProcessGroup,
-    wanted: Sequence[Channel],
-    hierarchy: Sequence[dist.ProcessGroup] | None,
+    config: BurstConfig, group: dist.ProcessGroup, wanted: Sequence[Channel], hierarchy: Hierarchy
 ) -> dict[Channel, dist.ProcessGroup]:
     """Return the caller's groups that serve as channels; their priority cannot be changed."""
     reads = (Channel.READ_WITHIN, Channel.READ_BETWEEN) if hierarchy else wanted[:1]
@@ -98,9 +95,7 @@ def _adopted(
     return {c: g for c, g in given if c in wanted and (any_serves or _has_high_priority(g))}
 
 
-def _takes_priority(
-    config: BurstConfig, group: dist.ProcessGroup, hierarchy: Sequence[dist.ProcessGroup] | None
-) -> bool:
+def _takes_priority(config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hierarchy) -> bool:
     """Whether the streams of new channels are of high priority: as asked, or as a caller's."""
     asked, backend = config.high_priority_streams, dist.get_backend(group)
     text = f"--burst-high-priority-streams is for NCCL, and the backend is {backend}: drop it"
@@ -119,16 +114,12 @@ def _channel_group(
     options = None  # torch writes into them: each group has its own
     if has_priority:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}"
-    )
-    return made
+    return dist.new_group(ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}")
 
 
 def _gloo_group(ranks: Sequence[int], limit: timedelta, purpose: str) -> dist.ProcessGroup:
     gloo, purpose = dist.Backend.GLOO, f"burst {purpose}"
-    made: dist.ProcessGroup = dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
-    return made
+    return dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
 
 
 def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:

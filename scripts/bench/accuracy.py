@@ -24,6 +24,7 @@ from megatron_burst import BurstContext, Mask, ring_attention
 from megatron_burst.config import Backward, GradDtype
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.plans.mask import Band
+from megatron_burst.tools.gpu_check.stage import relative_error
 
 RESULTS = ("out", "dq", "dk", "dv")
 
@@ -55,8 +56,7 @@ def oracle(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """Return the relative error of each result in the Frobenius norm."""
-    pairs = zip(found, expected, strict=True)
-    return [((f.double() - e).norm() / e.norm()).item() for f, e in pairs]
+    return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
 
 
 def measure(args: argparse.Namespace, place: Place) -> dict[Case, list[float]]:

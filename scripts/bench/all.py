@@ -45,14 +45,7 @@ PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal doc
 PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
 STEPS = {
-    "plans": Step(
-        1,
-        ("docs/plan.svg", "docs/plan-double.svg"),
-        (
-            "scripts/docs/plan_figure.py --output docs/plan.svg",
-            "scripts/docs/plan_figure.py --nodes 2 --output docs/plan-double.svg",
-        ),
-    ),
+    "plans": Step(1, ("docs/plan.svg", "docs/plan-double.svg"), ("scripts/docs/plan_figure.py",)),
     "tables": Step(
         1, ("docs/flags.md", "docs/api.md", "docs/support.md"), ("scripts/docs/tables.py",)
     ),

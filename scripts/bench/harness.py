@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_burst.tools.gpu_check.stage import between_events
 from megatron_burst.tools.hardware import commit, cpu_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -90,20 +91,11 @@ class Clock:
         self._on_cpu, self._cpu = device == "cpu", cpu
 
     def seconds(self, run: Callable[[], object]) -> float:
-        started = self._mark()
+        if not self._on_cpu:
+            return between_events(run)
+        started = self._cpu()
         run()
-        ended = self._mark()
-        if self._on_cpu:
-            return ended - started
-        ended.synchronize()
-        return started.elapsed_time(ended) / 1e3
-
-    def _mark(self) -> Any:
-        if self._on_cpu:
-            return self._cpu()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self._cpu() - started
 
 
 def wait_until_quiet(force: bool) -> None:

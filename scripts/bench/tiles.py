@@ -18,9 +18,8 @@ from algorithms import Kernels, Sizes
 from harness import Clock, Flags, Row, in_turns, origin, publish, spread, table
 
 from megatron_burst.config import size_or_auto
-from megatron_burst.kernels import Kernel, Request, TileCall, select_kernel
-from megatron_burst.plans.mask import Band
-from megatron_burst.tools.one_rank import OneRank
+from megatron_burst.kernels import Kernel, Request, select_kernel
+from megatron_burst.tools.one_rank import OneCall, OneRank
 
 DEFAULTS: Mapping[str, Row] = {
     "cpu": {"ranks": 4, "tokens": 4096, "heads": 8, "head_dim": 64, "kernel": "cpu"},
@@ -47,7 +46,7 @@ def make_jobs(
     for kind in ("kv", "query"):
         name = kernel.name.split(" ")[0]  # where it pads, that of the inner one
         given = [0] * ranks, tensors, kind, "flat", name, blocks_per_call
-        rank = OneRank.in_the_middle(*given)
+        rank = OneRank(*given)
         alone = Kernels(rank.call, *tensors)
         rank.forward()
         if kind == "kv":
@@ -55,22 +54,11 @@ def make_jobs(
             jobs["forward", "its kernels"] = rank.pairs, alone.forward
         jobs["backward", f"{kind} ring"] = rank.pairs, rank.backward
         jobs["backward", f"its kernels, {kind}"] = rank.pairs, alone.backward
-    return jobs | one_call(sizes, ranks, kernel, device, dtype)
-
-
-def one_call(
-    sizes: Sizes, ranks: int, kernel: Kernel, device: str, dtype: torch.dtype
-) -> dict[tuple[str, str], Job]:
-    """Return the forward and the backward of one call on the tokens of all ranks."""
-    tokens = min(ranks * sizes.tokens, LONGEST_CALL)
-    q, k, v, dout = sizes._replace(tokens=tokens).draw(device, dtype)
-    tile = TileCall(q, k, v, Band.CAUSAL, sizes.head_dim**-0.5)
-    finished = dout, *kernel.forward(tile)
-    pairs = Band.CAUSAL.pairs(tokens, tokens)
-    return {
-        ("forward", ONE_CALL): (pairs, lambda: kernel.forward(tile)),
-        ("backward", ONE_CALL): (pairs, lambda: kernel.backward(tile, *finished)),
-    }
+    longest = sizes._replace(tokens=min(ranks * sizes.tokens, LONGEST_CALL))
+    one = OneCall(kernel, longest, device, dtype)
+    jobs["forward", ONE_CALL] = one.pairs, one.forward
+    jobs["backward", ONE_CALL] = one.pairs, one.backward
+    return jobs
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

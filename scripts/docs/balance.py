@@ -2,15 +2,16 @@
 
 python scripts/docs/balance.py
 
-Writes docs/balance.md, with a table of some situations, and the .csv of all beside it.
+Writes the table of some situations in docs/balance.md, and the .csv of all beside it.
 """
 
-import csv
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+
+from pages import fill, table, write_csv
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.balance import balanced, imbalance
@@ -31,36 +32,6 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
 }
 TOKENS, RANKS = (2**17, 2**18, 2**19, 2**20), (8, 16, 64)
 PLACES, HEADS = {"8 a node": 8, "one node": 2**20}, {"32:32": 32, "32:4": 4}
-TEXT = """\
-# Balanced documents
-
-<!-- written by python scripts/docs/balance.py -->
-
-`--burst-layout balanced` beside zigzag: the largest over the mean of the ranks' pairs under both,
-how many tokens follow each other on a rank, the mean, and the milliseconds in which a core of the
-machine that wrote this page finds the layout. Then the bytes of a layer, forward and backward, on
-the bottleneck link, over those under zigzag: nodes of 8 ranks and one node of all, as many kv heads
-as query heads and 8 times fewer, of size 128, bfloat16. Documents are drawn at random: exponential
-lengths of these means, and lognormal ones of median 1k and sigma 1.5. Sequences between these, and
-the bytes themselves, are in [{name}.csv]({name}.csv).
-
-{cells}
-
-## Where there are more bytes
-
-Above 1 are documents of more work than a rank, or than a node. Take one of n tokens with the work
-of k ranks. To share its work, k ranks hold n/k tokens of it each, from both ends: half of a part
-goes to ranks farther inside, all of it to those farther outside. In the mean a rank sends
-0.75·n·(k-1)/k rows, and the innermost n·(k-1)/k; in the backward each sends and receives
-1.5·n·(k-1)/k. Zigzag leaves it in c < k contiguous chunks: the rank of the first sends n·(c-1)/c
-rows, and in the backward a rank sends and receives as many. So where c is 2 and k large, the
-forward has up to twice the bytes and the backward up to three times: that is what equal work costs
-there. Where c and k are close, the bytes of other documents decide. Between nodes a ring sends a
-node all rows from the first to the last that its ranks need, also what lies between two documents.
-
-[How it works](how-it-works.md#balanced-documents)
-"""
-
 type Row = Mapping[str, str]
 
 
@@ -106,17 +77,14 @@ def row(lengths: str, tokens: int, ranks: int, seed: int = 1) -> Row:
     }
 
 
-def write(found: Sequence[Row], path: Path) -> None:
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+def parts(found: Sequence[Row]) -> dict[str, str]:
+    """What the page has of them."""
     columns = [name for name in found[0] if not name.endswith((" zigzag", " balanced"))]
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[each[c] for c in columns] for each in found if each["tokens"] in ("128k", "1024k")]
-    cells = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    path.write_text(TEXT.format(name=path.stem, cells=cells))
+    shown = [each for each in found if each["tokens"] in ("128k", "1024k")]
+    return {"table": table(columns, ([each[c] for c in columns] for each in shown))}
 
 
 if __name__ == "__main__":
-    write([row(*case) for case in product(LENGTHS, TOKENS, RANKS)], PAGE)
+    situations = [row(*case) for case in product(LENGTHS, TOKENS, RANKS)]
+    write_csv(PAGE, situations)
+    fill(PAGE, parts(situations))

@@ -1,12 +1,11 @@
 """Draws the plans of all ranks: which tiles are computed at each step, and what is sent.
 
-    python scripts/docs/plan_figure.py --output docs/plan.svg
-    python scripts/docs/plan_figure.py --nodes 2 --output docs/plan-double.svg
+    python scripts/docs/plan_figure.py
 
-A row is a rank, a column a step; 4 ranks. Nothing is drawn that is not read from the plans.
+Writes docs/plan.svg and docs/plan-double.svg. A row is a rank, a column a step; 4 ranks. Nothing is
+drawn that is not read from the plans.
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import batched
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 
+NODES = {"docs/plan.svg": 1, "docs/plan-double.svg": 2}
 RANKS = 4
 TOKENS = 16 * RANKS  # of a score matrix: 8 a chunk
 GREY, VISIBLE, OWN = "#8a8f98", "#e9ebee", "#c9ced6"
@@ -182,15 +182,6 @@ def draw(nodes: int, path: Path) -> None:
         save(figure, path)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
-    parser.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf")
-    args = parser.parse_args(given)
-    draw(args.nodes, args.output)
-
-
 if __name__ == "__main__":
-    main()
+    for name, nodes in NODES.items():
+        draw(nodes, Path(__file__).parents[2] / name)

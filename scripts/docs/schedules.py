@@ -2,16 +2,16 @@
 
 python scripts/docs/schedules.py
 
-Writes docs/schedules.md, with a table of some situations, the .csv of all and the .svg beside it.
+Writes the table of some situations in docs/schedules.md, the .csv of all and the .svg beside it.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from pages import fill, table, write_csv
 from plot import save
 
 from megatron_burst.config import Backward, BurstConfig, Topology
@@ -30,36 +30,8 @@ CLUSTERS = {
 GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (4096, 16384, 65536)
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
+BACKWARDS, BLOCKS = (Backward.KV, Backward.QUERY), (1, 2, 4)
 SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
-TEXT = """\
-# Which schedule wins where
-
-<!-- written by python scripts/docs/schedules.py -->
-
-Predicted on the [planner's clock](planner.md#how), not measured: forward and backward of one
-layer's attention, context-parallel over all GPUs, 8 a node, causal, zigzag, bfloat16 with sums of
-gradients in float32 on the wire, {heads} heads of size {dim}. The machines are those of
-`configs/clusters.toml`; of an H100 with 25 Gbit/s only the NIC is slower, by 16.
-
-![The fastest schedule by cluster, heads, GPUs and tokens]({name}.svg)
-
-Flat ring, double ring and mesh, each with the backward of fewer bytes: the fastest, and its time
-over the next best's. A mesh that does not fit the default of `--burst-memory-mb` takes no part.
-All ranks are in rings or meshes, as with `--burst-head-parallel-size 1` and with more than 32768
-tokens a rank; with fewer, `burst` shares out heads within a node first.
-
-`auto` is at most {slower:.1%} slower than the best of all forced settings: `--burst-topology` flat,
-double, mesh x `--burst-backward` kv, query. All have one block a kernel call here. A double ring
-with [several](how-it-works.md#several-blocks-a-call), as GPUs get them by default, takes down to
-0.8 of its time below, a mesh does not: with fast NICs and few tokens a rank a mesh, which `auto`
-takes by its bytes, is up to a third slower than `--burst-topology double`.
-
-Milliseconds of {tokens} tokens a rank are below; all, and what `auto` takes, in
-[{name}.csv]({name}.csv).
-
-{cells}
-"""
-
 type Row = Mapping[str, str]
 
 
@@ -72,19 +44,13 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         gpus=gpus,
         tensor=1,
         tokens=gpus * tokens,
-        config=BurstConfig(blocks_per_call=1),
+        config=BurstConfig(),
         context=gpus,
         recompute=False,
     )
     kernels, auto = milliseconds(load)
-    found = {}
-    for way, backward in product(FORCED, (Backward.AUTO, Backward.KV, Backward.QUERY)):
-        setting = way if backward is Backward.AUTO else f"{way} {backward}"
-        config = replace(load.config, topology=way, backward=backward)
-        try:
-            found[setting] = milliseconds(replace(load, config=config))[1]
-        except ValueError:  # no mesh fits the memory
-            found[setting] = None
+    found = {name: forced(load, config) for name, config in settings().items()}
+    best = min(time for name, time in found.items() if time and name not in FORCED)
     chosen, _ = timing.chosen(load.ring)
     return {
         "cluster": cluster,
@@ -94,10 +60,27 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         "kernels": digits(kernels),
         **{setting: digits(each) if each else "" for setting, each in found.items()},
         "auto": digits(auto),
-        "auto_over_best": f"{auto / min(filter(None, found.values())):.4f}",
+        "auto_over_best": f"{auto / best:.4f}",
         "auto_forward": chosen.forward[0].schedule.name,
         "auto_backward": chosen.backward[0].schedule.name,
     }
+
+
+def settings() -> dict[str, BurstConfig]:
+    """Each topology, then with each backward and so many blocks a call."""
+    usual = {str(way): BurstConfig(topology=way) for way in FORCED}
+    return usual | {
+        f"{way} {kind} {blocks}": BurstConfig(topology=way, backward=kind, blocks_per_call=blocks)
+        for way, kind, blocks in product(FORCED, BACKWARDS, BLOCKS)
+    }
+
+
+def forced(load: Workload, config: BurstConfig) -> float | None:
+    """The milliseconds of a setting; None where no mesh fits the memory."""
+    try:
+        return milliseconds(replace(load, config=config))[1]
+    except ValueError:
+        return None
 
 
 def milliseconds(load: Workload) -> tuple[float, float]:
@@ -117,17 +100,13 @@ def fastest(found: Row) -> tuple[Topology, float]:
     return times[0][1], times[0][0] / times[1][0]
 
 
-def page(found: Sequence[Row], name: str) -> str:
+def parts(found: Sequence[Row]) -> dict[str, str]:
+    """What the page has of them."""
     shown = [each for each in found if int(each["tokens"]) == TOKENS[0]]
-    lines = [SHOWN, ["---"] * len(SHOWN), *([each[name] for name in SHOWN] for each in shown)]
-    return TEXT.format(
-        heads=HEADS,
-        dim=HEAD_DIM,
-        tokens=TOKENS[0],
-        slower=max(float(each["auto_over_best"]) for each in found) - 1,
-        name=name,
-        cells="\n".join(f"| {' | '.join(line)} |" for line in lines),
-    )
+    slower = max(float(each["auto_over_best"]) for each in found) - 1
+    cells = table(SHOWN, ([each[name] for name in SHOWN] for each in shown))
+    words = f"Milliseconds of {TOKENS[0]} tokens a rank. Of all situations `auto` is at most"
+    return {"table": f"{words} {slower:.1%} slower than the best forced setting.\n\n{cells}"}
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
@@ -150,15 +129,9 @@ def draw(found: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-def write(found: Sequence[Row], path: Path) -> None:
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-    path.write_text(page(found, path.stem))
-    draw(found, path.with_suffix(".svg"))
-
-
 if __name__ == "__main__":  # clusters last, because they have their plans in common
     every = product(GPUS, KV_HEADS, TOKENS, CLUSTERS)
-    write([row(cluster, *sizes) for *sizes, cluster in every], PAGE)
+    situations = [row(cluster, *sizes) for *sizes, cluster in every]
+    write_csv(PAGE, situations)
+    fill(PAGE, parts(situations))
+    draw(situations, PAGE.with_suffix(".svg"))

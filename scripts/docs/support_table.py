@@ -76,41 +76,21 @@ LAYERS: Mapping[str, str] = {
     "D": "DeepSeek sparse attention",
 }
 
-_MASKS = """\
-## Masks, layouts and rings
-
-For each cell the plans of four ranks are made, on a flat ring and on a double one, and simulated by
-the tests.
-Ulysses has whole sequences on every rank. `contiguous` and `striped` are layouts of the library,
-without a flag. `balanced` is zigzag without documents, and refused with a block mask.
-"""
-_SETTINGS = "## Settings\n"
-_KERNELS = """\
-## Kernels
-
-bfloat16 with heads of 64 is the usual case; each row changes one thing. On which devices and with
-which packages a kernel runs, the log says at the start of a run.
-"""
-
-_LAYERS = """\
-## Layers of a HybridModel
-
-By the symbols of `--hybrid-layer-pattern`; [more](hybrid.md). `G` over tensor-parallel ranks needs
-`--sequence-parallel`. `M` and `G` run by their packages' kernels, on a CPU in plain torch.
-"""
+type Table = tuple[list[str], Iterable[list[str]]]  # its head and its rows
 
 
-def sections() -> Iterator[tuple[str, list[str], Iterable[list[str]]]]:
-    """Yield each section of the page: its words, the head of its table and the rows."""
-    algorithms = [*Algorithm]
-    yield _MASKS, ["mask, layout", *algorithms], _mask_rows(algorithms)
-    yield _SETTINGS, ["setting", *algorithms], _setting_rows(algorithms)
-    yield _KERNELS, ["request", *KERNELS], _kernel_rows()
-    yield _LAYERS, ["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()
-    refusing = {"attention": LIMITS, "--burst-mla latent": LATENT_LIMITS}
-    for what, limits in (refusing | {"the chunked loss": LM_HEAD_LIMITS}).items():
-        title = f"## What {what} refuses of Megatron\n"
-        yield title, ["argument", "why"], _limit_rows(limits)
+def tables() -> dict[str, Table]:
+    """Return the tables of the page, by their names there."""
+    algorithms, limits = [*Algorithm], ["argument", "why"]
+    return {
+        "masks": (["mask, layout", *algorithms], _mask_rows(algorithms)),
+        "settings": (["setting", *algorithms], _setting_rows(algorithms)),
+        "kernels": (["request", *KERNELS], _kernel_rows()),
+        "layers": (["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()),
+        "attention": (limits, _limit_rows(LIMITS)),
+        "latents": (limits, _limit_rows(LATENT_LIMITS)),
+        "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
+    }
 
 
 def _mask_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:

@@ -1,16 +1,16 @@
-"""Writes the pages that are read from the code: docs/flags.md, docs/api.md and docs/support.md.
+"""Writes what docs/flags.md, docs/api.md and docs/support.md read from the code.
 
-python scripts/docs/tables.py [--folder docs]
+python scripts/docs/tables.py
 """
 
-import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import support_table
+from pages import fill, table
 
 import megatron_burst
 from megatron_burst import (
@@ -27,7 +27,7 @@ from megatron_burst.plugin.arguments import MEGATRON
 from megatron_burst.plugin.flags import Flag, all_flags
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 
-WRITTEN = "<!-- written by python scripts/docs/tables.py -->"
+DOCS = Path(__file__).parents[2] / "docs"
 PUBLIC: dict[Any, tuple[str, ...]] = {  # of a class, these of its methods
     ring_attention: (),
     latent_ring_attention: (),
@@ -38,37 +38,12 @@ PUBLIC: dict[Any, tuple[str, ...]] = {  # of a class, these of its methods
     burst_layer_spec: (),
 }
 PACKAGES = re.compile(r"(?:torch|megatron_burst|collections)[.](?:\w+[.])*")
-FLAGS = f"""\
-# Flags
-
-{WRITTEN}
-
-Ours, from the code. They go beside Megatron's own; `--help` of any [way to start](launching.md)
-lists them, too. The time limit of a message is Megatron's `--distributed-timeout-minutes`.
-"""
-API = f"""\
-# API
-
-{WRITTEN}
-
-What is documented here is public; everything else may change without notice. Dimensions are named
-by a suffix: B batch, S tokens of this rank, H heads, D head size. The fields of `BurstConfig` are
-the [flags](flags.md).
-"""
-SUPPORT = f"""\
-# What runs with what
-
-{WRITTEN}
-
-A cell that is not "yes" says why not, in the words of the error. Sinks (`--softmax-type`) are a
-term of the merge, and run with every kernel.
-"""
 
 
 def flags() -> str:
     """The flags, the default of each first among its values."""
     rows = ([f"`{f.name}`", ", ".join(f"`{v}`" for v in _values(f)), f.help] for f in all_flags())
-    return f"{FLAGS}\n{_table(['flag', 'values, the default first', 'what it does'], rows)}\n"
+    return table(["flag", "values, the default first", "what it does"], rows)
 
 
 def _values(flag: Flag) -> list[str]:
@@ -86,7 +61,7 @@ def _values(flag: Flag) -> list[str]:
 def api() -> str:
     """The public names with their signatures and docstrings."""
     parts = (part for name, methods in PUBLIC.items() for part in _of_name(name, methods))
-    return "\n".join([API, *parts])
+    return "\n".join(parts)
 
 
 def _of_name(name: Any, methods: tuple[str, ...]) -> Iterator[str]:
@@ -116,28 +91,12 @@ def _text(documented: Any) -> str:
     return f"```text\n{inspect.getdoc(documented)}\n```\n"
 
 
-def support_page() -> str:
-    parts = (f"{text}\n{_table(head, rows)}\n" for text, head, rows in support_table.sections())
-    return "\n".join([SUPPORT, *parts])
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', '\\|') for cell in line)} |" for line in lines
-    )
-
-
-PAGES = {"flags.md": flags, "api.md": api, "support.md": support_page}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("docs"))
-    folder = parser.parse_args().folder
-    for name, page in PAGES.items():
-        (folder / name).write_text(page())
-
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "flags.md": lambda: {"flags": flags()},
+    "api.md": lambda: {"names": api()},
+    "support.md": lambda: {name: table(*of) for name, of in support_table.tables().items()},
+}
 
 if __name__ == "__main__":
-    main()
+    for name, parts in PAGES.items():
+        fill(DOCS / name, parts())

@@ -27,6 +27,12 @@ PLACES = {
     **{f"{ranks} on a node": (ranks, ranks) for ranks in range(1, 9)},
     **{"2 nodes x 2": (4, 2), "2 nodes x 4": (8, 4), "4 nodes x 2": (8, 2), "2 nodes x 3": (6, 3)},
 }
+MESHES = {
+    **{f"{ranks} on a node": (ranks, ranks) for ranks in (4, 6, 8)},
+    **{"8 nodes x 1": (8, 1), "4 nodes x 2": (8, 2), "4 nodes x 3": (12, 3)},
+    **{"8 nodes x 3": (24, 3), "4 nodes x 5": (20, 5)},
+}
+SLOW_MESHES = {*MESHES} - {"8 on a node", "4 nodes x 3"}
 TURNS = [
     {"mask": Masking(), "layout": "zigzag"},
     {"mask": Masking(), "layout": "segmented-zigzag"},
@@ -62,7 +68,8 @@ def run(case: Case, ranks: int, on_a_node: int) -> tuple[oracle.Result, list[int
 
 
 def case_of(blocks: int, mask: Masking, heads: tuple[int, int] = (4, 2), **config: Any) -> Case:
-    config |= {"backward": "kv", "topology": "double", "blocks_per_call": blocks, "kernel": "cpu"}
+    usual = {"backward": "kv", "topology": "double", "kernel": "cpu"}
+    config = usual | config | {"blocks_per_call": blocks}
     return Case(config=config, heads=heads, masking=mask, chunk=4)
 
 
@@ -72,6 +79,15 @@ def test_float32_equals_the_dense_oracle(place: str) -> None:
         case = case_of(blocks, **turn, heads=HEADS[number % 3])
         found, *_ = run(case, *PLACES[place])
         worst = errors(found, case.expected(PLACES[place][0]))
+        assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
+
+
+@pytest.mark.parametrize("place", slow_if(SLOW_MESHES, MESHES))
+def test_a_mesh_equals_the_dense_oracle(place: str) -> None:
+    for number, (turn, blocks) in enumerate(product(TURNS, (2, 4))):
+        case = case_of(blocks, **turn, heads=HEADS[number % 3], topology="mesh")
+        found, *_ = run(case, *MESHES[place])
+        worst = errors(found, case.expected(MESHES[place][0]))
         assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
 
 
@@ -87,6 +103,14 @@ def test_under_sparse_masks_a_call_takes_one(mask: Masking) -> None:
 def test_calls_of_two_and_four_blocks() -> None:
     found = {blocks: run(case_of(blocks, Masking(False)), 8, 8)[1] for blocks in (1, 2, 4)}
     assert found == {1: [8, 10], 2: [5, 7], 4: [3, 5]}
+
+
+def test_calls_of_a_mesh_send_no_byte_more() -> None:
+    """On 4 nodes x 5: 4 passes of 5 calls each, of 3 or of 2; the own tile is of three parts."""
+    runs = {n: run(case_of(n, Masking(False), topology="mesh"), 20, 5) for n in (1, 2, 4)}
+    found = {blocks: calls for blocks, (_, calls, _) in runs.items()}
+    assert found == {1: [20, 22], 2: [12, 14], 4: [8, 10]}
+    assert len({sent for _, _, sent in runs.values()}) == 1
 
 
 @pytest.mark.parametrize("place", slow_if({"2 nodes x 4"}, ["5 on a node", "2 nodes x 4"]))

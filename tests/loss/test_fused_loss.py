@@ -64,9 +64,9 @@ class Given:
         self.lse = 3 + torch.rand(tokens, generator=generator)  # of more rows than these
 
     def results(self, made: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        found, best = made.statistics(self.logits, self.weight, self.targets)
+        found, best = made.statistics(self.logits, self.targets)
         tokens = self.logits, self.lse.to(found.dtype), self.grad.to(found.dtype)
-        gradient = made.gradient(tokens, self.weight, self.targets, 2 * len(self.weight))
+        gradient = made.gradient(tokens, self.targets, 2 * len(self.weight))
         assert best is not None or self.call.on_best is None
         return found, found if best is None else best, gradient.narrow
 
@@ -102,7 +102,7 @@ def test_a_chunk_equals_float64(
     expected = exact.results(InTorch(exact.weight, 3, given.call, slopes=True))
     assert close(fused[0][:3], expected[0][:3], expected[0][:3].abs() + 1)
     assert close(fused[0][3:], expected[0][3:], exact.logits.abs().sum(1) + 1)
-    logits = InTorch(exact.weight, 3, given.call, slopes=False)._logits(exact.logits, exact.weight)
+    logits = InTorch(exact.weight, 3, given.call, slopes=False)._logits(exact.logits)
     best = logits.gather(1, fused[1][:, None])[:, 0]
     assert close(best, expected[0][0], expected[0][0].abs() + 1)
     # The oracle's own rounding: its 1 - tanh² is 0 where a cap flattens a logit out.

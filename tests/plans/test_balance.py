@@ -1,6 +1,5 @@
 """A layout for the documents of a batch: equal tokens and work, bytes, the page. (fast tier)"""
 
-import csv
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from tests.tier import examples
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 import balance as page  # noqa: E402
+import pages  # noqa: E402
 
 type Make = Callable[[int, int], Layout]
 
@@ -183,10 +183,8 @@ def test_groups_that_share_out_their_heads_find_their_tokens(nodes: str, size: i
         assert torch.equal(local.unshard(shards, 0), ring.shard(x, number, 0))
 
 
-def test_the_page_is_made_of_the_table(tmp_path: Path) -> None:
-    with page.PAGE.with_suffix(".csv").open(newline="") as file:
-        rows = [*csv.DictReader(file)]
-    page.write(rows, tmp_path / page.PAGE.name)
-    assert (tmp_path / page.PAGE.name).read_text() == page.PAGE.read_text()
+def test_the_page_is_made_of_the_table() -> None:
+    rows, text = pages.read_csv(page.PAGE), page.PAGE.read_text()
+    assert pages.filled(text, page.parts(rows)) == text
     assert len(rows) == len(page.LENGTHS) * len(SIZES)
     assert all(float(row["balanced"]) <= BOUND for row in rows)

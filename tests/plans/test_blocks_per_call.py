@@ -1,5 +1,7 @@
-"""Rings whose kernel calls take several key blocks: their plans, calls and costs. (fast tier)"""
+"""Rings and meshes whose kernel calls take several key blocks. (fast tier; the largest slow)"""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -12,15 +14,19 @@ from megatron_burst.plans.calls import calls_of
 from megatron_burst.plans.cost import LatentShape, Shape, traffic
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.mesh import Mesh, meshes
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import choose
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.simulator import simulate
+from tests.tier import slow_if
 
 N = 16  # tokens of a rank
 PLACES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 8), (4, 2), (8, 4), (8, 2), (9, 3), (3, 1)]
+PLACES += [(8, 1), (12, 3)]  # and with more nodes, or ranks
+LARGE = [(12, 12), (16, 4), (24, 3), (30, 5)]
 both_passes = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
 
@@ -37,12 +43,17 @@ def ring_of(tiling: Tiling, grid: Grid, blocks: int) -> Ring:
     return Ring(tiling, grid, gradient_return=GradientReturn.HOME, blocks_per_call=blocks)
 
 
+def ways(tiling: Tiling, grid: Grid) -> Iterator[Ring | Mesh]:
+    yield ring_of(tiling, grid, 1)
+    yield from meshes(tiling, grid, Kind.KV)
+
+
 def layouts(ranks: int) -> list[Layout]:
     return [zigzag(N * ranks, ranks), segmented_zigzag([N * ranks // 2] * 2, ranks)]
 
 
 @both_passes
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", slow_if(LARGE, PLACES), ids=str)
 def test_plans_are_right_send_no_byte_more_and_hold_no_more_than_they_say(
     place: tuple[int, int], backward: bool
 ) -> None:
@@ -50,31 +61,46 @@ def test_plans_are_right_send_no_byte_more_and_hold_no_more_than_they_say(
     nodes = [rank // place[1] for rank in range(ranks)]
     for layout, mask in product(layouts(ranks), (Mask.causal(), Mask.full())):
         tiling = Tiling(layout, mask)
-        usual = traffic(ring_of(tiling, grid, 1).messages(backward=backward), sizes, nodes, N)
-        for blocks in (2, 3, 4):
-            ring = ring_of(tiling, grid, blocks)
-            plans = [ring.backward(r) if backward else ring.forward(r) for r in range(ranks)]
+        for usual, blocks in product(ways(tiling, grid), (2, 3, 4)):
+            way = replace(usual, blocks_per_call=blocks)
+            plans = [way.backward(r) if backward else way.forward(r) for r in range(ranks)]
             simulate(plans, backward=backward, pairs=int(tiling.needs.pairs.sum()))
-            assert traffic(ring.messages(backward=backward), sizes, nodes, N) == usual
-            held = max(sum(sizes[kind] * n for kind, n in p.most_buffered.items()) for p in plans)
-            assert held <= ring.memory(sizes, backward=backward)
+            sent, before = (
+                traffic(each.messages(backward=backward), sizes, nodes, N) for each in (way, usual)
+            )
+            assert sent == before
+            held = [
+                p.most_buffered + (Counter() if isinstance(way, Ring) else p.most_sums)
+                for p in plans
+            ]
+            most = max(sum(sizes[kind] * n for kind, n in each.items()) for each in held)
+            assert most <= way.memory(sizes, backward=backward)
 
 
-@pytest.mark.parametrize(("blocks", "held"), [(1, 3), (2, 7), (4, 11)])
-def test_single_blocks_do_not_take_the_buffers_of_several(blocks: int, held: int) -> None:
-    ring = ring_of(Tiling(zigzag(N * 32, 32), Mask.causal()), grid_of(32, 8), blocks)
-    assert ring.forward(16).most_buffered[Kind.KV] == held
+@pytest.mark.parametrize(("blocks", "held"), [(1, (3, 5)), (2, (6, 6)), (4, (9, 6))])
+def test_single_blocks_do_not_take_the_buffers_of_several(
+    blocks: int, held: tuple[int, int]
+) -> None:
+    """Of a ring of 4 nodes x 8, and of a 4 x 2 mesh of 8 nodes x 4."""
+    tiling = Tiling(zigzag(N * 32, 32), Mask.causal())
+    for way, most in zip(
+        (ring_of(tiling, grid_of(32, 8), blocks), Mesh(tiling, grid_of(32, 4), 4, Kind.KV, blocks)),
+        held,
+        strict=True,
+    ):
+        assert way.forward(16).most_buffered[Kind.KV] == most
 
 
 @both_passes
 def test_the_work_that_is_counted_is_that_of_the_calls(backward: bool) -> None:
-    for (ranks, on_a_node), blocks in product([(8, 8), (8, 4), (5, 5)], (2, 4)):
-        ring = ring_of(
-            Tiling(zigzag(N * ranks, ranks), Mask.causal()), grid_of(ranks, on_a_node), blocks
-        )
-        work = ring.work(backward=backward)
-        for rank in range(ranks):
-            tiles = ring.tiles(rank, backward=backward)
+    places = [(8, 8), (8, 4), (5, 5), (12, 3)]
+    tilings = {place: Tiling(zigzag(N * place[0], place[0]), Mask.causal()) for place in places}
+    every = [way for place in places for way in ways(tilings[place], grid_of(*place))]
+    for usual, blocks in product(every, (2, 4)):
+        way = replace(usual, blocks_per_call=blocks)
+        work = way.work(backward=backward)
+        for rank in range(way.grid.ranks):
+            tiles = way.tiles(rank, backward=backward)
             for step, some in tiles.items():
                 calls = [
                     (*np.sum(call.lengths, axis=0), call.band)
@@ -103,6 +129,25 @@ def test_a_call_takes_blocks_that_are_seen_alike() -> None:
         ([6, 5], late, (0, 2 * N)),
         ([4], late, every),
     ]
+
+
+def test_a_mesh_does_so_with_what_a_visitor_meets() -> None:
+    """Rank 5 of 4 nodes x 4, rank 1 of node 1: in a 2 x 2 mesh its visitor is of node 0."""
+    tiling = Tiling(zigzag(N * 16, 16), Mask.causal())
+    plan = Mesh(tiling, grid_of(16, 4), 2, Kind.KV, 2).forward(5)
+    calls = [call for step in plan.steps for call in calls_of(step.tiles, joins=plan.chunk > 0)]
+    found = [(c.tile.query_owner, [block.owner for block in c.tile.key_blocks]) for c in calls]
+    of_own = [(5, [5]), (5, [4]), (5, [7]), (5, [6])]
+    visits = [(1, [5]), (1, [4, 7]), (1, [6]), (1, [13]), (1, [12, 15]), (1, [14])]
+    assert found == [*of_own, *visits, (5, [13]), (5, [12, 15]), (5, [14])]
+
+
+def test_where_each_rank_is_a_node_the_blocks_that_it_keeps_lie_side_by_side() -> None:
+    plan = Mesh(Tiling(zigzag(N * 8, 8), Mask.causal()), flat_grid(8), 4, Kind.KV, 3).forward(1)
+    calls = [call for step in plan.steps for call in calls_of(step.tiles, joins=plan.chunk > 0)]
+    found = [(c.tile.query_owner, [block.owner for block in c.tile.key_blocks]) for c in calls]
+    assert found == [(1, [1]), (0, [1]), (0, [7, 5, 3]), (1, [7, 5, 3])]
+    assert plan.most_buffered[Kind.KV] == 3
 
 
 CAUSAL = Tiling(zigzag(8 * 1024, 8), Mask.causal())
@@ -138,6 +183,53 @@ def test_where_it_does_not_apply_it_is_one(case: str, blocks: int | None) -> Non
     only_backward = case in ("queries travel", "gradients by a chain")
     assert found == [4 if only_backward or not case else 1, 1 if case else 4]
     assert ("kv ring of 4 blocks a call" in str(choice)) == (4 in found)
+
+
+NO_MESH = {
+    "a window": {"tiling": Tiling(zigzag(8 * 1024, 16), Mask.causal(window=5000))},
+    "striped": {"tiling": Tiling(striped(8 * 1024, 16), Mask.causal())},
+    "two sequences": {"shape": shape_of(1024)},
+    "latents": {"shape": Shape(512, 32, 8, 128, 128, 2, 4, latents=LatentShape(576, 10**6))},
+    "nodes of two": {"grid": grid_of(16, 2), "nodes": "aabbccddeeffgghh"},
+    "rows over nodes": {"nodes": "aabbccddeeffgghh"},
+    "in another order": {"grid": Grid(((1, 0, *range(2, 16)),)), "nodes": range(16)},
+}
+
+
+@pytest.mark.parametrize("blocks", [None, 2])
+@pytest.mark.parametrize("case", ["", "a rank a node", *NO_MESH])
+def test_where_it_does_not_apply_to_a_mesh_it_is_one(case: str, blocks: int | None) -> None:
+    given = {
+        **{"tiling": Tiling(zigzag(8 * 1024, 16), Mask.causal()), "grid": grid_of(16, 4)},
+        **{"nodes": "aaaabbbbccccdddd", "shape": shape_of(512, heads=32, kv_heads=4)},
+        **({"grid": flat_grid(16), "nodes": range(16)} if case == "a rank a node" else {}),
+        **NO_MESH.get(case, {}),
+    }
+    config = BurstConfig(topology="mesh", backward="kv", blocks_per_call=blocks)
+    choice = choose(config, *(given[name] for name in ("tiling", "grid", "shape", "nodes")))
+    (taken,) = choice.backward
+    assert isinstance(taken.schedule, Mesh) and taken.schedule.sent is Kind.KV
+    assert (taken.schedule.blocks_per_call > 1) == (case not in NO_MESH)
+    assert ("backward the 2 x 2 kv mesh of" in str(choice)) == (case == "")
+
+
+def test_a_mesh_holds_several_blocks_within_the_limit() -> None:
+    """Where so many are asked for, and do not fit, that is an error; `auto` takes fewer."""
+    tiling, grid = Tiling(zigzag(8 * 1024, 16), Mask.causal()), grid_of(16, 4)
+    given = tiling, grid, shape_of(512, kv_heads=4), "aaaabbbbccccdddd"
+
+    def chosen(limit: float, blocks: int | None = None) -> tuple[int, int]:
+        config = BurstConfig(topology="mesh", backward="kv", blocks_per_call=blocks)
+        (taken,) = choose(config, *given, memory_limit=limit).backward
+        assert isinstance(taken.schedule, Mesh) and taken.memory <= limit
+        return taken.schedule.blocks_per_call, taken.memory
+
+    found = [chosen(float("inf"))]
+    while found[-1][0] > 1:
+        found.append(chosen(found[-1][1] - 1))
+    assert [blocks for blocks, _ in found] == [4, 2, 1]
+    with pytest.raises(ValueError, match="lower --burst-blocks-per-call, raise --burst-memory-mb"):
+        chosen(found[0][1] - 1, 4)
 
 
 def test_large_tiles_and_little_memory_leave_it_at_one() -> None:

@@ -30,7 +30,7 @@ from megatron_burst.plugin.limits import (
     LM_HEAD_LIMITS,
     OFF,
     WORKING,
-    lm_head_refusals,
+    beyond,
     refusals,
 )
 
@@ -866,7 +866,7 @@ def test_the_working_values_of_a_limit_of_the_lm_head_pass(
     assert hasattr(args, limit) or limit in ("modelopt_enabled", "logit_dtype")
     for value in WORKING.get(limit, OFF):
         setattr(args, limit, value)
-        assert lm_head_refusals(args) == []
+        assert beyond(LM_HEAD_LIMITS, args) == []
         args.cp_comm_type = None
         configure(args)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -92,24 +93,29 @@ def by_events(
         if any(nodes[plan.rank] != nodes[s.peer] for s in plan.sends)
     )
 
-    def called(tiles: tuple[Tile, ...], rank: int) -> tuple[int, int]:
-        """The rows of kernel calls, at most two of each block of queries, and blocks of others."""
-        rows, visitors = (
-            sum(tile.query_rows.length for tile in tiles),
-            {tile.query_owner for tile in tiles} - {rank},
-        )
-        return min(rows, 2 * shape.tokens * (1 + len(visitors))), len(visitors)
+    def called(tiles: tuple[Tile, ...]) -> int:
+        """The rows of kernel calls, at most two of the block of queries."""
+        return min(sum(tile.query_rows.length for tile in tiles), 2 * shape.tokens)
 
-    def kernels(tiles: tuple[Tile, ...], rank: int) -> float:
+    def visitors(plan: Plan) -> list[int]:
+        """By step, how many blocks of others' queries come."""
+        found, last = [], plan.rank
+        for step in plan.steps:
+            owners = [t.query_owner for t in step.tiles if t.query_owner != plan.rank]
+            found.append(sum(a != b for a, b in pairwise([last, *owners])))
+            last = [last, *owners][-1]
+        return found
+
+    def kernels(tiles: tuple[Tile, ...]) -> float:
         dims = shape.query_heads, shape.head_dim, shape.value_head_dim
-        pairs = sum(t.pairs for t in tiles) + machine.grain * called(tiles, rank)[0]
+        pairs = sum(t.pairs for t in tiles) + machine.grain * called(tiles)
         return attention_flops(1, *dims, backward=backward) * pairs / rate
 
-    def sums(tiles: tuple[Tile, ...], rank: int) -> float:
-        dims, (rows, visitors) = shape.head_dim + shape.value_head_dim, called(tiles, rank)
-        moved = rows * 4 * (8 if backward else 16) * (2 + 8)
+    def sums(tiles: tuple[Tile, ...], visitors: int) -> float:
+        dims = shape.head_dim + shape.value_head_dim
+        moved = called(tiles) * 4 * (8 if backward else 16) * (2 + 8)
         moved += sum(t.key_rows.length for t in tiles) * 2 * dims * (2 + 8) if backward else 0
-        made = 2 * visitors * shape.tokens * 4 * 16 * 2
+        made = visitors * shape.tokens * 4 * 16 * (2 + (2 if backward else 4))
         return machine.traffic * (moved + made) / machine.memory_rate
 
     def message(item: Item, source: int, target: int) -> tuple[str, float]:
@@ -119,16 +125,18 @@ def by_events(
         sharing = min(links.beside, machine.gpus_per_nic) * leaving[nics[source]]
         return "between", machine.nic_latency + size * sharing / machine.nic_rate
 
+    come = {id(s): n for p in plans for s, n in zip(p.steps, visitors(p), strict=True)}
+
     def computing(rank: int, step: Step) -> float:
         sending = sum(message(s.item, rank, s.peer)[1] for s in step.sends)
         receiving = sum(message(r.item, r.peer, rank)[1] for r in step.receives)
         copied = sum(payload(s.item, sizes, shape.tokens) for s in step.sends) / machine.copy_rate
         taken = machine.contention * max(sending, receiving) + copied
         taken += machine.step_seconds if step.tiles else 0.0
-        return kernels(step.tiles, rank) + sums(step.tiles, rank) + taken
+        return kernels(step.tiles) + sums(step.tiles, come[id(step)]) + taken
 
     most = max(plans, key=lambda plan: sum(tile.pairs for tile in plan.tiles))
     ended = event_clock.duration(plans, computing, message)
-    each = [sums(step.tiles, most.rank) for step in most.steps]
-    computed = sum(kernels(step.tiles, most.rank) for step in most.steps)
+    each = [sums(step.tiles, come[id(step)]) for step in most.steps]
+    computed = sum(kernels(step.tiles) for step in most.steps)
     return ended, computed, sum(each)

@@ -92,15 +92,12 @@ def test_a_message_between_nodes_takes_as_many_columns_as_a_pass_has_steps(
             assert last - first == (3 if send.channel is Channel.READ_BETWEEN else 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "nodes"), [("plan.svg", "", 1), ("plan-double.svg", "--nodes 2", 2)]
-)
+@pytest.mark.parametrize(("name", "nodes"), [("docs/plan.svg", 1), ("docs/plan-double.svg", 2)])
 def test_the_figures_of_the_documentation_are_up_to_date(
     plan_figure: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    options: str,
     nodes: int,
 ) -> None:
     drawn: list[str] = []
@@ -111,9 +108,10 @@ def test_the_figures_of_the_documentation_are_up_to_date(
         arrow(axes, points, color, *style)
 
     monkeypatch.setattr(plan_figure, "arrow", count)
-    plan_figure.main([*options.split(), "--output", str(tmp_path / name)])
-    found = words((tmp_path / name).read_text())
-    assert found == words((ROOT / "docs" / name).read_text())
+    plan_figure.draw(nodes, tmp_path / "plan.svg")
+    found = words((tmp_path / "plan.svg").read_text())
+    assert plan_figure.NODES[name] == nodes
+    assert found == words((ROOT / name).read_text())
     assert {"rank 3", "step 3", "keys of rank 1", "own keys", "dK and dV whole"} <= set(found)
     assert ({"node 1", "between nodes"} <= set(found)) == (nodes > 1)
     ring = make_ring(nodes, 4 // nodes)

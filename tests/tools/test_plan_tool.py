@@ -122,13 +122,20 @@ def test_an_all_to_all_is_waited_for() -> None:
     assert forward.exposed == pytest.approx(sent / 1e9 + repacked / 1e12)
 
 
-@pytest.mark.parametrize(("backward", "visitors"), [("query", 3), ("kv", 0)])
-def test_visiting_queries_cost_a_surrogate_for_their_outputs(backward: str, visitors: int) -> None:
-    load = workload(cluster(), 4, algorithm="burst", backward=backward, topology="flat")
+@pytest.mark.parametrize(
+    ("topology", "kind", "visitors"),
+    [("flat", "query", 3), ("flat", "kv", 0), ("mesh", "query", 1), ("mesh", "kv", 1)],
+)
+def test_visiting_queries_cost_a_surrogate_for_their_outputs(
+    topology: str, kind: str, visitors: int
+) -> None:
+    """One a visit, however many blocks it meets; in the forward the result is rounded."""
+    load = workload(cluster(), 4, algorithm="burst", backward=kind, topology=topology)
     work = timing.chosen(load.ring)[0].backward[0].schedule.work(backward=True)
     own = work._replace(visitors=0 * work.visitors)
-    every, kept = (timing.sum_bytes(each, load.ring.shape, True) for each in (work, own))
-    assert set((every - kept).sum(axis=0)) == {visitors * 2 * TOKENS * HEADS * DIM * 2}
+    for backward, each in ((True, 2 + 2), (False, 4 + 2)):
+        every, kept = (timing.sum_bytes(w, load.ring.shape, backward) for w in (work, own))
+        assert set((every - kept).sum(axis=0)) == {visitors * TOKENS * HEADS * DIM * each}
 
 
 def test_a_part_of_the_forward_runs_again() -> None:

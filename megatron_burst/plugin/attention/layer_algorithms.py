@@ -70,8 +70,7 @@ def _layers(args: argparse.Namespace) -> int | None:
     """Return how many layers the arguments describe; Megatron lets a pattern win over a number."""
     if pattern := getattr(args, "hybrid_layer_pattern", None):
         return len(pattern.partition("/")[0].replace("|", ""))
-    layers: int | None = args.num_layers
-    return layers
+    return args.num_layers
 
 
 def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: bool) -> list[str]:

@@ -17,7 +17,7 @@ from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
-from megatron_burst.plugin.limits import lm_head_refusals
+from megatron_burst.plugin.limits import LM_HEAD_LIMITS, beyond, refuse_all
 from megatron_burst.plugin.models import NAMES, LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,14 @@ class ChunkedHead:
 
 def _check(model: LanguageModel) -> None:
     layer = model.output_layer
-    reasons = lm_head_refusals(model.config)
+    reasons = beyond(LM_HEAD_LIMITS, model.config)
     if type(layer) is not ColumnParallelLinear:
         reasons.append(f"the output layer is a {type(layer).__name__}, not a ColumnParallelLinear")
     elif layer.bias is not None:
         reasons.append("the output layer has a bias")
     elif layer.gtp_remat_size > 1:
         reasons.append(f"the output layer is spread over {layer.gtp_remat_size} GTP ranks")
-    if reasons:
-        raise ValueError("--lm-head-loss chunked cannot run this:\n  " + "\n  ".join(reasons))
+    refuse_all("--lm-head-loss chunked cannot run this", reasons)
 
 
 class UnmadeLogits:

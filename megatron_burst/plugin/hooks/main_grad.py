@@ -32,8 +32,7 @@ class MainGradSum:
 
     @property
     def _main_grad(self) -> Tensor:
-        main_grad: Tensor = self._weight.main_grad  # type: ignore[attr-defined]
-        return main_grad
+        return self._weight.main_grad  # type: ignore[attr-defined]
 
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden`; into a narrower `main_grad` the sum of all chunks at last."""
@@ -52,8 +51,7 @@ class MainGradSum:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         zero = getattr(weight, "zero_out_wgrad", False)
         if layers.HAVE_TE and weight.is_cuda:  # one such tensor for all layers
-            shared: Tensor = layers.get_dummy_wgrad(list(weight.shape), weight.dtype, zero=zero)
-            return shared
+            return layers.get_dummy_wgrad(list(weight.shape), weight.dtype, zero=zero)
         return torch.zeros_like(weight) if zero else torch.empty_like(weight)
 
 

@@ -113,8 +113,7 @@ class _HeadLosses:
             return losses
         if self._heads is None:
             self._heads = self._weights(losses)
-        weighted: Tensor = _Weighted.apply(losses, *next(self._heads))
-        return weighted
+        return _Weighted.apply(losses, *next(self._heads))
 
     def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each head what makes Megatron's figure of its log right, and the gradient."""

@@ -68,46 +68,39 @@ def _find(layout: Layout, positions: Tensor) -> tuple[Tensor, Tensor]:
     return ranks[piece], first_rows[piece] + positions - starts[piece]
 
 
+@dataclass(frozen=True)
 class RowExchange:
     """The moves of a micro-batch between the caller's layout and ours; collective calls.
 
     An all-to-all: a rank sends its rows once, and takes for a moment three times their memory.
-
-    Args:
-        group: of the context-parallel ranks.
-        callers: which tokens the ranks have before the model and behind it.
-        ours: which they have inside it.
-        bounds: of the documents, 0 first, the end of the sequence last.
-        device: of the tensors.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        callers: Layout,
-        ours: Layout,
-        bounds: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self._group, self._device = group, device
-        self._callers, self._ours, self._bounds = callers, ours, bounds
-        self.is_needed = callers != ours
+    group: dist.ProcessGroup  # of the context-parallel ranks
+    callers: Layout  # which tokens the ranks have before the model and behind it
+    ours: Layout  # which they have inside it
+    bounds: Sequence[int]  # of the documents, 0 first, the end of the sequence last
+    device: torch.device  # of the tensors
+
+    @cached_property
+    def is_needed(self) -> bool:
+        """Whether rows move at all."""
+        return self.callers != self.ours
 
     @cached_property
     def _to_ours(self) -> Moves:
-        return find_moves(self._callers, self._ours, self._group.rank()).on(self._device)
+        return find_moves(self.callers, self.ours, self.group.rank()).on(self.device)
 
     @cached_property
     def _to_next(self) -> Moves:
-        rank = self._group.rank()
-        return find_moves(self._ours, self._ours, rank, self._bounds).on(self._device)
+        rank = self.group.rank()
+        return find_moves(self.ours, self.ours, rank, self.bounds).on(self.device)
 
     def to_ours(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows in our layout of tensors [batch, rows], in one message."""
         if not self.is_needed:
             return dict(given)
         parts = {name: _bytes(x) for name, x in given.items()}
-        carried = _carry(torch.cat([*parts.values()], 1), self._to_ours, self._group)
+        carried = _carry(torch.cat([*parts.values()], 1), self._to_ours, self.group)
         pieces = carried.split([part.shape[1] for part in parts.values()], 1)
         return {
             name: piece.contiguous().view(x.dtype).t().contiguous()
@@ -118,20 +111,19 @@ class RowExchange:
         """Return this rank's rows in the caller's layout of [batch, rows, ...]; differentiable."""
         if not self.is_needed:
             return x
-        moved: Tensor = _Exchange.apply(x, self._to_ours.back, self._group)
-        return moved
+        return _Exchange.apply(x, self._to_ours.back, self.group)
 
     def next(self, x: Tensor) -> Tensor:
         """Return what comes next in its document for each row of [batch, rows] in our layout.
 
         Zero for the last row of a document.
         """
-        if x.shape[1] != self._ours.local_tokens:
+        if x.shape[1] != self.ours.local_tokens:
             raise ValueError(
-                f"MTP moves tensors of {self._ours.local_tokens} tokens a rank, not "
+                f"MTP moves tensors of {self.ours.local_tokens} tokens a rank, not "
                 f"{tuple(x.shape)}: a padding mask under --sequence-parallel is cut up before it"
             )
-        moved = _carry(_bytes(x), self._to_next, self._group)
+        moved = _carry(_bytes(x), self._to_next, self.group)
         return moved.view(x.dtype).t().contiguous()
 
 

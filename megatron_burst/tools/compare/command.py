@@ -13,8 +13,8 @@ more of --toy the loss of one does not fall by half a nat.
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choos
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
 
 _OURS = """
@@ -52,14 +52,9 @@ _EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    Raises:
-        ValueError: a flag cannot be what it is; the message says why.
-    """
-    words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(words)
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+    args = _parser().parse_args(argv)
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     _fill(args)
     series, chosen = _asked(args)
@@ -76,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         terminal.complain("compare", ["interrupted; the same command goes on from here"])
         return 130
     comparison = Comparison(
-        command=shlex.join(["megatron-burst", "compare", *words]),
+        command=shlex.join(["megatron-burst", "compare", *argv]),
         flags=args.flags,
         machine=machine(),
         results=results,
@@ -169,9 +164,7 @@ def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
         named = ", ".join(f"--{name}" for name in taken)
         raise ValueError(f"{named}: the comparison sets it itself; drop it")
 
-    def number(name: str, default: int = 1) -> int:
-        return int(given.get(name, default))
-
+    number = partial(whole, given)
     tensor, pipeline = (number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline"))
     job = Job(
         ranks=args.ranks,

@@ -8,23 +8,19 @@ from typing import Any
 
 from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.compare.picture import draw
-from megatron_burst.tools.compare.results import FAILED, RAN, Difference, Result, differences
+from megatron_burst.tools.compare.results import (
+    FAILED,
+    FIGURES,
+    RAN,
+    Difference,
+    Result,
+    differences,
+    shown,
+)
 from megatron_burst.tools.compare.switching import HEAD, switching
 from megatron_burst.tools.compare.variants import REFERENCES
 
-# Each with where its figure is in a result, what it is multiplied by, and its form.
-_FIGURES = {
-    "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
-    "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
-    "MFU %": ("mfu", 100, "{:.1f}"),
-    "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
-    "sent MiB": ("bytes_sent_per_rank_per_step", 2**-20, "{:,.1f}"),
-    "max/mean": ("imbalance", 1, "{:.3f}"),
-    "exposed ms": ("exposed", 1e3, "{:,.1f}"),
-    "exposed %": ("share", 100, "{:.0f}"),
-    "hidden %": ("hidden", 100, "{:.0f}"),
-}
-COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *_FIGURES)
+COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
 _WORDS = """
 * **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
@@ -165,5 +161,4 @@ def _cells(result: Result, apart: Mapping[str, Difference]) -> Iterable[str]:
     yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
     figures = asdict(result) | {"exposed": None, "share": None, "hidden": None}
     figures |= result.exposed or {}
-    for name, factor, form in _FIGURES.values():
-        yield "n/a" if figures[name] is None else form.format(figures[name] * factor)
+    yield from (shown(name, figures[field]) for name, (field, *_) in FIGURES.items())

@@ -18,6 +18,19 @@ RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
 WARM_UP = 5
 """How many of the first iteration times are left out, where twice as many exist."""
 
+# Each with where its figure is in a result, what it is multiplied by, and its form.
+FIGURES = {
+    "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
+    "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
+    "MFU %": ("mfu", 100, "{:.1f}"),
+    "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
+    "sent MiB": ("bytes_sent_per_rank_per_step", 2**-20, "{:,.1f}"),
+    "max/mean": ("imbalance", 1, "{:.3f}"),
+    "exposed ms": ("exposed", 1e3, "{:,.1f}"),
+    "exposed %": ("share", 100, "{:.0f}"),
+    "hidden %": ("hidden", 100, "{:.0f}"),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
@@ -50,6 +63,12 @@ class Difference:
 
     relative: float
     step: int
+
+
+def shown(figure: str, value: float | None) -> str:
+    """Return the cell of one of `FIGURES`."""
+    _, factor, form = FIGURES[figure]
+    return "n/a" if value is None else form.format(value * factor)
 
 
 def measure(

@@ -2,16 +2,11 @@
 
 from collections.abc import Sequence
 
-from megatron_burst.tools.compare.results import Result
+from megatron_burst.tools.compare.results import FIGURES, Result, shown
 
 HEAD = ("", "yours", "burst", "burst / yours")
 OURS = "burst"
-# Each with where it is in a result, what it is multiplied by, and its form.
-_FIGURES = {
-    "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
-    "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
-    "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
-}
+_FIGURES = ("step ms", "tokens/s a rank", "memory GiB")
 
 
 def stock(ran: Sequence[Result]) -> Result | None:
@@ -35,7 +30,5 @@ def switching(ran: Sequence[Result]) -> tuple[str, list[list[str]]]:
 
 
 def _line(name: str, theirs: Result, ours: Result) -> list[str]:
-    field, factor, form = _FIGURES[name]
-    old, new = getattr(theirs, field), getattr(ours, field)
-    cells = ("n/a" if value is None else form.format(value * factor) for value in (old, new))
-    return [name, *cells, f"{new / old:.2f}" if old and new else "n/a"]
+    old, new = (getattr(result, FIGURES[name][0]) for result in (theirs, ours))
+    return [name, shown(name, old), shown(name, new), f"{new / old:.2f}" if old and new else "n/a"]

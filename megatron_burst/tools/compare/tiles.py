@@ -39,18 +39,20 @@ def _rows(device: Device, sizes: Sizes) -> Iterator[Row]:
 
 
 def _ways(device: Device, sizes: Sizes) -> dict[str, Way]:
-    one = OneCall(device.kernel(*sizes[1:]), sizes, RANKS, device.device)
-    tokens = f"{one.sizes.tokens} tokens"
+    # On so many tokens that the FLOPs are about those of one rank.
+    whole = sizes._replace(tokens=round(sizes.tokens * RANKS**0.5 / 64) * 64 or sizes.tokens)
+    one = OneCall(device.kernel(*sizes[1:]), whole, device.device, DTYPE)
+    tokens = f"{whole.tokens} tokens"
     ways: dict[str, Way] = {
         f"one call, {tokens}": (one.pairs, {"forward": one.forward, "backward": one.backward})
     }
     tensors = sizes.draw(device.device, DTYPE)
     for ring in ("kv", "query"):
-        rank = OneRank.in_the_middle([0] * RANKS, tensors, ring, "flat")
+        rank = OneRank([0] * RANKS, tensors, ring, "flat")
         passes = {"forward": rank.forward, "backward": rank.backward}
         ways[f"{A_RANK}, {ring} ring"] = rank.pairs, passes
     if device.is_gpu and find_spec("transformer_engine"):
-        ways[f"TransformerEngine, {tokens}"] = one.pairs, _transformer_engine(device, one.sizes)
+        ways[f"TransformerEngine, {tokens}"] = one.pairs, _transformer_engine(device, whole)
     return ways
 
 

@@ -27,9 +27,9 @@ with --gpus-per-node or --nodes for a cluster, on the packages of this machine. 
 if the command line will run, else 1."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the verb; return its exit status."""
-    own, words = options.split_at_dashes(sys.argv[1:] if argv is None else argv)
+    own, words = options.split_at_dashes(argv)
     given = _parser().parse_args(own)
     report = _report(given, words)
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here

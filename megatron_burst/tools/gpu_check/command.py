@@ -8,7 +8,6 @@ the same runs on small sizes and nothing is asked of times. The exit status is 1
 import argparse
 import importlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,17 +25,16 @@ from megatron_burst.tools.gpu_check.stage import Check, Device, guarded
 STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the stages; return the exit status."""
-    words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(words)
+    args = _parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU here; --device cpu runs the same on small sizes")
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     args.output.mkdir(parents=True, exist_ok=True)
     device = Device(torch.device(args.device), args.output)
     name = torch.cuda.get_device_name() if device.is_gpu else f"CPU, {hardware.cpu_model()}"
-    machine = hardware.describe("gpu-check", ["megatron-burst", "gpu-check", *words])
+    machine = hardware.describe("gpu-check", ["megatron-burst", "gpu-check", *argv])
     del machine["host"]  # the page is there to be shown
     results: list[Result] = []
     report = Report(device=name, machine=machine, results=results)

@@ -11,14 +11,7 @@ from torch import Tensor
 from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, select_kernel
 from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.mask import Band
-from megatron_burst.tools.gpu_check.stage import (
-    DTYPE,
-    Check,
-    Device,
-    at_most,
-    relative_error,
-    told,
-)
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 
 REMEDY = "do not train with the kernel that the lines name; --burst-kernel takes another"
 ALLOWED = 2e-2  # of the norm; a right kernel in bfloat16 is at a third of it
@@ -125,7 +118,7 @@ def _of_kernel(device: Device, name: str, some: Iterable[Case]) -> Iterator[Chec
             yield at_most(f"{name}, case {number}: {case}", apart, ALLOWED, more=f" of {tensor}")
     yield at_most(f"{name}, the worst case", worst, ALLOWED, more=where)
     for reason, times in refused.items():
-        yield told(f"{name} refused {times} cases", reason)
+        yield Check(f"{name} refused {times} cases", reason)
 
 
 def errors(device: Device, kernel: Kernel, case: Case) -> Iterator[tuple[float, str]]:

@@ -8,14 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.tools.gpu_check.stage import (
-    DTYPE,
-    Check,
-    Device,
-    at_most,
-    relative_error,
-    told,
-)
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 
 REMEDY = "train with --lm-head-loss megatron"
 _ERROR = 1e-2  # of the norm, in bfloat16
@@ -41,7 +34,7 @@ def check(device: Device) -> Iterator[Check]:
     yield at_most("memory", peaks[0] / 2**20 - gradients, allowed, "{:.0f}", more=said)
     ratio = at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER)
     yield device.judged(ratio)
-    yield told("forward and backward", f"{seconds[0] * 1e3:.1f} ms, {seconds[1] * 1e3:.1f} ms")
+    yield Check("forward and backward", f"{seconds[0] * 1e3:.1f} ms, {seconds[1] * 1e3:.1f} ms")
 
 
 def _numbers(device: Device) -> Iterator[Check]:

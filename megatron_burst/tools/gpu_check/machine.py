@@ -1,7 +1,6 @@
 """The machine, the kernels that serve it, why others do not, and what first calls cost."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -9,7 +8,7 @@ from megatron_burst.kernels import Kernel, Request, TileCall
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor.attention import served
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded, told
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded
 from megatron_burst.tools.one_rank import Sizes
 
 REMEDY = "install another kernel (docs/install.md)"
@@ -19,14 +18,14 @@ _LONGEST_FIRST_CALL = 60.0  # seconds, forward and backward: what compiles longe
 def check(device: Device) -> Iterator[Check]:
     """Say what is here; fail where no kernel serves or one cannot make its first call."""
     for gpu in hardware.gpus() if device.is_gpu else ():
-        yield told(gpu["name"], ", ".join(f"{k} {v}" for k, v in gpu.items() if k != "name"))
-    yield told("processor", hardware.cpu_model())
-    yield told("multiply-add", f"{_product(device) / 1e12:.3g} TFLOP/s of a bfloat16 product")
+        yield Check(gpu["name"], ", ".join(f"{k} {v}" for k, v in gpu.items() if k != "name"))
+    yield Check("processor", hardware.cpu_model())
+    yield Check("multiply-add", f"{_product(device) / 1e12:.3g} TFLOP/s of a bfloat16 product")
     taken = ""
     for answer in served(Request(device.device, DTYPE, 8, 2, 128, 128)):
         taken = answer.kernel if answer.is_taken else taken
         state = "taken" if answer.is_taken else "; ".join(answer.reasons) or "serves"
-        yield told(f"kernel {answer.kernel}", state)
+        yield Check(f"kernel {answer.kernel}", state)
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
         yield from guarded(_first_call(device, name, kernel), f"first call of {name}: ")
@@ -44,9 +43,9 @@ def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     q, k, v, dout = Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE)
     tile = TileCall(q, k, v, Band.CAUSAL, 128**-0.5)
 
-    def both(kernel: Kernel) -> None:
+    def both() -> None:
         kernel.backward(tile, dout, *kernel.forward(tile))
 
-    first, again = (device.once(partial(both, kernel)) for _ in range(2))
+    first, again = (device.once(both) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
     yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))

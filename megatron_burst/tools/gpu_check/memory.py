@@ -41,14 +41,17 @@ def check(device: Device) -> Iterator[Check]:
     sizes = Sizes(16384, 32, 32, 128) if device.is_gpu else Sizes(256, 4, 4, 64)
     tensors = sizes.draw(device.device, DTYPE)
     for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
-        rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology)
+        rank = OneRank(_NODES[topology], tensors, ring, topology)
         rank.backward()  # what is made once is no part of it
         rank.result = None
         found = [device.peak(rank.forward, tensors)]
         found.append(device.peak(rank.backward, (*tensors, *(rank.result or ()))))
         counted = _counted(topology, ring, sizes)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
-            yield _compared(f"{topology} {ring} ring, {name}", mine, right, tensors[0])
+            of_q = tensors[0].nbytes
+            sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
+            what = f"{topology} {ring} ring, {name}: apart"
+            yield at_most(what, abs(mine / right - 1), _APART, more=sizes_in_q)
         del rank
         device.free()
 
@@ -57,15 +60,10 @@ def _counted(topology: str, ring: str, sizes: Sizes) -> tuple[int, int]:
     """Return the peaks of a forward and a backward, counted on tensors without values."""
     tensors = sizes.draw("meta", DTYPE)
     # The reference serves any device.
-    rank = OneRank.in_the_middle(_NODES[topology], tensors, ring, topology, "reference")
+    rank = OneRank(_NODES[topology], tensors, ring, topology, "reference")
     rank.call = replace(rank.call, kernel=_EmptyKernel())
     with LiveBytes(tensors) as forward:
         result = rank.forward()
     with LiveBytes((*tensors, *result)) as backward:
         rank.backward()
     return forward.peak, backward.peak
-
-
-def _compared(name: str, found: int, counted: int, q: Tensor) -> Check:
-    sizes = f" ({found / q.nbytes:.1f} x q, counted {counted / q.nbytes:.1f})"
-    return at_most(f"{name}: apart", abs(found / counted - 1), _APART, more=sizes)

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory, HostMemory
-from megatron_burst.tools.gpu_check.stage import (
-    DTYPE,
-    Check,
-    Device,
-    at_most,
-    relative_error,
-    told,
-)
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import Sizes, Tensors
 
 REMEDY = "train without --recompute-attention-offload, or without partial recompute"
@@ -32,7 +25,7 @@ def check(device: Device) -> Iterator[Check]:
         for host in (None, HostMemory()) if device.is_gpu else (None,):
             yield from _of_fraction(device, tensors, context, expected, fraction, host)
     if not device.is_gpu:
-        yield told("offload", "needs a GPU")
+        yield Check("offload", "needs a GPU")
 
 
 def _of_fraction(

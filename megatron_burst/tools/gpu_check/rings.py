@@ -29,28 +29,27 @@ from megatron_burst.tools.gpu_check.stage import (
     at_most,
     guarded,
     relative_error,
-    told,
 )
 from megatron_burst.tools.one_rank import Sizes, context_of
 
 REMEDY = "--burst-kernel takes another kernel; if all are wrong, --context-parallel-algo megatron"
 _GRIDS = ((4, 4), (8, 4), (8, 2))  # ranks, and those of a node
+_KV = {"backward": "kv", "topology": "double"}
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "kv ring": {"backward": "kv", "topology": "double"},
-    "query ring": {"backward": "query", "topology": "double"},
+    "kv ring": _KV,
+    "query ring": _KV | {"backward": "query"},
     "query ring, flat, gradients in bfloat16": {
-        **{"backward": "query", "topology": "flat"},
+        "backward": "query",
+        "topology": "flat",
         "grad_dtype": "model",
     },
-    "kv ring, gradients by a chain": {
-        **{"backward": "kv", "topology": "double"},
-        "gradient_return": "chain",
-    },
-    "kv ring, four blocks a call": {
-        **{"backward": "kv", "topology": "double"},
+    "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
+    "kv ring, four blocks a call": {**_KV, "blocks_per_call": 4},
+    "mesh": {"topology": "mesh"},
+    "mesh, four blocks a call": {
+        **{"backward": "kv", "topology": "mesh"},
         "blocks_per_call": 4,
     },
-    "mesh": {"topology": "mesh"},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
     "allgather": {"algorithm": "allgather"},
@@ -85,6 +84,8 @@ def check(device: Device) -> Iterator[Check]:
 
 
 def _placed(setting: str, ranks: int, per_node: int) -> tuple[int, ...]:
+    if setting == "mesh, four blocks a call":  # of two that come to each of a node's ranks
+        ranks, per_node = 12, 3
     nodes = tuple(rank // per_node for rank in range(ranks))
     # A mesh has at least two rows and two columns.
     return tuple(range(4)) if setting == "mesh" and nodes[-1] < 3 else nodes
@@ -102,7 +103,7 @@ def _of_setting(
         except ValueError as error:
             if _REFUSED not in str(error):
                 raise
-            yield told(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
+            yield Check(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
         worst[case.mask] = max(found, key=lambda finding: finding.share)
     for mask, finding in worst.items():

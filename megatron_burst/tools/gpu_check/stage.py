@@ -27,11 +27,6 @@ class Check:
     passed: bool = True
 
 
-def told(name: str, found: str) -> Check:
-    """Return a line that nothing is asked of."""
-    return Check(name, found)
-
-
 def at_most(
     name: str, found: float, allowed: float, form: str = "{:.3g}", *, more: str = ""
 ) -> Check:
@@ -67,7 +62,7 @@ class Device:
 
     def judged(self, check: Check) -> Check:
         """Return a line about time, of which nothing is asked without a GPU."""
-        return check if self.is_gpu else told(check.name, check.found)
+        return check if self.is_gpu else Check(check.name, check.found)
 
     def kernels(self, heads: int, kv_heads: int, dim: int) -> dict[str, Kernel]:
         """Return what serves bfloat16 of such a shape, and nothing slow."""
@@ -94,16 +89,8 @@ class Device:
 
     def seconds(self, run: Callable[[], object], repetitions: int = 5) -> float:
         """Return the median of some calls, after one that does not count."""
-        timed = self._between_events if self.is_gpu else self.once
+        timed = between_events if self.is_gpu else self.once
         return median([timed(run) for _ in range(repetitions + 1)][1:])
-
-    def _between_events(self, run: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
     def peak(self, run: Callable[[], object], existing: Iterable[Tensor]) -> int:
         """Return the most bytes that a call takes beside the existing tensors."""
@@ -136,6 +123,16 @@ class Device:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
+
+
+def between_events(run: Callable[[], object]) -> float:
+    """Return the seconds that a GPU takes for a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

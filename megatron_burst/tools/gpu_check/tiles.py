@@ -16,7 +16,7 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.layout import Interval
 from megatron_burst.tools.compare import tiles
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most, told
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import OneRank, Sizes
 
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
@@ -31,10 +31,10 @@ def check(device: Device) -> Iterator[Check]:
         name = f"{row['tokens']} tokens a rank, {row['name']}, {row['phase']}"
         check = at_least(name, row["speed"], _EFFICIENCY, more=f", {row['tflops']:.4g} TFLOP/s")
         judged = row["name"].startswith(tiles.A_RANK)
-        yield device.judged(check) if judged else told(name, check.found)
+        yield device.judged(check) if judged else Check(name, check.found)
     yield _waits(device)
     copied = _copy_speed(device)
-    yield told("a copy", f"{copied / 1e9:.0f} GB/s read and written")
+    yield Check("a copy", f"{copied / 1e9:.0f} GB/s read and written")
     first, merged = _merge(device)
     more = f", its first call {first:.2f} s"
     check = at_least("a merge's speed over a copy's", merged / copied, _OF_COPY, more=more)
@@ -43,10 +43,6 @@ def check(device: Device) -> Iterator[Check]:
         moved = seconds * copied / logits
         name = f"bytes a logit in the time of the loss {name}"
         yield device.judged(at_most(name, moved, _LOGIT_BYTES / _OF_COPY))
-
-
-def _small(tokens: int) -> Sizes:
-    return Sizes(tokens, 4, 2, 32)
 
 
 class _HostWaits(TorchDispatchMode):
@@ -66,10 +62,10 @@ class _HostWaits(TorchDispatchMode):
 
 def _waits(device: Device) -> Check:
     """Look whether a rank's loops, once planned, wait for the device."""
-    sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else _small(16)
+    sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
     found: list[str] = []
     for ring in ("kv", "query"):
-        rank = OneRank.in_the_middle([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
+        rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
         rank.backward()  # what is compiled may wait
         with _HostWaits() as waits, _warnings_of_waits(device) as said:
             rank.forward()
@@ -107,7 +103,7 @@ def _merge(device: Device) -> tuple[float, float]:
 
     Counted are float32 sums, read and written, and a bfloat16 part.
     """
-    sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else _small(64)
+    sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else Sizes(64, 4, 2, 32)
     q, *_, part = sizes.draw(device.device, DTYPE)
     lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
     results, rows = PartialResults(q, sizes.head_dim), Interval(0, sizes.tokens)

@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from megatron_burst.tools.gpu_check.stage import Check, Device, at_most, told
+from megatron_burst.tools.gpu_check.stage import Check, Device, at_most
 
 REMEDY = "leave away what the lines name; report the log.txt of training/runs beside the page, too"
 _ITERATIONS = 20
 _ALLOWED = {"cuda": 2e-2, "cpu": 1e-4}  # of the loss, in bfloat16 and in float32
-_STOCK = "CP=1 megatron"  # whose losses the comparison holds the others against
 _VARIANTS = {
-    _STOCK: "megatron",
+    "CP=1 megatron": "megatron",  # the losses of the others are held against
     "attention": "burst",
     "attention and chunked loss": "burst --lm-head-loss chunked",
     "attention, half of it recomputed": "burst --recompute-granularity full --recompute-method "
@@ -26,11 +25,10 @@ def check(device: Device) -> Iterator[Check]:
     """Train a toy each way and compare the losses."""
     missing = [name for name in ("megatron", "tensorboard") if find_spec(name) is None]
     if missing:
-        yield told("left out", f"{' and '.join(missing)}: pip install 'megatron-burst[train]'")
+        yield Check("left out", f"{' and '.join(missing)}: pip install 'megatron-burst[train]'")
         return
     # They need those packages.
-    from megatron_burst.tools.compare.page import Comparison
-    from megatron_burst.tools.compare.results import RAN, machine
+    from megatron_burst.tools.compare.results import RAN, differences
     from megatron_burst.tools.compare.running import Series
     from megatron_burst.tools.compare.toy import make_toy
     from megatron_burst.tools.compare.variants import Variant
@@ -51,15 +49,7 @@ def check(device: Device) -> Iterator[Check]:
             continue
         last, seconds = results[-1].losses[-1][1], results[-1].seconds_per_step or 0.0
         memory = (results[-1].peak_memory_bytes or 0.0) / 2**20
-        yield told(name, f"loss {last:.4f}, {seconds * 1e3:.0f} ms a step, {memory:.0f} MiB")
-    compared = Comparison(
-        command="",
-        flags=series.flags,
-        machine=machine(),
-        results=results,
-        judged_steps=_ITERATIONS,
-        tolerance=allowed,
-        is_toy=True,
-    )
-    for name, apart in compared.apart.items():
-        yield at_most(f"losses of {name} beside {compared.reference}", apart.relative, allowed)
+        yield Check(name, f"loss {last:.4f}, {seconds * 1e3:.0f} ms a step, {memory:.0f} MiB")
+    ran = [result.name for result in results if result.status == RAN]
+    for name, apart in differences(results, ran[0], _ITERATIONS).items() if ran else ():
+        yield at_most(f"losses of {name} beside {ran[0]}", apart.relative, allowed)

@@ -1,6 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -130,7 +130,9 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     flops = attention_flops(1, shape.query_heads, *dims, backward=backward)
     local_tokens = schedule.tiling.local_tokens
     batch = shape.tokens // local_tokens
-    work = Work(work.pairs * batch, *(_called(work, shape, batch)))
+    # Tiles of a step share a call: one of what is seen whole, one of what is seen in part.
+    rows = np.minimum(batch * work.query_rows, 2 * shape.tokens)
+    work = Work(work.pairs * batch, rows, batch * work.key_rows, work.visitors)
     kernels = (work.pairs + machine.grain * work.query_rows) * flops / rate
     if shape.latents:  # K and V are made of what came, in the backward again, and gradients of them
         met = np.minimum(work.key_rows, shape.tokens) * (3 if backward else 1)
@@ -147,28 +149,19 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
     return duration(messages, computing), float(of_most[0]), float(of_most[1])
 
 
-def _called(work: Work, shape: Shape, batch: int) -> Iterator[NDArray[np.int64]]:
-    """Return rows and visitors of kernel calls: tiles of a step that share queries share a call.
-
-    There is one of what is seen whole and one of what is seen in part.
-    """
-    blocks = 2 * shape.tokens * (1 + work.visitors)
-    yield np.minimum(batch * work.query_rows, blocks)
-    yield batch * work.key_rows
-    yield work.visitors
-
-
 def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
     """Return what is read and written to add the tiles' results to the sums: [step, rank].
 
-    And to make the outputs that are sent with no query: one for each block of another rank's.
+    And for each block of another rank's queries that comes: in the forward to round its output, in
+    the backward to make one, for none is sent.
     """
     each = shape.element_bytes + 2 * _SUM_BYTES
     a_query = shape.query_heads * (shape.head_dim if backward else shape.value_head_dim)
     a_key = shape.kv_heads * (shape.head_dim + shape.value_head_dim) if backward else 0
     output = shape.tokens * shape.query_heads * shape.value_head_dim
     rows = a_query * work.query_rows + a_key * work.key_rows
-    return rows * each + 2 * work.visitors * output * shape.element_bytes
+    a_number = shape.element_bytes + (shape.element_bytes if backward else _SUM_BYTES)
+    return rows * each + work.visitors * output * a_number
 
 
 @dataclass(frozen=True, slots=True)
