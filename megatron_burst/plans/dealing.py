@@ -10,7 +10,7 @@ documents are on two nodes.
 
 Then the positions are chosen. Of a shared document a rank takes as many tokens from the front as
 from the back, so that its queries, and its keys, have the mean of the pairs. Whoever is farther
-inside sends more rows; that is to be a rank that sends few of others.
+inside sends more rows; that is to be a rank with few tokens of it, and that sends few of others.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 
 WAYS = Way(40, 4), Way(32, 0), Way(0, 0)
 """None is the best for all documents; some of the first may be too uneven."""
-MORE_WAYS = Way(21, 4), Way(64, 4, False), Way(40, 4, False), Way(40, 2), Way(64, 4)
+MORE_WAYS = Way(21, 4), Way(64, 4), Way(32, 1, is_even=False), Way(40, 2), Way(32, 4)
 """To be tried where each of the first puts more bytes on the bottleneck link than zigzag."""
 
 
@@ -362,22 +362,20 @@ class _Deal:
     def _inwards(self, tokens: Mapping[int, int], sent: list[int]) -> list[int]:
         """In which order ranks take from the ends to the middle, so that none sends too much.
 
-        The one inside is seen by most, and is to be the least burdened.
+        The one inside is seen by most, and is to have the fewest tokens; of several the one that
+        sends the least of other documents.
         """
         outer, inside = [*tokens], list[int]()
         every = Counter(self.nodes[rank] for rank in outer)
         near = every.copy()
 
-        def cost(rank: int) -> int:
-            node = self.nodes[rank]
-            users = len(tokens) + len(outer) - every[node] - near[node]
-            return sent[rank] + tokens[rank] * (_FAR * users + every[node] + near[node] - 2)
-
         while outer:
-            inner = min(outer, key=cost)
-            sent[inner] = cost(inner)
+            inner = min(outer, key=lambda rank: (tokens[rank], sent[rank]))
+            node = self.nodes[inner]
+            users = len(tokens) + len(outer) - every[node] - near[node]
+            sent[inner] += tokens[inner] * (_FAR * users + every[node] + near[node] - 2)
             outer.remove(inner)
-            near[self.nodes[inner]] -= 1
+            near[node] -= 1
             inside.append(inner)
         return inside[::-1]
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.balance import BOUND, balanced, imbalance, pays
 from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.dealing import Way, deal
+from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, zigzag
 from megatron_burst.plans.mask import Mask
@@ -149,6 +151,11 @@ def test_where_all_have_more_bytes_than_zigzag_others_are_tried() -> None:
     assert all(float(row[f"8 a node {heads}"]) < 0.9 for heads in page.HEADS), row
 
 
+def test_the_middle_is_of_the_rank_with_the_fewest_tokens() -> None:
+    row = page.row("mean 30k", 2**17, 16)  # of the rank that sends the least: 1.15
+    assert float(row["8 a node 32:4"]) < 0.95, row
+
+
 def test_the_heads_decide_which_has_the_fewest_bytes() -> None:
     mask, nodes = page.documents("lognormal", 2**17, 1), [0] * 8
     many, few = (balanced(mask, 2**17, nodes, queries).layout for queries in (1, 8))
@@ -159,9 +166,10 @@ def test_the_heads_decide_which_has_the_fewest_bytes() -> None:
 
 def test_documents_on_the_same_nodes_lie_side_by_side() -> None:
     """Those on the next node first, then on the next two, on the one after, on the rank's own."""
-    lengths = [300, 700, 300, 700, 100, 60]
+    lengths = [600, 800, 400, 300, 60]
     mask = Mask.causal(documents=list(itertools.accumulate(lengths, initial=0)))
-    layout, node = balanced(mask, 2160, [0, 0, 1, 1, 2, 2]).layout, [0, 0, 1, 1, 2, 2]
+    node = [0, 0, 1, 1, 2, 2]
+    layout = deal(DocumentWork.of(mask, 2160), node, Way(0, 0))
     number = torch.repeat_interleave(torch.tensor(lengths))
     held = [number[layout.positions(r)].unique_consecutive().tolist() for r in range(6)]
     on = [{node[rank] for rank in range(6) if each in held[rank]} for each in range(len(lengths))]
@@ -223,4 +231,4 @@ def test_the_page_is_made_of_the_table(tmp_path: Path) -> None:
     assert len(rows) == len(page.LENGTHS) * len(SIZES)
     assert all(float(row["balanced"]) <= BOUND for row in rows)
     ratios = page.ratios(rows)
-    assert sum(ratio > 1 for ratio in ratios) <= 22 and max(ratios) <= 1.5
+    assert sum(ratio > 1 for ratio in ratios) <= 17 and max(ratios) <= 1.5
