@@ -1,14 +1,14 @@
 """A layout made for the documents of a batch: equal tokens, equal work; and whether it pays."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.dealing import WAYS, deal
+from megatron_burst.plans.dealing import MORE_WAYS, WAYS, deal
 from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
@@ -32,39 +32,58 @@ class Balanced(NamedTuple):
     """Max / mean over the ranks of their pairs, by queries or by keys; 1.0 is perfect."""
 
 
-def balanced(mask: Mask, tokens: int, nodes: Sequence[Hashable]) -> Balanced:
+def balanced(
+    mask: Mask, tokens: int, nodes: Sequence[Hashable], queries_a_key: int = 4
+) -> Balanced:
     """Return a layout with equal tokens and nearly equal work for the ranks on these nodes.
 
     Zigzag, where that is within `BOUND` or no worse; else of several that are within it the one
     that puts the fewest bytes on the bottleneck link. The same on every rank: integers decide.
 
+    Args:
+        mask: without a block table.
+        tokens: of the sequence.
+        nodes: of each rank.
+        queries_a_key: query heads for each kv head, on which it depends what is sent.
+
     Raises:
         ValueError: the tokens do not divide as zigzag needs it, or the mask has a block table.
     """
-    usual = zigzag(tokens, len(nodes))
-    least, best = imbalance(usual, mask), usual
-    if least > BOUND:
-        found = [(least, usual), *_dealt(mask, tokens, nodes)]
-        even = [each for each in found if each[0] <= BOUND] or [min(found, key=itemgetter(0))]
-        if len(even) > 1:
-            even.sort(key=lambda each: _bytes(each[1], mask, nodes))
-        least, best = even[0]
+    best = zigzag(tokens, len(nodes))
+    if (least := imbalance(best, mask)) > BOUND:
+        least, best = _dealt(mask, nodes, (least, best), queries_a_key)
     return Balanced(best, tokens // sum(map(len, best.shards)), least)
 
 
-def _dealt(mask: Mask, tokens: int, nodes: Sequence[Hashable]) -> Iterator[tuple[float, Layout]]:
-    """Deal in every way; where that would take long, until one is within `BOUND`."""
-    work = DocumentWork.of(mask, tokens)
-    for way in WAYS:
+def _dealt(
+    mask: Mask, nodes: Sequence[Hashable], usual: tuple[float, Layout], queries_a_key: int
+) -> tuple[float, Layout]:
+    """Deal in several ways, and in more while all put more bytes on the links than the usual one.
+
+    Where that would take long, only until one is within `BOUND`, and nothing is counted.
+    """
+    work = DocumentWork.of(mask, usual[1].tokens)
+    is_small = len(work.lengths) * len(nodes) <= _SMALL
+
+    @cache
+    def sent(layout: Layout) -> int:
+        return _bytes(layout, mask, nodes, queries_a_key) if is_small else 0
+
+    best, order = usual, (usual[0], 0)
+    for number, way in enumerate((*WAYS, *MORE_WAYS), start=1):
         layout = deal(work, nodes, way)
-        yield (found := imbalance(layout, mask)), layout
-        if found <= BOUND and len(work.lengths) * len(nodes) > _SMALL:
-            return
+        uneven = imbalance(layout, mask)
+        this = (uneven, 0) if uneven > BOUND else (BOUND, sent(layout))
+        if this < order:
+            best, order = (uneven, layout), this
+        if (number >= len(WAYS) or not is_small) and order <= (BOUND, sent(usual[1])):
+            break
+    return best
 
 
-def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable]) -> int:
-    """Return what a layer puts on the bottleneck link, of heads as many models have them."""
-    shape, config = Shape(layout.local_tokens, 4, 1, 128, 128, 2, 4), BurstConfig()
+def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable], queries_a_key: int) -> int:
+    """Return what a layer puts on the bottleneck link."""
+    shape, config = Shape(layout.local_tokens, queries_a_key, 1, 128, 128, 2, 4), BurstConfig()
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     choice = choose(config, Tiling(layout, mask), grid, shape, nodes)
     return sum(offers[0].cost.bottleneck for offers in (choice.forward, choice.backward))

@@ -10,7 +10,7 @@ documents are on two nodes.
 
 Then the positions are chosen. Of a shared document a rank takes as many tokens from the front as
 from the back, so that its queries, and its keys, have the mean of the pairs. Whoever is farther
-inside sends more rows; that is to be a rank that sends few of others.
+inside sends more rows; that is to be a rank with few tokens of it, and that sends few of others.
 """
 
 from collections import Counter
@@ -45,10 +45,14 @@ class Way(NamedTuple):
     to cut as many as it takes to be exact."""
     cuts: int
     """How often, for each rank, a document may be cut where they are dealt all at a time."""
+    is_even: bool = True
+    """Whether ranks that share a document then get as much of it."""
 
 
 WAYS = Way(40, 4), Way(32, 0), Way(0, 0)
 """None is the best for all documents; some of the first may be too uneven."""
+MORE_WAYS = Way(21, 4), Way(64, 4), Way(32, 1, is_even=False), Way(40, 2), Way(32, 4)
+"""To be tried where each of the first puts more bytes on the bottleneck link than zigzag."""
 
 
 def deal(work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> Layout:
@@ -236,7 +240,7 @@ def _dealt(
     held = None
     if way.cuts:
         room = [len(row) * local for row in rows]
-        held = deal_whole(stock.left, room, way.slack, way.cuts)
+        held = deal_whole(stock.left, room, way.slack, way.cuts, is_even=way.is_even)
     if held is None:
         held = [*_one_by_one(stock, [*map(len, rows)], local, way)]
     for row, some in zip(rows, held, strict=True):
@@ -307,7 +311,24 @@ class _Deal:
         for number, some in groupby(shared.T.tolist(), key=itemgetter(0)):
             places += self._places(number, {rank: tokens for _, tokens, rank in some}, sent)
         every = np.concatenate([alone, np.array(places, np.int64).reshape(-1, 3).T], axis=1)
-        return _laid_out(every, len(self.nodes))
+        every = every[:, every[1] < every[2]]
+        return _laid_out(every[:, self._order(every)], len(self.nodes))
+
+    def _order(self, places: _Ints) -> _Ints:
+        """In which order the rows of a rank are: first of documents that are on other nodes too.
+
+        A ring sends a node all rows from the first to the last that it needs. So documents on the
+        same nodes lie side by side, and behind them those on one node more or less: in a Gray code.
+        """
+        owner, start, _ = places
+        item, node = self.items.start.searchsorted(start, "right") - 1, np.array(self.nodes)[owner]
+        is_on = np.zeros((len(self.items.start), max(self.nodes) + 1), bool)
+        is_on[item, node] = True
+        others = (node[:, None] + np.arange(1, is_on.shape[1] + 1)) % is_on.shape[1]
+        numbers = np.packbits(
+            np.logical_xor.accumulate(is_on[item[:, None], others], axis=1), axis=1
+        )
+        return np.lexsort((start, *~numbers.T[::-1], owner))
 
     def _places(
         self, item: int, tokens: Mapping[int, int], sent: list[int]
@@ -341,31 +362,27 @@ class _Deal:
     def _inwards(self, tokens: Mapping[int, int], sent: list[int]) -> list[int]:
         """In which order ranks take from the ends to the middle, so that none sends too much.
 
-        The one inside is seen by most, and is to be the least burdened.
+        The one inside is seen by most, and is to have the fewest tokens; of several the one that
+        sends the least of other documents.
         """
         outer, inside = [*tokens], list[int]()
         every = Counter(self.nodes[rank] for rank in outer)
         near = every.copy()
 
-        def cost(rank: int) -> int:
-            node = self.nodes[rank]
-            users = len(tokens) + len(outer) - every[node] - near[node]
-            return sent[rank] + tokens[rank] * (_FAR * users + every[node] + near[node] - 2)
-
         while outer:
-            inner = min(outer, key=cost)
-            sent[inner] = cost(inner)
+            inner = min(outer, key=lambda rank: (tokens[rank], sent[rank]))
+            node = self.nodes[inner]
+            users = len(tokens) + len(outer) - every[node] - near[node]
+            sent[inner] += tokens[inner] * (_FAR * users + every[node] + near[node] - 2)
             outer.remove(inner)
-            near[self.nodes[inner]] -= 1
+            near[node] -= 1
             inside.append(inner)
         return inside[::-1]
 
 
 def _laid_out(places: _Ints, ranks: int) -> Layout:
     """Return the layout of these ranks and ranges, in order, neighbours joined."""
-    owner, start, stop = places[:, places[1] < places[2]]
-    order = np.lexsort((start, owner))
-    owner, start, stop = owner[order], start[order], stop[order]
+    owner, start, stop = places
     first = np.r_[True, (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1])].nonzero()[0]
     last = np.r_[first[1:], len(owner)] - 1
     shards: list[list[range]] = [[] for _ in range(ranks)]

@@ -5,11 +5,11 @@ and 1/U of the heads; the members of one index in all groups then form a ring of
 ring alone, U = P an all-to-all alone.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Interval, Layout, joined
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.topology import by_node
 
 
@@ -39,7 +39,8 @@ class HeadGroups:
     def ring_layout(self, layout: Layout) -> Layout:
         """Return which tokens each rank of a ring holds: those of its group, in order.
 
-        Of neighbouring ranks under zigzag this is zigzag over P/U.
+        A rank that is a group of its own has them in the order of `layout`; of neighbouring ranks
+        under zigzag this is zigzag over P/U.
         """
         if self.size == 1 and layout.documents:  # there are too many to look for what to join
             return layout
@@ -97,15 +98,21 @@ def exchanged(shape: Shape, size: int) -> Shape:
     )
 
 
-def _in_order(layout: Layout, ranks: Sequence[int]) -> list[range]:
+def _in_order(layout: Layout, ranks: Sequence[int]) -> Sequence[range]:
     if len(ranks) == layout.ranks:  # whatever the layout, together they hold the whole sequence
         return [range(layout.tokens)]
+    if len(ranks) == 1:  # whose rows are as they are
+        return layout.shards[ranks[0]]
     ranges = (positions for rank in ranks for positions in layout.shards[rank])
     return sorted(ranges, key=lambda positions: positions.start)
 
 
-def _joined(ranges: Sequence[range]) -> tuple[range, ...]:
+def _joined(ranges: Iterable[range]) -> tuple[range, ...]:
     """Join ranges without gaps that follow each other: fewer and larger tiles."""
-    if any(positions.step > 1 for positions in ranges):
-        return tuple(ranges)
-    return tuple(range(*rows) for rows in joined(Interval(r.start, r.stop) for r in ranges))
+    found: list[range] = []
+    for positions in ranges:
+        if found and positions.step == 1 and positions.start == found[-1].stop:
+            found[-1] = range(found[-1].start, positions.stop)
+        else:
+            found.append(positions)
+    return tuple(found)

@@ -204,6 +204,12 @@ def boundary(layout: Layout, fraction: float) -> int:
     return min(sorted(borders), key=lambda border: abs(border - wanted))
 
 
+def in_order(layout: Layout) -> Layout:
+    """Return the layout whose ranks hold the same, in the order of the sequence."""
+    ranges = (sorted(shard, key=lambda positions: positions.start) for shard in layout.shards)
+    return Layout(tuple(map(tuple, ranges)))
+
+
 def first_saved_row(layout: Layout, rank: int, stop: int) -> int:
     """Return how many rows of a rank have positions before `stop`; they must be its first."""
     before = [len(range(r.start, min(r.stop, stop), r.step)) for r in layout.shards[rank]]

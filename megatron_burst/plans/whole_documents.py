@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 type _Ints = NDArray[np.int64]
 
 
-def deal_whole(items: _Ints, room: Sequence[int], slack: int, cuts: int) -> list[_Ints] | None:
+def deal_whole(
+    items: _Ints, room: Sequence[int], slack: int, cuts: int, *, is_even: bool = True
+) -> list[_Ints] | None:
     """Return what each gets of the items; None where too many would have to be cut.
 
     Args:
@@ -24,6 +26,8 @@ def deal_whole(items: _Ints, room: Sequence[int], slack: int, cuts: int) -> list
         room: how many tokens each gets; all of them together.
         slack: by which share of its work, 1/slack, each may have more.
         cuts: how often a document may be cut, for each of them.
+        is_even: whether those that share a document get as much of it, if there is work for it;
+            else each takes as much as it can, and the last one what is left.
     """
     rest = _Rest(items)
     hands = [_Hand(number, n, rest.work * n // rest.tokens) for number, n in enumerate(room)]
@@ -32,7 +36,7 @@ def deal_whole(items: _Ints, room: Sequence[int], slack: int, cuts: int) -> list
         return None
     order = sorted(hands, key=_Hand.order)
     for item in zip(*items.tolist(), strict=True):
-        shares = [*_shares(item, order, rest, due // slack)]
+        shares = [*_shares(item, order, rest, due // slack, is_even=is_even)]
         left -= len(shares) - 1
         if not shares or left < 0:
             return None
@@ -89,9 +93,9 @@ class _Hand:
 
 
 def _shares(
-    item: tuple[int, ...], order: Sequence[_Hand], rest: _Rest, slack: int
+    item: tuple[int, ...], order: Sequence[_Hand], rest: _Rest, slack: int, *, is_even: bool
 ) -> Iterator[tuple[_Hand, int]]:
-    """Give an item to the first that can take it whole; or as few as can, as much to each."""
+    """Give an item to the first that can take it whole; or to as few as can together."""
     _, length, rate, _ = item
     for hand in order:
         beside = hand.tokens - length
@@ -104,8 +108,9 @@ def _shares(
         least = rest.of(beside) // beside
         most = {hand: hand.most(item, least, slack) for hand in some}
         if sum(most.values()) >= length:
-            for number, hand in enumerate(sorted(some, key=most.__getitem__)):
-                tokens = min(most[hand], -(-length // (count - number)))
+            for number, hand in enumerate(sorted(some, key=most.__getitem__, reverse=not is_even)):
+                due = -(-length // (count - number)) if is_even else length
+                tokens = min(most[hand], due)
                 length -= tokens
                 if tokens:
                     yield hand, tokens

@@ -43,9 +43,14 @@ class Masking:
 
 
 def _balanced(tokens: int, ranks: int) -> Layout:
-    """Ranges of many lengths, made for documents of a token, a third of the others and the rest."""
+    """Ranges of many lengths, made for documents of a token, a third of the others and the rest.
+
+    On two nodes or more, so that the rows of a rank are not in the order of the sequence.
+    """
     documents = sorted({0, 1, 1 + (tokens - 1) // 3, tokens})
-    return balanced(Mask.causal(documents=documents), tokens, [0] * ranks).layout
+    return balanced(
+        Mask.causal(documents=documents), tokens, [rank // 2 for rank in range(ranks)]
+    ).layout
 
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
@@ -58,8 +63,8 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 
 
 def dealt(order: Sequence[int], size: int) -> Layout:
-    """Give each rank the next four chunks of this size in `order`."""
-    hands = (sorted(order[i : i + 4]) for i in range(0, len(order), 4))
+    """Give each rank the next four chunks of this size in `order`, in this order."""
+    hands = (order[i : i + 4] for i in range(0, len(order), 4))
     return Layout(tuple(tuple(range(c * size, (c + 1) * size) for c in hand) for hand in hands))
 
 

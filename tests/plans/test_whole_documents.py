@@ -37,6 +37,14 @@ def test_one_with_more_work_than_its_own_is_shared_evenly() -> None:
     assert held and tokens_of(held) == [[4, 4, 8], [4, 4, 8]]
 
 
+@pytest.mark.parametrize(("is_even", "shares"), [(True, [60, 60]), (False, [63, 57])])
+def test_of_two_one_takes_half_or_what_it_can(is_even: bool, shares: list[int]) -> None:
+    items = stock([120, 90, *[1] * 90])
+    held = deal_whole(items, [100] * 3, slack=64, cuts=1, is_even=is_even)
+    assert held
+    assert [tokens for some in held for item, tokens in some[:2].T.tolist() if item == 0] == shares
+
+
 @pytest.mark.parametrize("cuts", [0, 1])
 def test_none_where_too_many_would_be_cut(cuts: int) -> None:
     """Three documents on two ranks: one is cut."""
@@ -48,11 +56,14 @@ def test_none_where_too_many_would_be_cut(cuts: int) -> None:
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60),
     ranks=st.integers(2, 8),
     slack=st.sampled_from([8, 64]),
+    is_even=st.booleans(),
 )
-def test_nothing_is_lost_and_tokens_are_even(lengths: list[int], ranks: int, slack: int) -> None:
+def test_nothing_is_lost_and_tokens_are_even(
+    lengths: list[int], ranks: int, slack: int, is_even: bool
+) -> None:
     items = stock([*lengths, -sum(lengths) % ranks + ranks])
     room = [int(items[1].sum()) // ranks] * ranks
-    if held := deal_whole(items, room, slack, cuts=4):
+    if held := deal_whole(items, room, slack, cuts=4, is_even=is_even):
         assert [int(some[1].sum()) for some in held] == room
         whole = Counter[int]()
         for some in held:

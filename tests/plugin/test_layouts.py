@@ -1,6 +1,7 @@
 """The layout that the documents of a micro-batch decide, and what is said of it. (fast tier)"""
 
 import pytest
+import torch
 
 from megatron_burst import BurstConfig
 from tests.plugin.contexts import Context
@@ -25,6 +26,20 @@ def test_what_balancing_makes_of_documents_is_said_once(caplog: pytest.LogCaptur
         assert [layouts.of(bounds) for bounds in (even, uneven, (0, 21, 32))] == [None] * 3
     (said,) = caplog.messages
     assert "--burst-layout balanced would make it 1." in said
+
+
+def test_a_part_is_recomputed_of_rows_in_the_order_of_the_sequence() -> None:
+    bounds, held = (0, 300, 1000, 1300, 2000, 2100, 2160), []
+    for fraction in (None, 1.0, 0.5):
+        context = Context(BurstConfig(layout="balanced", recompute_fraction=fraction), 6, 0)
+        context.nodes = [0, 0, 1, 1, 2, 2]
+        layout = Layouts(context).of(bounds)
+        assert layout
+        held.append([layout.positions(rank) for rank in range(6)])
+    usual, whole, part = held
+    assert all(map(torch.equal, usual, whole))
+    assert all(torch.equal(rows, x.sort().values) for rows, x in zip(part, usual, strict=True))
+    assert not all(map(torch.equal, part, usual))
 
 
 def test_balancing_looks_at_no_block_mask() -> None:

@@ -283,7 +283,7 @@ def _balanced_hooks(team: Team) -> None:
     for bounds in ((0, 20, 32), (0, 12, 14, 32), (0, 20, 32)):
         losses = stage(theirs, theirs, None, labels=theirs, packed_seq_params=packed(*bounds))
         documents = stage.seen["packed_seq_params"]
-        assert documents.layout == balanced(Mask.causal(documents=bounds), 32, [0] * 2).layout
+        assert documents.layout == balanced(Mask.causal(documents=bounds), 32, [0] * 2, 1).layout
         layouts.add(documents.layout)
         ours = documents.layout.shard(whole, context.rank, 1)
         assert torch.equal(stage.seen["input_ids"], ours)

@@ -97,7 +97,7 @@ MORE_DOCUMENT_CASES = {
         f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
     ),
     "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
-    "CP 4, balanced": (4, f"{CP4} {BALANCED}"),
+    "CP 4 on two nodes, balanced": (4, f"{CP4} --burst-ranks-per-node 2 {BALANCED}"),
     "TP 2 x CP 2, balanced": (4, f"{CP2} {TP2} {BALANCED}"),
     "CP 2 x interleaved PP 2, fraction 0.5, balanced": (
         4,

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.balance import BOUND, balanced, imbalance
-from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.balance import BOUND, Balanced, balanced, imbalance
+from megatron_burst.plans.layout import Layout, in_order, zigzag
 from megatron_burst.plans.mask import Mask
 
 logger = logging.getLogger(__name__)
@@ -23,10 +23,13 @@ class Layouts:
     Args:
         context: of the group.
         window: how many keys before it a query sees in all layers; None is no limit, or several.
+        queries_a_key: query heads for each kv head.
     """
 
-    def __init__(self, context: BurstContext, window: int | None = None) -> None:
-        self._context, self._window = context, window
+    def __init__(
+        self, context: BurstContext, window: int | None = None, queries_a_key: int = 1
+    ) -> None:
+        self._context, self._window, self._queries_a_key = context, window, queries_a_key
         config, ranks = context.config, context.ranks
         self._balances = config.layout is LayoutName.BALANCED and ranks > 1
         self._may_pay = config.layout is LayoutName.ZIGZAG and config.block_mask is None
@@ -40,7 +43,7 @@ class Layouts:
             return self._balanced(mask, bounds[-1])
         if self._may_pay and (now := self._imbalance(mask)) > BOUND:
             self._may_pay = False
-            then = self._imbalance(mask, balanced(mask, bounds[-1], self._nodes()).layout)
+            then = self._imbalance(mask, self._find(mask, bounds[-1]).layout)
             logger.info(
                 "burst attention: zigzag leaves the busiest rank %.2f times the mean of these "
                 "documents' work; --burst-layout %s would make it %.2f",
@@ -49,7 +52,7 @@ class Layouts:
         return None
 
     def _balanced(self, mask: Mask, tokens: int) -> Layout:
-        found = balanced(mask, tokens, self._nodes())
+        found = self._find(mask, tokens)
         if self._context.is_news((LayoutName.BALANCED, tokens)):
             logger.info(
                 "burst attention: %d tokens in documents are balanced over %d ranks in chunks of "
@@ -57,7 +60,12 @@ class Layouts:
                 *(tokens, self._context.ranks, found.chunk),
                 *(self._imbalance(mask, found.layout), self._imbalance(mask)),
             )
+        if self._context.config.cuts_for_recompute:  # of a rank the first rows
+            return in_order(found.layout)
         return found.layout
+
+    def _find(self, mask: Mask, tokens: int) -> Balanced:
+        return balanced(mask, tokens, self._nodes(), self._queries_a_key)
 
     def _imbalance(self, mask: Mask, layout: Layout | None = None) -> float:
         """Return max / mean of the pairs of the ranks of a ring; of zigzag without a layout."""

@@ -63,7 +63,9 @@ class SequenceHooks:
             _check_core_attention(model)
             context = self._shared.get_megatrons(model.config, model.pg_collection)
             replace_rotary(model, Positions(context))
-            layouts.setdefault(context, Layouts(context, _window_of_all(model.config)))
+            config, window = model.config, _window_of_all(model.config)
+            queries_a_key = config.num_attention_heads // config.num_query_groups
+            layouts.setdefault(context, Layouts(context, window, queries_a_key))
             given = layouts[context], self._ahead
             hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)

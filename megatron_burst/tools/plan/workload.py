@@ -36,7 +36,8 @@ class Ring:
     def layout(self) -> Layout:
         """Which tokens the ranks hold."""
         if self.config.layout is LayoutName.BALANCED and self.mask.documents:
-            return balanced(self.mask, self.tokens, self.nodes).layout
+            queries_a_key = self.shape.query_heads // self.shape.kv_heads
+            return balanced(self.mask, self.tokens, self.nodes, queries_a_key).layout
         return make_layout(self.config, self.tokens, len(self.nodes))
 
 
