@@ -56,7 +56,7 @@ def by_degree(
         tensor=1,
         context=ranks,
         tokens=tokens * ranks,
-        config=BurstConfig(head_parallel_size=None),
+        config=BurstConfig(head_parallel_size=None, head_chunks=1),
         recompute=False,
     )
     nodes = [rank // on_a_node for rank in range(ranks)]
