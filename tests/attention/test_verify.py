@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig
+from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.attention import context as attention_context
 from megatron_burst.attention.dense import (
     Expected,
     Reference,
@@ -23,6 +24,7 @@ from megatron_burst.attention.dense import (
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.verify import Finding, compare, table, worst
 from megatron_burst.config import Algorithm
+from megatron_burst.kernels import KERNELS
 from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
@@ -300,6 +302,17 @@ def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None
     assert workers.run(8, command, [*SMALL, *algorithms, "--gpus-per-node", "4"]) == [0] * 8
     assert workers.run(8, command, [*SMALL, "--backward", "kv"], "lost gradient") == [1] * 8
     assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
+
+
+def test_the_kernel_that_it_names_is_that_of_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = iter((KERNELS["reference"], KERNELS["cpu"]))
+    monkeypatch.setattr(attention_context, "select_kernel", lambda *_: next(chosen))
+    context, x = BurstContext.create(BurstConfig()), torch.ones(1, 4, 2, 8)
+    for mask, name in ((Mask.causal(), "reference"), (Mask.full(), "cpu")) * 2:
+        context.prepare(x, x, x, mask, 1.0)
+        assert context.kernel.name == name
 
 
 def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(
