@@ -16,7 +16,9 @@ from megatron_burst.plans.plan import (
     Send,
     Step,
     Tile,
+    Tiles,
     by_blocks,
+    joined,
 )
 
 
@@ -66,8 +68,9 @@ def _buffers(
     It is the smallest that has room, and the first of these. Blocks that lie side by side, which
     are posted in one step, share theirs.
     """
-    last_use = _last_uses(rank, hops, tiles)
-    beside = _side_by_side(tiles) if joins else {}
+    met = {step: by_blocks(some) for step, some in tiles.items()}
+    last_use = _last_uses(rank, hops, met)
+    beside = _side_by_side(met) if joins else {}
     busy: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
     given: dict[Hashable, int] = {}  # by those side by side, or by number
     chosen = {}
@@ -110,11 +113,11 @@ class _Use(NamedTuple):
     places: int
 
 
-def _side_by_side(tiles: Mapping[int, Sequence[Tile]]) -> dict[Item, list[_Use]]:
+def _side_by_side(met: Mapping[int, Sequence[Tiles]]) -> dict[Item, list[_Use]]:
     """Return the calls that read each block, in their order; of one alone its own key."""
     uses: dict[Item, list[_Use]] = defaultdict(list)
-    for step in sorted(tiles):
-        for some in by_blocks(tiles[step], joins=True):
+    for step in sorted(met):
+        for some in joined(met[step]):
             blocks = some.key_blocks
             for place, item in enumerate(blocks):
                 uses[item].append(_Use(step, (step, *blocks), place, len(blocks)))
@@ -122,7 +125,7 @@ def _side_by_side(tiles: Mapping[int, Sequence[Tile]]) -> dict[Item, list[_Use]]
 
 
 def _last_uses(
-    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
+    rank: int, hops: Sequence[Hop], met: Mapping[int, Sequence[Tiles]]
 ) -> dict[int, int]:
     """Return for each message that arrives, by number, the last step that needs its buffer.
 
@@ -135,8 +138,7 @@ def _last_uses(
     for number in order:
         arrivals[hops[number].item].append(number)
     last = {number: hops[number].lands for number in order}
-    meetings = ((step, some) for step in tiles for some in by_blocks(tiles[step]))
-    blocks = {(step, item) for step, some in meetings for item in some.blocks}
+    blocks = {(step, item) for step in met for some in met[step] for item in some.blocks}
     uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
     passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
     uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]

@@ -8,14 +8,11 @@ costs are counted in the FLOPs that a GPU does meanwhile.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cost import FLOPS_A_BYTE_ADDED, FLOPS_A_BYTE_WITHIN, KEYS_A_CALL, Shape
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.turn import Turn
 
 _MORE = 2, 4
@@ -87,7 +84,7 @@ class _Turn:
             way.turn.length,
             (tile / 2, tile / 2) if backward else (tile, 0.0),
             tile,
-            _query_rows(tiling) * (KEYS_A_CALL * a_pair + added),
+            tiling.query_rows * (KEYS_A_CALL * a_pair + added),
             float(FLOPS_A_BYTE_WITHIN * sizes[Kind.KV]),
             float(FLOPS_A_BYTE_WITHIN * sizes[returned]) if backward else 0.0,
         )
@@ -100,10 +97,3 @@ class _Turn:
         arriving, leaving = [*calls, 0, 0], [0, 0, *calls]
         steps = zip(computing, arriving, leaving, strict=True)
         return sum(max(c, self.read * a + self.gradient * b) for c, a, b in steps)
-
-
-def _query_rows(tiling: Tiling) -> float:
-    """Return how many rows of queries the tiles of two ranks have, in the mean over all pairs."""
-    assert tiling.kinds
-    of_kinds = [tiling(*pair).cells.sizes[:, 0].sum() for pair in tiling.kinds.examples]
-    return float(np.average(of_kinds, weights=tiling.kinds.of_two_ranks))

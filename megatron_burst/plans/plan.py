@@ -266,18 +266,19 @@ def by_blocks(tiles: Sequence[Tile], *, joins: bool = False) -> list[Tiles]:
         blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
         cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
     found = [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
-    return _joined(found) if joins else found
+    return joined(found) if joins else found
 
 
-def _joined(blocks: Iterable[Tiles]) -> list[Tiles]:
-    joined: list[Tiles] = []
+def joined(blocks: Iterable[Tiles]) -> list[Tiles]:
+    """Return blocks with those joined that lie side by side, see `by_blocks`."""
+    found: list[Tiles] = []
     for some in blocks:
-        last = joined[-1] if joined else some
+        last = found[-1] if found else some
         if last is not some and last.cells.full_as(some.cells):
-            joined[-1] = replace(last, beside=(*last.beside, some.key_owner))
+            found[-1] = replace(last, beside=(*last.beside, some.key_owner))
         else:
-            joined.append(some)
-    return joined
+            found.append(some)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,13 @@ class Tiling:
         return bool((self.needs.pairs > 0).all()) and not in_part
 
     @cached_property
+    def query_rows(self) -> float:
+        """How many rows of queries the tiles of two ranks have, in the mean; `kinds` are known."""
+        assert self.kinds
+        of_kinds = [self(*pair).cells.sizes[:, 0].sum() for pair in self.kinds.examples]
+        return float(np.average(of_kinds, weights=self.kinds.of_two_ranks))
+
+    @cached_property
     def key_chunk(self) -> int:
         """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
 
