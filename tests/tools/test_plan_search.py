@@ -220,6 +220,8 @@ def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(
 def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int) -> None:
     sizes = {"context-parallel-size": 8, "tensor-model-parallel-size": 1, "seq-length": 8192}
     given = {**FLAGS, **CONFIGS.model("llama3_8b"), **sizes, "context-parallel-algo": "ulysses"}
+    asked = given | {"lm-head-memory-mb": 5120}
+    del given["lm-head-memory-mb"]
     usual = memory.predict(workload_of(given, H100, 8), 1.68)
     assert usual.loss > usual.layer + 1200 * MIB
     less = replace(H100, memory=(usual.total - missing * MIB) / memory.usable(H100) * H100.memory)
@@ -228,6 +230,8 @@ def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int
     assert usual.loss / MIB - missing - 2 < limit <= usual.loss / MIB - missing
     assert found.fits and found.load.head_products == 5  # logits are made three times
     assert f"--lm-head-memory-mb {limit}" in found.command()
+    kept = search(asked, less, 8, Wish([0]), 1.68)
+    assert kept and all(each.flags["lm-head-memory-mb"] == 5120 for each in kept), "as it is given"
 
 
 def test_what_fits_nowhere_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,11 +25,12 @@ _SIZES = {
     "pipeline-model-parallel-size": (1, 2, 4, 8, 16),
     "expert-model-parallel-size": (1, 2, 4, 8, 16, 32, 64),
 }
+_CHUNKS = {"lm-head-memory-mb", "lm-head-chunk-size"}
 SEARCHED = (
     *_SIZES,
     *("context-parallel-size", "sequence-parallel", "global-batch-size"),
     # Without them the loss takes the least memory that costs no time; less where that is too much.
-    *("lm-head-memory-mb", "lm-head-chunk-size"),
+    *_CHUNKS,
 )
 _DEGREES = (1, 2, 4, 8)  # of head parallelism
 
@@ -81,13 +82,16 @@ def search(
 
 
 def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
-    """Return it with smaller chunks of the loss, if that is all that it takes to fit."""
+    """Return it with smaller chunks of the loss, if that is all that it takes to fit.
+
+    Chunks that are given stay as they are.
+    """
     of, load = found.memory, found.load
     left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
-    if not load.chunked_loss or not of.layer <= left < of.loss:
+    given = _CHUNKS & found.flags.keys()
+    if given or not load.chunked_loss or not of.layer <= left < of.loss:
         return found
-    limit = {"lm-head-chunk-size": None, "lm-head-memory-mb": int(left) // 2**20}
-    flags = {name: value for name, value in {**found.flags, **limit}.items() if value is not None}
+    flags = {**found.flags, "lm-head-memory-mb": int(left) // 2**20}
     try:
         smaller = workload_of(flags, load.cluster, load.gpus)
     except ValueError:  # too little for any chunk
