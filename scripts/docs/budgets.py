@@ -121,6 +121,7 @@ def parts(rows: Sequence[Row]) -> dict[str, str]:
     shown = [f"{way}_{what}" for way, what in product(ways, SHOWN)]
     lines = [[_place(each), *(each[name] for name in (*Case._fields[2:], *shown))] for each in rows]
     causal = [each for each in rows if (each["heads"], each["mask"]) == ("4:4", "causal")]
+    causal = [each for each in causal if " / " not in each["ring"]]  # which the text explains
     peaks = [
         f"* {_place(each)} {each['ring']}, {way}, {each[f'{way}_peak']}: "
         f"{each[f'{way}_at_the_peak']}."
