@@ -1,14 +1,14 @@
 """A layout made for the documents of a batch: equal tokens, equal work; and whether it pays."""
 
-from collections.abc import Hashable, Sequence
-from functools import cache
+from collections.abc import Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Topology
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.dealing import MORE_WAYS, WAYS, deal
+from megatron_burst.plans.dealing import QUICK_WAYS, WAYS, Way, deal
 from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
@@ -20,6 +20,7 @@ BOUND = 1.05
 """How much more than the mean a rank may compute."""
 
 _SMALL = 2**15  # documents times ranks: as long as several layouts are made and counted
+_NEAR = 5 / 4  # up to this share of zigzag's bytes another way of dealing may have fewer
 
 
 class Balanced(NamedTuple):
@@ -49,41 +50,54 @@ def balanced(
     Raises:
         ValueError: the tokens do not divide as zigzag needs it, or the mask has a block table.
     """
-    best = zigzag(tokens, len(nodes))
-    if (least := imbalance(best, mask)) > BOUND:
-        least, best = _dealt(mask, nodes, (least, best), queries_a_key)
-    return Balanced(best, tokens // sum(map(len, best.shards)), least)
+    usual = zigzag(tokens, len(nodes))
+    best = _Found(imbalance(usual, mask), usual)
+    if best.imbalance > BOUND:
+        best = _dealt(mask, nodes, best, queries_a_key)
+    return Balanced(best.layout, tokens // sum(map(len, best.layout.shards)), best.imbalance)
 
 
-def _dealt(
-    mask: Mask, nodes: Sequence[Hashable], usual: tuple[float, Layout], queries_a_key: int
-) -> tuple[float, Layout]:
-    """Deal in several ways, and in more while all put more bytes on the links than the usual one.
+class _Found(NamedTuple):
+    """A layout, and what decides whether it is taken."""
 
-    Where that would take long, only until one is within `BOUND`, and nothing is counted.
+    imbalance: float
+    layout: Layout
+    sent: int = 0  # bytes on the bottleneck link
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By which the best is chosen."""
+        return max(BOUND, self.imbalance), self.sent
+
+
+def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Found, queries_a_key: int) -> _Found:
+    """Deal in several ways, and in more where the best puts a few more bytes on the links.
+
+    Where that would take long, in one that is mostly good, and nothing is counted.
     """
-    work = DocumentWork.of(mask, usual[1].tokens)
+    work = DocumentWork.of(mask, usual.layout.tokens)
     is_small = len(work.lengths) * len(nodes) <= _SMALL
+    ways, more = WAYS if is_small else QUICK_WAYS
 
-    @cache
     def sent(layout: Layout) -> int:
         return _bytes(layout, mask, nodes, queries_a_key) if is_small else 0
 
-    best, order = usual, (usual[0], 0)
-    for number, way in enumerate((*WAYS, *MORE_WAYS), start=1):
-        layout = deal(work, nodes, way)
-        uneven = imbalance(layout, mask)
-        this = (uneven, 0) if uneven > BOUND else (BOUND, sent(layout))
-        if this < order:
-            best, order = (uneven, layout), this
-        if (number >= len(WAYS) or not is_small) and order <= (BOUND, sent(usual[1])):
-            break
-    return best
+    def found(ways: Sequence[Way]) -> Iterator[_Found]:
+        for way in ways:
+            layout = deal(work, nodes, way)
+            uneven = imbalance(layout, mask)
+            yield _Found(uneven, layout, sent(layout) if uneven <= BOUND else 0)
+
+    best, least = min([usual, *found(ways)], key=attrgetter("order")), sent(usual.layout)
+    if best.imbalance <= BOUND and not least < best.sent <= _NEAR * least:
+        return best
+    return min([best, *found(more)], key=attrgetter("order"))
 
 
 def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable], queries_a_key: int) -> int:
-    """Return what a layer puts on the bottleneck link."""
-    shape, config = Shape(layout.local_tokens, queries_a_key, 1, 128, 128, 2, 4), BurstConfig()
+    """Return what a layer puts on the bottleneck link, without a mesh, which carries all blocks."""
+    shape = Shape(layout.local_tokens, queries_a_key, 1, 128, 128, 2, 4)
+    config = BurstConfig(topology=Topology.DOUBLE)
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     choice = choose(config, Tiling(layout, mask), grid, shape, nodes)
     return sum(offers[0].cost.bottleneck for offers in (choice.forward, choice.backward))

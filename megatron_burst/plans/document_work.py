@@ -1,6 +1,7 @@
 """How many pairs the tokens of documents have, as queries and as keys."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,3 +49,23 @@ class DocumentWork:
         growing = np.minimum(count, self.window + 1)  # as long as the window hides nothing
         behind = growing * (growing + 1) // 2 + (count - growing) * (self.window + 1)
         return behind if self.is_causal else behind + count * length - count * (count + 1) // 2
+
+
+class Items(NamedTuple):
+    """What is dealt: documents, and short ones that follow each other as one; arrays."""
+
+    start: _Ints
+    length: _Ints
+    rate: _Ints  # twice the pairs of a token, the mean
+    reach: _Ints  # how far queries see; 0 where all see as much, wherever they are
+
+    @classmethod
+    def of(cls, work: DocumentWork, short: int) -> "Items":
+        """Neighbours shorter than `short` are one if they begin in the same `short` tokens."""
+        is_short, place = work.lengths < short, work.starts // max(short, 1)
+        again = is_short[1:] & is_short[:-1] & (place[1:] == place[:-1])
+        first = (np.concatenate([[True], ~again])).nonzero()[0]
+        length = np.add.reduceat(work.lengths, first)
+        rate = 2 * np.add.reduceat(work.pairs, first) // length
+        reach = np.minimum(np.maximum.reduceat(work.lengths, first), work.window)
+        return cls(work.starts[first], length, rate, reach if work.is_causal else 0 * reach)

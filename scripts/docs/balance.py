@@ -32,6 +32,7 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
 }
 TOKENS, RANKS = (2**17, 2**18, 2**19, 2**20), (8, 16, 64)
 PLACES, HEADS = {"8 a node": 8, "one node": 2**20}, {"32:32": 32, "32:4": 4}
+DRAWS = (1, 2, 3)
 type Row = Mapping[str, str]
 
 
@@ -50,9 +51,9 @@ def bottleneck(layout: Layout, mask: Mask, nodes: Sequence[int], kv_heads: int) 
     return choice.forward[0].cost.bottleneck + choice.backward[0].cost.bottleneck
 
 
-def row(lengths: str, tokens: int, ranks: int, seed: int = 1) -> Row:
+def row(lengths: str, tokens: int, ranks: int, draw: int = 1) -> Row:
     """One situation, as the CSV has it."""
-    mask, usual, sent = documents(lengths, tokens, seed), zigzag(tokens, ranks), {}
+    mask, usual, sent = documents(lengths, tokens, draw), zigzag(tokens, ranks), {}
     uneven, milliseconds = 0.0, 0.0
     for (place, a_node), (heads, kv_heads) in product(PLACES.items(), HEADS.items()):
         nodes = [rank // a_node for rank in range(ranks)]
@@ -71,6 +72,7 @@ def row(lengths: str, tokens: int, ranks: int, seed: int = 1) -> Row:
         "documents": lengths,
         "tokens": f"{tokens // 1024}k",
         "ranks": str(ranks),
+        "draw": str(draw),
         "zigzag": f"{imbalance(usual, mask):.2f}",
         "balanced": f"{uneven:.3f}",
         "chunk": str(found.chunk),
@@ -81,22 +83,32 @@ def row(lengths: str, tokens: int, ranks: int, seed: int = 1) -> Row:
 
 def ratios(found: Sequence[Row]) -> list[float]:
     """All bytes of these situations over those under zigzag."""
-    return [float(row[f"{place} {heads}"]) for row in found for place in PLACES for heads in HEADS]
+    cases = [f"{place} {heads}" for place in PLACES for heads in HEADS]
+    return [
+        int(row[f"{case} balanced"]) / max(1, int(row[f"{case} zigzag"]))
+        for row in found
+        for case in cases
+    ]
 
 
 def parts(found: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
-    columns = [name for name in found[0] if not name.endswith((" zigzag", " balanced"))]
-    shown = [each for each in found if each["tokens"] in ("128k", "1024k")]
-    sent = ratios(found)
+    columns = [name for name in found[0] if not name.endswith((" zigzag", " balanced", "draw"))]
+    first = [each for each in found if each["draw"] == "1"]
+    shown = [each for each in first if each["tokens"] in ("128k", "1024k")]
+    sent = ratios(first)
+    every = [ratios([row for row in found if row["draw"] == str(draw)]) for draw in DRAWS]
+    above = ", ".join(str(sum(x > 1 for x in of)) for of in every)
     words = (
-        f"Above 1 are {sum(x > 1 for x in sent)} of all {len(sent)} figures, at most {max(sent)}."
+        f"Above 1 are {sum(x > 1 for x in sent)} of all {len(sent)} figures of this draw of the "
+        f"documents, at most {max(sent):.2f}; of {len(DRAWS)} draws {above}, at most "
+        f"{max(map(max, every)):.2f}."
     )
     cells = table(columns, ([each[c] for c in columns] for each in shown))
     return {"table": f"{cells}\n\n{words}"}
 
 
 if __name__ == "__main__":
-    situations = [row(*case) for case in product(LENGTHS, TOKENS, RANKS)]
+    situations = [row(*case) for case in product(LENGTHS, TOKENS, RANKS, DRAWS)]
     write_csv(PAGE, situations)
     fill(PAGE, parts(situations))
