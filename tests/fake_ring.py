@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import context as contexts
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.head_chunks import backward_in_chunks, forward_in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.rows import DeviceCall, by_key_block, rows_of

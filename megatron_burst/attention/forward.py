@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialOutputs
 from megatron_burst.attention.rows import DeviceCall, rows_of
