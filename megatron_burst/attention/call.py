@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_burst.attention.gradient_accumulation import WireDtypes
-from megatron_burst.attention.rows import DeviceCall, DeviceCalls, rows_of
+from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
 from megatron_burst.kernels import Kernel, TileCall
 from megatron_burst.plans.plan import Plan
 from megatron_burst.transport.comm import Communicator
@@ -27,6 +27,7 @@ class AttentionCall:
     leaves_room: bool = False  # for messages, see `room_pays`
     forward_calls: DeviceCalls = field(kw_only=True)
     backward_calls: DeviceCalls = field(kw_only=True)
+    parts: Parts = field(default_factory=dict)
 
     def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
         """Take the rows of a kernel call out of the blocks that it reads."""

@@ -15,7 +15,7 @@ from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means, log_choice, log_wait
-from megatron_burst.attention.rows import device_calls
+from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
@@ -269,7 +269,8 @@ class BurstContext:
             _keep(self._kinds, (asked.kind, second), None)
         whole, early = self._call(asked), self._call(self._early(asked, second))
         plan, calls = early.forward_plan, early.forward_calls
-        call = replace(whole, forward_plan=plan, forward_calls=calls, scale=scale)
+        parts = {**whole.parts, **early.parts}
+        call = replace(whole, forward_plan=plan, forward_calls=calls, parts=parts, scale=scale)
         if memory is None:
             return call
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
@@ -337,6 +338,7 @@ class BurstContext:
             leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
             forward_calls=forward,
             backward_calls=backward,
+            parts=own_parts(plans, asked.device),
         )
 
     def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
