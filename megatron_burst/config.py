@@ -64,7 +64,8 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even; logged."""
+    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even, or kv where
+    several blocks a call make up for at most a third more within nodes; logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
@@ -84,8 +85,9 @@ class BurstConfig:
     """How many key blocks that have arrived one kernel call may take, where keys go around, in a
     ring or a mesh: fewer calls and merges for more memory, and no byte more is sent. auto (the
     default): on a GPU 1, 2 or 4, where tiles are small, within --burst-memory-mb, elsewhere 1;
-    logged. It is 1 under windows, documents and block masks, with several sequences in a batch,
-    where latents travel, and in a flat ring over several nodes."""
+    logged. With 1 schedules are chosen by bytes alone. It is 1 under windows, documents and block
+    masks, with several sequences in a batch, where latents travel, and in a flat ring over several
+    nodes."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""

@@ -19,6 +19,7 @@ from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
+from megatron_burst.plans.collector import without_collecting
 from megatron_burst.plans.cost import LatentShape, Shape, room_pays
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
@@ -120,7 +121,11 @@ class BurstContext:
         size, why = choose_degree(config, nodes, shape, memory_limit)
         if why and group.rank() == 0:
             logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
-        heads = _head_groups(config, nodes, size)
+        # Ulysses spreads the heads over all ranks, be they of one node or not.
+        everywhere = [0] * len(nodes), len(nodes)
+        heads = head_groups(
+            *(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size))
+        )
         nodes = [nodes[members[0]] for members in heads.groups]
         grid, why_flat = choose_grid(config.shape_of_rings, nodes)
         if why_flat and group.rank() == 0:
@@ -312,6 +317,7 @@ class BurstContext:
             log_wait(time.perf_counter() - begun)
         return call
 
+    @without_collecting()
     def _plan(self, asked: Asked) -> AttentionCall:
         layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
         tiling = Tiling(self.heads.ring_layout(layout), mask)
@@ -370,10 +376,3 @@ def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:
         card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     purpose = "learn how much memory the other ranks have"
     return config.memory_limit(min(gather_objects(group, purpose, card, config.timeout_seconds)))
-
-
-def _head_groups(config: BurstConfig, nodes: Sequence[Hashable], size: int) -> HeadGroups:
-    """Ulysses spreads the heads over all ranks, be they of one node or not."""
-    if config.algorithm is Algorithm.ULYSSES:
-        return head_groups([0] * len(nodes), len(nodes))
-    return head_groups(nodes, size)

@@ -27,14 +27,24 @@ def with_larger_calls[Way: (Ring, Mesh)](
     if asked is not None:
         return replace(way, blocks_per_call=asked)
     sizes = shape.item_bytes(backward=backward)
-    time = _Turn.of(way, shape, backward=backward)
     for blocks in _MORE:
         larger = replace(way, blocks_per_call=blocks)
         fits = larger.memory(sizes, backward=backward) <= memory_limit
-        usual = time.with_calls_of(way.blocks_per_call)
-        if fits and time.with_calls_of(blocks) <= _WORTH * usual:
+        times = (time_of(each, shape, backward=backward) for each in (larger, way))
+        if fits and is_worth(*times):
             way = larger
     return way
+
+
+def time_of(way: Ring | Mesh, shape: Shape, *, backward: bool) -> float:
+    """Return the time of a pass, in FLOPs: of all its turns, but not of messages between nodes."""
+    turns = way.tiling.ranks / way.turn.length
+    return turns * _Turn.of(way, shape, backward=backward).time(way.turn)
+
+
+def is_worth(time: float, usual: float) -> bool:
+    """Say whether a time saves so much of the usual one that more memory, or bytes, may go."""
+    return time <= _WORTH * usual
 
 
 def can_share(way: Ring | Mesh, shape: Shape, nodes: Sequence[Hashable], *, backward: bool) -> bool:
@@ -60,40 +70,35 @@ def _go_straight(way: Ring | Mesh, nodes: Sequence[Hashable], backward: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """The time of the steps in which blocks go around one node, in FLOPs."""
+    """What takes time while blocks go around one node, in FLOPs."""
 
-    length: int  # in blocks
     own: tuple[float, float]  # of the own tile, in the first and in the last step
-    tile: float  # of one block's, in the mean
-    call: float  # beside its tiles
+    block: float  # of one block's tile, and of its sums, in the mean
+    call: float  # beside its blocks
     read: float  # of a message
-    gradient: float
+    result: float
 
     @classmethod
     def of(cls, way: Ring | Mesh, shape: Shape, *, backward: bool) -> "_Turn":
         """Reckon with means over the blocks of all ranks."""
-        tiling, returned = way.tiling, way.of_one_step(Kind.D_KV)
-        sizes = shape.item_bytes(backward=backward)
+        sizes, result = shape.item_bytes(backward=backward), way.sent.result(backward=backward)
         a_pair = 2.0 * shape.query_heads * (shape.head_dim + shape.value_head_dim)
-        output = shape.query_heads * shape.value_head_dim
-        if backward:
-            a_pair, output = _BACKWARD * a_pair, shape.query_heads * shape.head_dim
-        added = output * (shape.element_bytes + 8) * FLOPS_A_BYTE_ADDED
-        tile = float(tiling.needs.pairs.mean() * a_pair)
+        a_pair *= _BACKWARD if backward else 1.0
+        pairs, queries, keys = way.tiling.mean_tile
+        a_query, a_key, a_visitor = shape.added_bytes(backward=backward)
+        tile, comes = pairs * a_pair, a_visitor if way.sent is Kind.QUERY else 0
         return cls(
-            way.turn.length,
-            (tile / 2, tile / 2) if backward else (tile, 0.0),
-            tile,
-            tiling.query_rows * (KEYS_A_CALL * a_pair + added),
-            float(FLOPS_A_BYTE_WITHIN * sizes[Kind.KV]),
-            float(FLOPS_A_BYTE_WITHIN * sizes[returned]) if backward else 0.0,
+            (tile / 2, tile / 2) if result else (tile, 0.0),
+            tile + FLOPS_A_BYTE_ADDED * (keys * a_key + comes),
+            queries * (KEYS_A_CALL * a_pair + FLOPS_A_BYTE_ADDED * a_query),
+            float(FLOPS_A_BYTE_WITHIN * sizes[way.sent]),
+            float(FLOPS_A_BYTE_WITHIN * sizes[way.of_one_step(result)]) if result else 0.0,
         )
 
-    def with_calls_of(self, blocks: int) -> float:
-        """Return it with so many blocks a call: in each step what takes longer counts."""
-        calls = Turn(self.length, blocks).calls
-        first, last = self.own
-        computing = [first, *(size * self.tile + self.call for size in calls), last]
+    def time(self, turn: Turn) -> float:
+        """Return it with the calls of a turn: in each step what takes longer counts."""
+        calls, (first, last) = turn.calls, self.own
+        computing = [first, *(size * self.block + self.call for size in calls), last]
         arriving, leaving = [*calls, 0, 0], [0, 0, *calls]
         steps = zip(computing, arriving, leaving, strict=True)
-        return sum(max(c, self.read * a + self.gradient * b) for c, a, b in steps)
+        return sum(max(c, self.read * a + self.result * b) for c, a, b in steps)

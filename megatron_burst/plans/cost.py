@@ -17,6 +17,7 @@ FLOPS_A_BYTE_ADDED = 570  # of a sum; its memory moves 3350 GB/s, and three time
 KEYS_A_CALL = 200
 """Keys that a row of a kernel call costs beside those it sees: FlashAttention-3's speed (arXiv
 2407.08608, figure 5) grows with the sequence as n / (n + 200), from 512 to 16384 tokens."""
+_SUM_BYTES = 4  # of an element of a sum
 _ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
 
 
@@ -68,6 +69,19 @@ class Shape:
             Kind.OUTPUT: queries * (self.value_head_dim * self.element_bytes + self.row_bytes),
         }
 
+    def added_bytes(self, *, backward: bool) -> tuple[int, int, int]:
+        """Return what is read and written to add a tile's results to the sums: a query, and a key.
+
+        And for a block of another rank's queries that comes: in the forward to round its output, in
+        the backward to make one, for none is sent.
+        """
+        each = self.element_bytes + 2 * _SUM_BYTES
+        a_query = self.query_heads * (self.head_dim if backward else self.value_head_dim)
+        a_key = self.kv_heads * (self.head_dim + self.value_head_dim) if backward else 0
+        output = self.tokens * self.query_heads * self.value_head_dim
+        a_number = self.element_bytes + (self.element_bytes if backward else _SUM_BYTES)
+        return a_query * each, a_key * each, output * a_number
+
     def exchange_bytes(self, head_parallel_size: int) -> int:
         """Return what a rank sends of q, k, v and the output for its heads of `size` ranks' tokens.
 
@@ -89,6 +103,10 @@ class Traffic:
     def bottleneck(self) -> int:
         """The bytes on the bottleneck link: a NIC's, or within one node a rank's."""
         return self.nic or self.rank
+
+    def is_near(self, other: "Traffic") -> bool:
+        """Whether it is no byte more to other nodes, and in all at most a third more."""
+        return self.nic <= other.nic and 3 * self.rank <= 4 * other.rank
 
     @property
     def flops(self) -> float:

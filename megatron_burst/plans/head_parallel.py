@@ -99,10 +99,10 @@ def exchanged(shape: Shape, size: int) -> Shape:
 
 
 def _in_order(layout: Layout, ranks: Sequence[int]) -> Sequence[range]:
-    if len(ranks) == layout.ranks:  # whatever the layout, together they hold the whole sequence
-        return [range(layout.tokens)]
     if len(ranks) == 1:  # whose rows are as they are
         return layout.shards[ranks[0]]
+    if len(ranks) == layout.ranks:  # whatever the layout, together they hold the whole sequence
+        return [range(layout.tokens)]
     ranges = (positions for rank in ranks for positions in layout.shards[rank])
     return sorted(ranges, key=lambda positions: positions.start)
 

@@ -1,8 +1,8 @@
-"""Chooses the schedules of one attention call by the bytes that they send; counted, not timed."""
+"""Chooses the schedules of one attention call: by bytes, of nearly equal ones by reckoned time."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from megatron_burst.config import (
     LayoutName,
     Topology,
 )
-from megatron_burst.plans.blocks_per_call import can_share, with_larger_calls
+from megatron_burst.plans.blocks_per_call import can_share, is_worth, time_of, with_larger_calls
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
@@ -39,9 +39,9 @@ class Offer(NamedTuple):
         return f"the {self.schedule.name} {mib(self.cost.bottleneck)}"
 
     @property
-    def order(self) -> tuple[int, int]:
-        """By which the best is chosen: the bytes on the bottleneck link, then memory."""
-        return self.cost.bottleneck, self.memory
+    def order(self) -> tuple[int, int, int]:
+        """By which the best is chosen: the bytes on the bottleneck link, of a rank, then memory."""
+        return self.cost.bottleneck, self.cost.rank, self.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,10 @@ def choose(
     along_grid: bool = False,
     memory_limit: float = math.inf,
 ) -> Choice:
-    """Choose by the bytes on the bottleneck link, and of equal ones by the memory of a rank.
+    """Choose by the bytes on the bottleneck link, of equal ones by all bytes, then by memory.
+
+    A schedule with several blocks a call is taken before it where that saves a twentieth of the
+    time, for no byte more between nodes and at most a third more in all.
 
     With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
     grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
@@ -139,7 +142,23 @@ class _Pass:
         others = [*map(self._offer, self._direct()), *mesh]
         taken = [*filter(is_even, rings), *filter(is_worth_it, others)]
         left = [offer for offer in (*rings, *others) if offer not in taken]
-        return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
+        return [*self._ordered(taken), *sorted(left, key=by_cost)]
+
+    def _ordered(self, offers: Iterable[Offer]) -> Sequence[Offer]:
+        """Return them by cost, but first the fastest, where its larger calls make up for bytes."""
+        cheapest, *others = every = sorted(offers, key=attrgetter("order"))
+        larger = [each for each in others if each.schedule.blocks_per_call > 1]
+        near = [each for each in larger if each.cost.is_near(cheapest.cost)]
+        if near:
+            fastest = min(near, key=self._time)
+            if is_worth(self._time(fastest), self._time(cheapest)):
+                return [fastest, *(each for each in every if each is not fastest)]
+        return every
+
+    def _time(self, offer: Offer) -> float:
+        way = offer.schedule
+        assert isinstance(way, Ring | Mesh), "nothing goes straight where calls may be larger"
+        return time_of(way, self.shape, backward=self.backward)
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
         if cost is None:
@@ -184,27 +203,28 @@ class _Pass:
             return
         if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
             return  # within a node links are fast, and what a mesh costs besides bytes counts
-        kinds = self._kinds() if self.backward else (Kind.KV, Kind.QUERY)
-        every = [
-            self._with_larger_calls(mesh)
-            for kind in kinds
-            for mesh in meshes(self.tiling, self.grid, kind)
-        ]
-        memory = {mesh: mesh.memory(self._sizes, backward=self.backward) for mesh in every}
-        fitting = [mesh for mesh in every if memory[mesh] <= self.memory_limit]
+        every = [*self._meshes()]
+        fitting = [offer for offer in every if offer.memory <= self.memory_limit]
         if not fitting and self.config.topology is Topology.MESH:
-            several = max([1, *(mesh.blocks_per_call for mesh in every)]) > 1
-            raise ValueError(_no_mesh(self.grid, [*memory.values()], self.memory_limit, several))
-        sent = {mesh: mesh.sends(self._sizes, backward=self.backward) for mesh in fitting}
+            several = max([1, *(offer.schedule.blocks_per_call for offer in every)]) > 1
+            memory = [offer.memory for offer in every]
+            raise ValueError(_no_mesh(self.grid, memory, self.memory_limit, several))
         if fitting:
-            best = min(fitting, key=lambda mesh: (*sent[mesh], memory[mesh]))
-            yield self._offer(best, self._by_formula(*sent[best]))
+            best, *_ = self._ordered(fitting)
+            yield self._offer(best.schedule, self._by_formula(best.cost))
 
-    def _by_formula(self, away: int, within: int) -> Traffic | None:
+    def _meshes(self) -> Iterator[Offer]:
+        """All of them, with what they would send if everybody needed all blocks."""
+        for kind in self._kinds() if self.backward else (Kind.KV, Kind.QUERY):
+            for mesh in map(self._with_larger_calls, meshes(self.tiling, self.grid, kind)):
+                away, within = mesh.sends(self._sizes, backward=self.backward)
+                yield self._offer(mesh, Traffic(away + within, away))
+
+    def _by_formula(self, sent: Traffic) -> Traffic | None:
         """Return what a mesh sends without counting, if all is needed; None if it is to be."""
         if not self.tiling.all_is_needed or self.grid.nodes != len(set(self.nodes)):
             return None
-        return Traffic(away + within, away if self.grid.nodes > 1 else 0)
+        return sent if self.grid.nodes > 1 else replace(sent, nic=0)
 
 
 def _compared(offers: Sequence[Offer]) -> str:

@@ -70,11 +70,13 @@ class Tiling:
         return bool((self.needs.pairs > 0).all()) and not in_part
 
     @cached_property
-    def query_rows(self) -> float:
-        """How many rows of queries the tiles of two ranks have, in the mean; `kinds` are known."""
+    def mean_tile(self) -> tuple[float, float, float]:
+        """How many pairs the tiles of a query and a key block have, in the mean, and if they are of
+        two ranks how many rows of queries and of keys; `kinds` are known."""
         assert self.kinds
-        of_kinds = [self(*pair).cells.sizes[:, 0].sum() for pair in self.kinds.examples]
-        return float(np.average(of_kinds, weights=self.kinds.of_two_ranks))
+        of_kinds = [self(*pair).cells.sizes.sum(axis=0) for pair in self.kinds.examples]
+        queries, keys = np.average(of_kinds, axis=0, weights=self.kinds.of_two_ranks).tolist()
+        return float(self.needs.pairs.mean()), queries, keys
 
     @cached_property
     def key_chunk(self) -> int:

@@ -78,7 +78,6 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             kind = {"default": default, "type": flag.type, "metavar": shown}
             text += "" if default is None else f" (default: {default})"
         group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
-    group.add_argument("--burst-trace", metavar="DIR", help=argparse.SUPPRESS)  # until 0.2
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -200,7 +199,6 @@ def configure(args: argparse.Namespace) -> None:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
     set_dropouts(args)
-    _profile_instead_of_trace(args)
     lm_head_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:
@@ -232,20 +230,6 @@ def configure(args: argparse.Namespace) -> None:
     )
     refuse_limits(args, config)
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
-
-
-def _profile_instead_of_trace(args: argparse.Namespace) -> None:
-    """--burst-trace DIR is the old name of Megatron's flags for torch.profiler."""
-    if args.burst_trace is None:
-        return
-    args.profile, args.use_pytorch_profiler = True, True
-    args.profile_step_start, args.profile_step_end = 2, 4
-    args.tensorboard_dir = args.tensorboard_dir or f"{args.burst_trace}/tensorboard"
-    logger.warning(
-        "--burst-trace goes with the next version: give --profile --use-pytorch-profiler "
-        "--profile-step-start 2 --profile-step-end 4; the trace is in %s/../torch_profile",
-        args.tensorboard_dir,
-    )
 
 
 def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:

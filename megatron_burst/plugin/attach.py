@@ -31,9 +31,8 @@ from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
 from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
-from megatron_burst.plugin.hooks.layer_names import name_mtp_layers
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
-from megatron_burst.plugin.hooks.mtp import MtpLosses
+from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec

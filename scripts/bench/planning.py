@@ -18,6 +18,7 @@ from harness import Clock, Flags, Row, origin, publish, spread, table, wait_unti
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.rows import device_calls
 from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.collector import without_collecting
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Layout, zigzag, zigzag_of_each
 from megatron_burst.plans.planning import choose
@@ -39,6 +40,7 @@ def nodes_of(ranks: int) -> list[int]:
     return [rank // A_NODE for rank in range(ranks)]
 
 
+@without_collecting()
 def plan(layout: Layout, seen: Mask) -> None:
     """Plan as a rank does: choose the schedules of all, then make one's own plans and calls."""
     ranks, local = layout.ranks, layout.local_tokens

@@ -1,7 +1,7 @@
 """Rings and meshes whose kernel calls take several key blocks. (fast tier; the largest slow)"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,7 +16,7 @@ from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, st
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.mesh import Mesh, meshes
 from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import choose
+from megatron_burst.plans.planning import Offer, choose
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
@@ -230,6 +230,35 @@ def test_a_mesh_holds_several_blocks_within_the_limit() -> None:
     assert [blocks for blocks, _ in found] == [4, 2, 1]
     with pytest.raises(ValueError, match="lower --burst-blocks-per-call, raise --burst-memory-mb"):
         chosen(found[0][1] - 1, 4)
+
+
+TAKEN = {  # the backward of so many ranks with so many tokens, and so many on a node
+    "": ((64, 8), 4096, {}, "2 x 4 kv mesh of 2 blocks a call"),
+    "one node": ((8, 8), 4096, {}, "kv ring of 2 blocks a call"),
+    "large tiles": ((64, 8), 16384, {}, "4 x 2 query mesh"),
+    "more between nodes": ((32, 16), 4096, {}, "query ring"),
+    "half as much more in one": ((8, 8), 4096, {"shape": {"sends_raw": False}}, "query ring"),
+    "one block a call": ((64, 8), 4096, {"blocks_per_call": 1}, "4 x 2 query mesh"),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_larger_calls_make_up_for_bytes_within_nodes_alone(case: str) -> None:
+    place, tokens, given, name = TAKEN[case]
+    config = BurstConfig(**{key: value for key, value in given.items() if key != "shape"})
+    shape = replace(shape_of(tokens, kv_heads=32), **given.get("shape", {}))
+    tiling = Tiling(zigzag(place[0] * tokens, place[0]), Mask.causal())
+    nodes = [rank // place[1] for rank in range(place[0])]
+
+    def backward(limit: float = float("inf")) -> Sequence[Offer]:
+        return choose(config, tiling, grid_of(*place), shape, nodes, memory_limit=limit).backward
+
+    taken, *others = backward()
+    assert taken.schedule.name == name
+    assert taken.cost.nic == min(offer.cost.nic for offer in (taken, *others))
+    assert all(3 * taken.cost.rank <= 4 * offer.cost.rank for offer in others)
+    if taken.schedule.blocks_per_call > 1:
+        assert "query" in backward(taken.memory - 1)[0].schedule.name
 
 
 def test_large_tiles_and_little_memory_leave_it_at_one() -> None:

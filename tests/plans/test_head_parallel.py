@@ -135,6 +135,14 @@ def test_a_group_of_all_holds_the_whole_sequence(layout: str) -> None:
     assert head_groups("a" * 4, 4).ring_layout(LAYOUTS[layout](32, 4)).shards == ((range(32),),)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_is_a_group_of_its_own_keeps_its_order(ranks: int) -> None:
+    out_of_order = Layout(
+        tuple((range(4 * r + 2, 4 * r + 4), range(4 * r, 4 * r + 2)) for r in range(ranks))
+    )
+    assert head_groups("a" * ranks, 1).ring_layout(out_of_order) == out_of_order
+
+
 PLACES = [("aaaa", 2), ("abab", 2), ("aaaabbbb", 4), ("abababab", 2), ("aaaa", 4), ("aaa", 1)]
 
 

@@ -1,18 +1,21 @@
 """Helpers of a checkout: for which Python, when again, by whom, and what is missing. (fast tier)"""
 
 import os
+import re
 import sysconfig
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_burst.plugin.files import dataset_helpers
-from megatron_burst.plugin.files.dataset_helpers import build, is_built
+from megatron_burst.plugin.files.dataset_helpers import make
 
-# Of Megatron's Makefile the variables, and a compiler that takes a moment, notes its arguments and
-# makes what follows -o.
+# Of Megatron's Makefile the variables, and a compiler that notes its arguments and makes what
+# follows -o.
 MAKEFILE = """
 LIBNAME = helpers_cpp
 LIBEXT = $(shell python3-config --extension-suffix)
@@ -21,7 +24,6 @@ $(LIBNAME)$(LIBEXT): helpers.cpp
 \tnoting-c++ $(CPPFLAGS) $< -o $@
 """
 COMPILER = """#!/bin/sh
-sleep 0.1
 echo "$@" >>{log}
 while [ "$1" != -o ]; do shift; done
 echo made >"$2"
@@ -50,7 +52,7 @@ def test_they_are_made_for_the_python_that_runs_whatever_path_names(checkout: Pa
     for name in ("python3", "python3-config"):
         (checkout.parent / name).write_text("#!/bin/sh\necho .cpython-27.so -I/of-another\n")
         (checkout.parent / name).chmod(0o755)
-    build(checkout)
+    assert make(checkout) == ""
     made = checkout / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert {path.name for path in checkout.iterdir()} == {"Makefile", "helpers.cpp", made.name}
     (call,) = calls(checkout)
@@ -59,45 +61,36 @@ def test_they_are_made_for_the_python_that_runs_whatever_path_names(checkout: Pa
 
 
 def test_they_are_made_again_where_the_source_is_newer_but_not_in_the_wheel(checkout: Path) -> None:
-    build(checkout)
-    build(checkout)
+    for _ in range(2):
+        assert make(checkout) == ""
     assert len(calls(checkout)) == 1
     later = time.time() + 10
     os.utime(checkout / "helpers.cpp", (later, later))
-    assert not is_built(checkout)
     (checkout / "Makefile").rename(checkout / "moved")
-    build(checkout)
-    assert len(calls(checkout)) == 1
+    assert make(checkout) == "" and len(calls(checkout)) == 1
     (checkout / "moved").rename(checkout / "Makefile")
-    build(checkout)
-    assert len(calls(checkout)) == 2
-
-
-def test_one_compiles_and_the_others_wait(checkout: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:  # each opens the lock for itself, as processes do
-        list(pool.map(build, [checkout] * 4))
-    assert len(calls(checkout)) == 1 and is_built(checkout)
+    assert make(checkout) == "" and len(calls(checkout)) == 2
 
 
 def test_a_compiler_that_fails_is_quoted_with_what_it_takes_and_leaves_nothing(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (checkout.parent / "noting-c++").write_text("#!/bin/sh\necho line 3 is wrong >&2; exit 1")
-    with pytest.raises(ValueError, match=r"does not compile for Python 3\.") as error:
-        build(checkout)
-    text = str(error.value)
+    text = make(checkout)
+    assert "does not compile for Python 3." in text
     assert "apt-get install make g++ python3." in text
     assert "-m pip install pybind11): make -C" in text
     assert "line 3 is wrong" in text
     assert {path.name for path in checkout.iterdir()} == {"Makefile", "helpers.cpp"}
     monkeypatch.setenv("PATH", str(checkout))
-    with pytest.raises(ValueError, match="install pybind11\\): .*No such file .*'make'"):
-        build(checkout)
+    assert re.search(r"install pybind11\): .*No such file .*'make'", make(checkout))
 
 
-def test_megatrons_function_is_ours_and_ends_the_process_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("lacking", [None, 0, 2])
+def test_one_rank_of_each_node_compiles_in_turn_and_all_end_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, lacking: int | None
 ) -> None:
+    """Two nodes of two ranks, one thread each."""
     pytest.importorskip("megatron.training")
     from megatron.training import initialize, training
 
@@ -109,12 +102,38 @@ def test_megatrons_function_is_ours_and_ends_the_process_with_the_reason(
     ):
         monkeypatch.setattr(holder, name, getattr(holder, name))
     compat.mend_wheel()
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    initialize._compile_dependencies()  # those of the wheel are there
+    compiled: list[int] = []
+    here = threading.local()
+    meeting, said = threading.Barrier(4), [""] * 4
 
-    def fails(folder: Path) -> None:
-        raise ValueError(f"{folder} lacks a compiler")
+    def compiles(_: Path) -> str:
+        compiled.append(here.rank)
+        return "it lacks a compiler" if here.rank == lacking else ""
 
-    monkeypatch.setattr(dataset_helpers, "build", fails)
-    with pytest.raises(SystemExit, match="megatron_burst: .*datasets lacks a compiler"):
-        initialize._compile_dependencies()  # on any rank, before it waits for others
+    def gather(found: list[str], reason: str) -> None:
+        said[here.rank] = reason
+        meeting.wait()
+        found[:] = said
+        meeting.wait()
+
+    def run(rank: int) -> str:
+        here.rank = rank
+        try:
+            initialize._compile_dependencies()
+        except SystemExit as leaving:
+            return str(leaving.code)
+        return "trains"
+
+    monkeypatch.setattr(dataset_helpers, "make", compiles)
+    local_rank = SimpleNamespace(get=lambda *_: str(here.rank % 2))
+    monkeypatch.setattr(dataset_helpers, "os", SimpleNamespace(environ=local_rank))
+    for name, value in (
+        ("get_rank", lambda: here.rank),
+        ("get_world_size", lambda: 4),
+        ("all_gather_object", gather),
+    ):
+        monkeypatch.setattr(dataset_helpers.dist, name, value)
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(run, range(4)))
+    assert ends == ["trains" if lacking is None else "megatron_burst: it lacks a compiler"] * 4
+    assert compiled == ([0] if lacking == 0 else [0, 2])

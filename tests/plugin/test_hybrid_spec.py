@@ -30,7 +30,7 @@ from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
-from megatron_burst.plugin.hooks.layer_names import name_mtp_layers  # noqa: E402
+from megatron_burst.plugin.hooks.mtp import name_mtp_layers  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
     StackWithContexts,

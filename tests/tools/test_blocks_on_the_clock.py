@@ -44,7 +44,7 @@ def test_the_choice_is_close_to_the_best(cluster: str) -> None:
         found = [seconds(cluster, way, kv_heads, tokens, blocks) for blocks in (None, 1, 2, 4)]
         for auto, *forced in zip(*found, strict=True):
             # What saves less than a twentieth is left for its memory; the choice knows an H100.
-            worst = 1.06 if cluster == "h100" else 1.2
+            worst = 1.06 if cluster == "h100" else 1.25
             assert auto <= worst * min(forced), (way, kv_heads, tokens)
             assert auto <= 1.02 * forced[0], (way, kv_heads, tokens)
             saved.append(auto / forced[0])

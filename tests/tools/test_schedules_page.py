@@ -12,21 +12,20 @@ import schedules  # noqa: E402
 ROWS = pages.read_csv(schedules.PAGE)
 
 
-def test_auto_is_within_10_percent_of_the_best_forced_setting_everywhere() -> None:
+def test_auto_is_within_5_percent_of_the_best_forced_setting_and_10_of_short_shards() -> None:
     sizes = [(row["cluster"], row["gpus"], row["kv_heads"], row["tokens"]) for row in ROWS]
-    assert len(set(sizes)) == len(ROWS) == 3 * 3 * 2 * 3
+    assert len(set(sizes)) == len(ROWS) == 3 * 3 * 2 * 4
     for row in ROWS:
         forced = [row[name] for name in schedules.settings() if name not in schedules.FORCED]
         assert len(forced) == 3 * 2 * 3
         over = float(row["auto"]) / min(float(each) for each in forced if each)
         assert over == pytest.approx(float(row["auto_over_best"]), abs=1e-3)
-        assert over <= 1.1, row
-        assert over <= 1.05 or "query mesh" in row["auto_backward"], "the page says so"
+        assert over <= (1.1 if int(row["tokens"]) == schedules.SHORT else 1.05), row
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "tokens"),
-    [(32, 4096), (4, 16384), pytest.param(32, 65536, marks=pytest.mark.slow)],
+    [(32, 1024), (32, 4096), (4, 16384), pytest.param(32, 65536, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("cluster", schedules.CLUSTERS)
 def test_the_table_is_what_the_clock_says_now(cluster: str, kv_heads: int, tokens: int) -> None:

@@ -1,28 +1,22 @@
-"""Megatron's own profiler flags show attention's ranges; --burst-trace is their old name. (fast)"""
+"""Megatron's own profiler flags show attention's ranges. (fast tier)"""
 
 from pathlib import Path
 
-import pytest
-
 from megatron_burst.tools import trace
-from tests.tier import slow_if
 from tests.training.launcher import BURST, train
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
 
 
-@pytest.mark.parametrize("old", slow_if({True}, [False, True]))
-def test_two_training_steps_are_profiled(tmp_path: Path, data: tuple[str, ...], old: bool) -> None:
-    flags = ["--burst-trace", str(tmp_path)] if old else PROFILE.split()
-    log = train(
+def test_two_training_steps_are_profiled(tmp_path: Path, data: tuple[str, ...]) -> None:
+    train(
         tmp_path,
         2,
         *data,
         *BURST,
         *("--context-parallel-size", "2", "--calculate-per-token-loss", "--train-iters", "4"),
-        *("--hybrid-layer-pattern", "*-*-", *flags),
+        *("--hybrid-layer-pattern", "*-*-", *PROFILE.split()),
     )
-    assert ("--burst-trace goes with the next version" in log.text) == old
     content = trace.summary(tmp_path)  # Megatron writes to torch_profile in it
     assert (content["ranks"], content["steps"]) == ([0, 1], 2)
     calls = {row["name"]: row["calls"] for row in content["rows"] if row["rank"] == 1}

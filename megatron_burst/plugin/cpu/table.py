@@ -174,14 +174,9 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     return (group.create_default_device(),)
 
 
-def as_numpy_where_asked(move_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
+def as_numpy_where_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
-
-    @functools.wraps(move_to_cpu)
-    def converted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    return converted
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def thd_get_partitioned_indices(
@@ -295,5 +290,7 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "megatron.training.models.hybrid:default_hybrid_stack_spec": of_local_layers,
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
     # takes no tensor for its sizes.
-    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": as_numpy_where_asked,
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": replaced_by(
+        as_numpy_where_asked
+    ),
 }

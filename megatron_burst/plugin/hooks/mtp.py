@@ -13,6 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
@@ -41,6 +42,15 @@ class MtpLosses:
                     logger.setLevel(logging.INFO)
                 logger.info("MTP: losses are divided by the tokens of all context-parallel ranks")
         return models
+
+
+def name_mtp_layers(models: list[Any]) -> list[Any]:
+    """Let checks call MTP's layers, numbered from 1 like the decoder's, by their place: a hook."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, BurstCoreAttention) and name.startswith("mtp."):
+                module.call_layer(name.removesuffix(".self_attention.core_attention"))
+    return models
 
 
 def _drop_unused_weight(model: Any) -> None:

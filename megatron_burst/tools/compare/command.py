@@ -37,7 +37,7 @@ from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, p
 
 _OURS = """
     context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
-    burst-backward burst-topology burst-ranks-per-node burst-head-parallel-size burst-trace profile
+    burst-backward burst-topology burst-ranks-per-node burst-head-parallel-size profile
     tensorboard-dir save
 """.split()
 """What the comparison sets itself; with --save the variants would read each other's checkpoints."""

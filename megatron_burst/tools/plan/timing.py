@@ -22,8 +22,6 @@ from megatron_burst.tools.plan.clock import Timed, duration
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Ring, Workload
 
-_SUM_BYTES = 4  # of an element of a sum
-
 
 class Pass(NamedTuple):
     """One forward or backward of one layer's attention, or several of them."""
@@ -150,18 +148,9 @@ def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[fl
 
 
 def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
-    """Return what is read and written to add the tiles' results to the sums: [step, rank].
-
-    And for each block of another rank's queries that comes: in the forward to round its output, in
-    the backward to make one, for none is sent.
-    """
-    each = shape.element_bytes + 2 * _SUM_BYTES
-    a_query = shape.query_heads * (shape.head_dim if backward else shape.value_head_dim)
-    a_key = shape.kv_heads * (shape.head_dim + shape.value_head_dim) if backward else 0
-    output = shape.tokens * shape.query_heads * shape.value_head_dim
-    rows = a_query * work.query_rows + a_key * work.key_rows
-    a_number = shape.element_bytes + (shape.element_bytes if backward else _SUM_BYTES)
-    return rows * each + work.visitors * output * a_number
+    """Return what is read and written to add the tiles' results to the sums: [step, rank]."""
+    a_query, a_key, a_visitor = shape.added_bytes(backward=backward)
+    return a_query * work.query_rows + a_key * work.key_rows + a_visitor * work.visitors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,38 @@
+"""Python's garbage collector stands still while a call is planned. (fast tier)"""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention import context as contexts
+from megatron_burst.plans.collector import without_collecting
+
+
+def test_it_stands_still_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    choose = contexts.choose
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(gc.isenabled())
+        return choose(*arguments, **options)
+
+    monkeypatch.setattr(contexts, "choose", watched)
+    x = torch.zeros(1, 8, 1, 8)
+    BurstContext.create(BurstConfig()).prepare(x, x, x, Mask.causal(), 1.0)
+    assert seen == [False] and gc.isenabled()
+
+
+def test_one_that_is_off_stays_off_and_an_error_changes_nothing() -> None:
+    with pytest.raises(ValueError, match="wrong"), without_collecting():
+        raise ValueError("wrong")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collecting():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
