@@ -15,10 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import context as contexts
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.head_chunks import backward_in_chunks, forward_in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.plan import Channel, Item, Send
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator, Message
@@ -108,6 +109,7 @@ def count(
     rank: int | None = None,
     blocks_per_call: int | None = 1,
     head_chunks: int = 1,
+    layout: Layout | None = None,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
@@ -129,7 +131,7 @@ def count(
                 for heads in (heads, kv_heads, kv_heads)
             )
             chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
-            call = context.prepare(*chunk, mask, 1.0)
+            call = context.prepare(*chunk, mask, 1.0, layout=layout)
             make_keys = partial(Keys, call.forward_plan.rank)
             with Counting((q, k, v)) as there:
                 out, lse = forward_in_chunks(head_chunks, q, k, v, make_keys, call)

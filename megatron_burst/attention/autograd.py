@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.attention.context import AttentionCall, BurstContext
+from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.head_chunks import (
     backward_in_chunks,
     forward_in_chunks,

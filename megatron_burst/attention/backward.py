@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.forward import parts_to_send
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.rows import DeviceCall, by_key_block, rows_of
@@ -25,12 +25,12 @@ def backward(
         query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
     blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
-    blocks |= parts_to_send(plan, blocks)
+    blocks |= parts_to_send(plan, blocks, call.parts)
     outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
     sums = keys.sums(q, call.wire)
 
     def template(item: Item) -> Block:
-        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.part)
+        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.packed)
 
     transfers = call.communicator.begin("backward", plan, template)
     for number, step in enumerate(plan.steps):
@@ -47,7 +47,7 @@ def backward(
         for item, block in transfers.land(number):
             if item.kind.is_result:
                 with span("backward", number, "merge"):
-                    sums.take(item, block)
+                    sums.take(item, block, call.parts)
             else:
                 blocks[item] = block
     (dq,), (dk, dv, dlatent) = sums.total(Item(Kind.D_QUERY, plan.rank)), keys.gradients(sums)

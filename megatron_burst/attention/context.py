@@ -4,20 +4,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means, log_choice, log_wait
-from megatron_burst.attention.rows import DeviceCall, DeviceCalls, device_calls, rows_of
+from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
-from megatron_burst.kernels import Kernel, TileCall, check_kernel_name, select_kernel
+from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
 from megatron_burst.plans.collector import without_collecting
 from megatron_burst.plans.cost import LatentShape, Shape, room_pays
 from megatron_burst.plans.degree import choose_degree
@@ -25,7 +26,6 @@ from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
@@ -36,29 +36,6 @@ from megatron_burst.transport.profiling import span
 logger = logging.getLogger(__name__)
 
 _CALLS_KEPT = 64  # of one context: more than the masks of one step
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """All of one attention call but its tensors."""
-
-    forward_plan: Plan
-    backward_plan: Plan
-    kernel: Kernel
-    scale: float
-    communicator: Communicator
-    wire: WireDtypes = WireDtypes()  # of gradients
-    soft_cap: float | None = None
-    first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
-    sends_latents: bool = False  # in the place of K and V
-    leaves_room: bool = False  # for messages, see `room_pays`
-    forward_calls: DeviceCalls = field(kw_only=True)
-    backward_calls: DeviceCalls = field(kw_only=True)
-
-    def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
-        """Take the rows of a kernel call out of the blocks that it reads."""
-        (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
-        return TileCall(q, k, v, some.band, self.scale, self.soft_cap, some.packing)
 
 
 type Plans = dict[Asked, AttentionCall]
@@ -297,7 +274,8 @@ class BurstContext:
             _keep(self._kinds, (asked.kind, second), None)
         whole, early = self._call(asked), self._call(self._early(asked, second))
         plan, calls = early.forward_plan, early.forward_calls
-        call = replace(whole, forward_plan=plan, forward_calls=calls, scale=scale)
+        parts = {**whole.parts, **early.parts}
+        call = replace(whole, forward_plan=plan, forward_calls=calls, parts=parts, scale=scale)
         if memory is None:
             return call
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
@@ -366,6 +344,7 @@ class BurstContext:
             leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
             forward_calls=forward,
             backward_calls=backward,
+            parts=own_parts(plans, asked.device),
         )
 
     def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialOutputs
-from megatron_burst.attention.rows import DeviceCall, rows_of
+from megatron_burst.attention.rows import DeviceCall, Parts, rows_of
 from megatron_burst.plans.plan import Item, Kind, Plan
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.profiling import span
@@ -24,12 +24,12 @@ def forward(
         Item(Kind.KV, plan.rank): keys.sent,
     }
     own, results = dict(blocks), PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
-    blocks |= parts_to_send(plan, blocks)
+    blocks |= parts_to_send(plan, blocks, call.parts)
 
     def template(item: Item) -> Block:
         if item.kind.is_result:
             return results.template(item)
-        return rows_of(own[Item(item.kind, plan.rank)], item.part)
+        return rows_of(own[Item(item.kind, plan.rank)], item.packed)
 
     transfers = call.communicator.begin("forward", plan, template)
     for number, step in enumerate(plan.steps):
@@ -45,7 +45,7 @@ def forward(
         for item, block in transfers.land(number):
             if item.kind.is_result:
                 with span("forward", number, "merge"):
-                    results.take(item, block)
+                    results.take(item, block, call.parts)
             else:
                 blocks[item] = block
     return results.finish(sink)
@@ -59,11 +59,11 @@ def _attend(
     return call.kernel.forward(replace(call.of_rows(some, q, k, v), leaves_room=room))
 
 
-def parts_to_send(plan: Plan, blocks: Mapping[Item, Block]) -> dict[Item, Block]:
+def parts_to_send(plan: Plan, blocks: Mapping[Item, Block], parts: Parts) -> dict[Item, Block]:
     """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
     items = {send.item for send in plan.sends if not send.item.kind.is_result}
-    parts = [item for item in items if item.owner == plan.rank and item.part]
     return {
-        item: tuple(t.contiguous() for t in rows_of(blocks[item._replace(part=None)], item.part))
-        for item in parts
+        item: tuple(t.contiguous() for t in rows_of(blocks[Item(*item[:2])], parts[item.part]))
+        for item in items
+        if item.owner == plan.rank and item.part
     }

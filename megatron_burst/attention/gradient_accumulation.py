@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
+from megatron_burst.attention.rows import Parts, Rows, rows_of, views_of, write_rows
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.plans.layout import Interval
@@ -56,12 +56,12 @@ class GradientAccumulator:
         else:
             self._sums[item] = _Sum(rows, parts)
 
-    def take(self, item: Item, block: Block) -> None:
+    def take(self, item: Item, block: Block, parts: Parts) -> None:
         """Add what has arrived; it is not looked at again."""
-        item, rows = item.sum, self._all_rows(item)
-        if item.owner == self._rank:
-            rows, item = item.part or rows, item._replace(part=None)
-        _accumulate(self._whole(item), rows, block)
+        rows: Rows = self._all_rows(item)
+        if item.owner == self._rank and item.part:
+            rows, item = parts[item.part], item._replace(part=())
+        _accumulate(self._whole(item.sum), rows, block)
 
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
@@ -112,7 +112,7 @@ class GradientAccumulator:
         return Interval(0, self._shape(item)[0].shape[1])
 
     def _shape(self, item: Item) -> Block:
-        return rows_of(self._shaped[item.kind.sum], item.part)
+        return rows_of(self._shaped[item.kind.sum], item.packed)
 
 
 def _accumulate(total: Block, rows: Rows, parts: Block) -> None:

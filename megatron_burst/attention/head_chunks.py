@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.context import AttentionCall, BurstContext
+from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.plans.head_chunks import choose_head_chunks

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.rows import Rows, rows_of, views_of, write_rows
+from megatron_burst.attention.rows import Parts, Rows, rows_of, views_of, write_rows
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.in_triton import triton_kernels
@@ -24,7 +24,7 @@ class PartialOutputs:
 
     def template(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an output arrives."""
-        (q,) = rows_of((self._q,), item.part)
+        (q,) = rows_of((self._q,), item.packed)
         batch, tokens, heads, _ = q.shape
         lse = q.new_empty((1,), dtype=accumulation_dtype(q.dtype)).expand(batch, heads, tokens)
         return q.new_empty((1,)).expand(batch, tokens, heads, self._value_head_dim), lse
@@ -38,11 +38,12 @@ class PartialOutputs:
         if item in self._results:
             self._results[item].widen()
 
-    def take(self, item: Item, block: Block) -> None:
+    def take(self, item: Item, block: Block, parts: Parts) -> None:
         """Add what has arrived; it is not looked at again."""
-        mine = self._own if item.owner == self._own.owner else item
-        rows = item.part if mine is self._own else None
-        self._of(mine).merge(rows or Interval(0, block[0].shape[1]), *block)
+        rows: Rows = Interval(0, block[0].shape[1])
+        if item.owner == self._own.owner and item.part:
+            rows, item = parts[item.part], self._own
+        self._of(item).merge(rows, *block)
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
         """Return, as they are sent, the outputs among `sends`; they start anew.
@@ -59,7 +60,7 @@ class PartialOutputs:
 
     def _of(self, item: Item) -> "PartialResults":
         if item not in self._results:
-            (q,) = rows_of((self._q,), item.part)
+            (q,) = rows_of((self._q,), item.packed)
             self._results[item] = PartialResults(q, self._value_head_dim)
         return self._results[item]
 

@@ -1,6 +1,6 @@
 """The kernel calls of a plan as a device runs them: rows by slices or tables, made once a plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.calls import KernelCall, Known, calls_of
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Kind, Plan, Tiles
+from megatron_burst.plans.plan import Item, Kind, Part, Plan, Receive, Send, Tiles
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.pinned import to_device
 
@@ -26,6 +26,8 @@ class RowTable:
 
 
 type Rows = Interval | RowTable
+type Parts = Mapping[Part, Rows]
+"""Those of a rank's own tensors that leave, or whose results come home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,35 @@ def device_calls(plans: Sequence[Plan], batch: int, device: torch.device) -> lis
     return [[[on_device(call) for call in calls] for calls in of_plan] for of_plan in steps]
 
 
+def own_parts(plans: Sequence[Plan], device: torch.device) -> Parts:
+    """Return the parts of a rank's own tensors in its plans, their tables on the device."""
+    parts = set[Part]()
+    for plan in plans:
+        moved: tuple[Send | Receive, ...] = (*plan.sends, *plan.receives)
+        parts |= {some.item.part for some in moved if some.item.owner == plan.rank}
+    return {part: _rows(part, device) for part in parts if part}
+
+
 def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall:
-    def table(values: NDArray[np.integer]) -> Tensor:
-        return to_device(torch.tensor(values), device)
-
-    def rows(runs: Sequence[Interval]) -> Rows:
-        if len(runs) == 1:
-            return runs[0]
-        return RowTable(table(np.concatenate([np.arange(*run) for run in runs])))
-
     def begins(lengths: tuple[int, ...]) -> Tensor:
-        return table(np.array([*accumulate(lengths * batch, initial=0)], np.int32))
+        return _table(np.array([*accumulate(lengths * batch, initial=0)], np.int32), device)
 
     packing = None
     if len(call.lengths) > 1:
-        queries, keys = zip(*call.lengths, strict=True)
-        packing = Packing(queries, keys, begins(queries), begins(keys))
-    return DeviceCall(call.tile, call.band, rows(call.queries), rows(call.keys), packing)
+        heights, widths = zip(*call.lengths, strict=True)
+        packing = Packing(heights, widths, begins(heights), begins(widths))
+    queries, keys = (_rows(runs, device) for runs in (call.queries, call.keys))
+    return DeviceCall(call.tile, call.band, queries, keys, packing)
+
+
+def _rows(runs: Sequence[Interval], device: torch.device) -> Rows:
+    if len(runs) == 1:
+        return runs[0]
+    return RowTable(_table(np.concatenate([np.arange(*run) for run in runs]), device))
+
+
+def _table(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values), device)
 
 
 def by_key_block(

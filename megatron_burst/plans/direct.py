@@ -3,18 +3,18 @@
 Under a window, short documents or a sparse block mask a rank needs few rows of few others; a ring
 would carry whole shards past ranks that have no use for them. In step d a rank computes with the
 rows of the rank d places before it in the grid's order; they have been on their way since the
-start. Gradients return straight to their owners. A rank's own tile is computed in part first and in
-part last.
+start, all in one message. Gradients return straight to their owners. A rank's own tile is computed
+in part first and in part last.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval, joined
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Tile
+from megatron_burst.plans.layout import joined
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Part, Tile
 from megatron_burst.plans.schedule import Loads, Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
@@ -64,9 +64,9 @@ class Direct(Schedule):
         if backward:
             tiles |= own_tiles_by_step(tiles[0], self.grid.ranks, two_levels=False)
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
-            if parts := self.parts(owner, rank):
+            if part := self.part(owner, rank):
                 used = self.tiling.of_block(self.sent, owner, rank)
-                tiles[distance] = [self._of_part(tile, parts) for tile in used]
+                tiles[distance] = used.reading(self.sent, part)
         return tiles
 
     def reads(self) -> "_Exchange":
@@ -77,16 +77,11 @@ class Direct(Schedule):
         """Return the messages with gradients: all have landed at the end."""
         return _Exchange(self, self.of_one_step(self.sent.gradient))
 
-    def parts(self, owner: int, user: int) -> list[Interval]:
-        """Return the rows of `owner` that `user` needs, as few intervals."""
+    def part(self, owner: int, user: int) -> Part:
+        """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
         if not self.tiling.needs.rows[self.sent][owner, user]:
-            return []
-        return joined(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent))
-
-    def _of_part(self, tile: Tile, parts: Sequence[Interval]) -> Tile:
-        rows = tile.rows_of(self.sent)
-        part = next(p for p in parts if p.start <= rows.start and rows.stop <= p.stop)
-        return tile.reading(self.sent, part)
+            return ()
+        return tuple(joined(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class _Exchange:
         some = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
         found = np.stack([distances, owners, users])[:, some]
         ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
-        return [hop for needed in ordered for hop in self._hops(*needed)]
+        return [self._hop(*needed) for needed in ordered]
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [distance - 1, owner]."""
@@ -123,13 +118,12 @@ class _Exchange:
         away = distances > 0
         return distances[away], owners[away], ranks[distances[away], owners[away]]
 
-    def _hops(self, distance: int, owner: int, user: int) -> Iterator[Hop]:
-        within = len({self.schedule.grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
-        for part in self.schedule.parts(owner, user):
-            item = Item(self.kind, owner, part)
-            if self.kind.is_result:
-                channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
-                yield Hop(item, user, owner, channel, distance + 1, self.schedule.grid.ranks)
-            else:
-                channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
-                yield Hop(item, owner, user, channel, 0, distance - 1)
+    def _hop(self, distance: int, owner: int, user: int) -> Hop:
+        grid = self.schedule.grid
+        within = len({grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
+        item = Item(self.kind, owner, self.schedule.part(owner, user))
+        if self.kind.is_result:
+            channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
+            return Hop(item, user, owner, channel, distance + 1, grid.ranks)
+        channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
+        return Hop(item, owner, user, channel, 0, distance - 1)

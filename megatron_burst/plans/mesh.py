@@ -169,7 +169,7 @@ class Mesh(Schedule):
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
             part = part_of(self._parts[kind][whose])
-            if whose != rank and part is not None:
+            if whose != rank and part:
                 tiles = tiles.reading(kind, part)
         return tiles
 

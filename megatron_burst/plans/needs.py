@@ -15,7 +15,7 @@ from megatron_burst.plans.kinds import Kinds
 from megatron_burst.plans.layout import Interval, Layout
 from megatron_burst.plans.mask import FULLY, Mask
 from megatron_burst.plans.pieces import Pieces
-from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.plan import Kind, Part
 
 _QUERIES = 512  # how many pieces are looked at at once
 
@@ -153,7 +153,7 @@ def _inside(low: Ints, high: Ints, local: int) -> Ints:
     return np.where(((size > 0) & (size < local))[..., None], ends, 0)
 
 
-def part_of(ends: Ints) -> Interval | None:
-    """Return the rows between two ends; None for all of them."""
+def part_of(ends: Ints) -> Part:
+    """Return the rows between two ends; () for all of them."""
     start, stop = ends.tolist()
-    return Interval(start, stop) if stop else None
+    return (Interval(start, stop),) if stop else ()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cells import Cell, Cells
+from megatron_burst.plans.cells import Cell, Cells, Ints
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
 
@@ -74,12 +74,16 @@ class Channel(StrEnum):
     GRADIENT_BETWEEN = "gradients between nodes"
 
 
+type Part = tuple[Interval, ...]
+"""Which rows of a block: intervals in order that do not touch; () is all of them."""
+
+
 class Item(NamedTuple):
     """What can be sent: the tensors of one kind that belong to one rank's tokens."""
 
     kind: Kind
     owner: int
-    part: Interval | None = None  # which of the owner's rows; None: all
+    part: Part = ()  # of the owner's rows, sent one interval behind the other
     target: int | None = None  # of HEADS: whose share of the heads
 
     @property
@@ -87,8 +91,14 @@ class Item(NamedTuple):
         """What it is added to."""
         return self._replace(kind=self.kind.sum)
 
+    @property
+    def packed(self) -> Interval | None:
+        """The rows of what is sent, as many as its part has; None: as many as the owner has."""
+        return Interval(0, sum(rows.length for rows in self.part)) if self.part else None
+
     def __str__(self) -> str:
-        part = f", rows {self.part.start} to {self.part.stop}" if self.part else ""
+        part = f", rows {self.part[0].start} to {self.part[-1].stop}" if self.part else ""
+        part += f" in {len(self.part)} intervals" if len(self.part) > 1 else ""
         share = "" if self.target is None else f" for rank {self.target}"
         return f"{self.kind} of rank {self.owner}{part}{share}"
 
@@ -132,8 +142,8 @@ class Meeting:
 
     query_owner: int
     key_owner: int
-    query_part: Interval | None
-    key_part: Interval | None
+    query_part: Part
+    key_part: Part
 
     @property
     def blocks(self) -> tuple[Item, Item]:
@@ -170,8 +180,8 @@ class Tile(Meeting):
     query_rows: Interval
     key_rows: Interval
     band: Band
-    query_part: Interval | None = None
-    key_part: Interval | None = None
+    query_part: Part = ()
+    key_part: Part = ()
 
     def __post_init__(self) -> None:
         queries, keys = self.query_rows.length, self.key_rows.length
@@ -186,12 +196,6 @@ class Tile(Meeting):
         """Return the rows of its KV or QUERY block, counted in the whole."""
         return self.key_rows if kind is Kind.KV else self.query_rows
 
-    def reading(self, kind: Kind, part: Interval) -> "Tile":
-        """Return the tile that reads its KV or QUERY block from this part of the owner's rows."""
-        if kind is Kind.KV:
-            return replace(self, key_part=part)
-        return replace(self, query_part=part)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles(Meeting, Sequence[Tile]):
@@ -201,8 +205,8 @@ class Tiles(Meeting, Sequence[Tile]):
     key_owner: int
     cells: Cells
     """The same object where pairs of ranks see the same."""
-    query_part: Interval | None = None
-    key_part: Interval | None = None
+    query_part: Part = ()
+    key_part: Part = ()
     beside: tuple[int, ...] = ()
     """More key owners, of whose blocks the queries see the same rows; see `by_blocks`."""
 
@@ -232,9 +236,9 @@ class Tiles(Meeting, Sequence[Tile]):
     @property
     def slices(self) -> Cells:
         """The cells, counted in the parts of the blocks that are read, and in all side by side."""
-        first = [part.start if part else 0 for part in (self.query_part, self.key_part)]
-        rows = self.cells.rows - np.repeat(first, 2)
-        return Cells(rows * np.repeat([1, 1 + len(self.beside)], 2), self.cells.sides)
+        queries = _packed(self.cells.queries, self.query_part)
+        keys = _packed(self.cells.keys, self.key_part) * (1 + len(self.beside))
+        return Cells(np.hstack([queries, keys]), self.cells.sides)
 
     def having(self, cells: Cells) -> "Tiles":
         """Return other tiles of the same blocks."""
@@ -245,11 +249,20 @@ class Tiles(Meeting, Sequence[Tile]):
         rows = self.cells.keys if kind is Kind.KV else self.cells.queries
         return [Interval(*ends) for ends in rows.tolist()]
 
-    def reading(self, kind: Kind, part: Interval) -> "Tiles":
+    def reading(self, kind: Kind, part: Part) -> "Tiles":
         """Return the tiles that read their KV or QUERY block from this part of its rows."""
         if kind is Kind.KV:
             return replace(self, key_part=part)
         return replace(self, query_part=part)
+
+
+def _packed(rows: Ints, part: Part) -> Ints:
+    """Count rows, [cell, 2], in a part of which no cell lies in two intervals."""
+    if not part:
+        return rows
+    starts, stops = np.array(part).T
+    missing = starts - np.append(0, (stops - starts).cumsum()[:-1])  # before each interval
+    return rows - missing[starts.searchsorted(rows[:, :1], "right") - 1]
 
 
 def by_blocks(tiles: Sequence[Tile], *, joins: bool = False) -> list[Tiles]:
@@ -350,7 +363,7 @@ class Plan:
         largest: dict[tuple[Kind, int], tuple[Item, int]] = {}
         for item, *_, buffer, _, places in self.receives:
             known, most = largest.setdefault((item.kind, buffer), (item, places))
-            if known.part and (item.part is None or item.part.length > known.part.length):
+            if known.packed and (item.packed is None or item.packed > known.packed):
                 known = item
             largest[item.kind, buffer] = known, max(most, places)
         return largest

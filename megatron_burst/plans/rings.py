@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cells import Ints
-from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Channel, Kind, Tile
+from megatron_burst.plans.plan import Channel, Kind, Part, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
@@ -160,11 +159,11 @@ class Ring(Schedule):
         """The blocks that go around one node."""
         return Turn(self.grid.ranks_per_node, self.blocks_per_call)
 
-    def _tiles(self, rank: int, owner: int, part: Interval | None) -> Sequence[Tile]:
+    def _tiles(self, rank: int, owner: int, part: Part) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
             return ()
         tiles = self.tiling.of_block(self.sent, owner, rank)
-        return tiles if rank == owner or part is None else tiles.reading(self.sent, part)
+        return tiles if rank == owner or not part else tiles.reading(self.sent, part)
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.

@@ -11,7 +11,7 @@ import copy
 import datetime
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,9 +26,6 @@ from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
 _CHANNELS = list(Channel)
-# NCCL may hang with more than 256 operations in a group; in one batch of a ring, a mesh or a direct
-# exchange a rank sends to at most two and receives from as many.
-_TOGETHER = 64
 
 type Block = tuple[Tensor, ...]  # the tensors of an item
 type _Work = tuple[str, dist.Work]  # with what it does
@@ -87,10 +84,10 @@ class Communicator:
         return Message(transfer, name, tensor, self._wire(tensor))
 
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
-        """Post the messages of one channel, receives first; return what is to be waited for."""
-        return [work for some in _rounds(messages) for work in self._start(some, where)]
+        """Post the messages of one channel, receives first; return what is to be waited for.
 
-    def _start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
+        NCCL may hang with more than 256 operations in a group; no plan has as many in a batch.
+        """
         operations = []
         for message in messages:
             transfer, _, tensor, wire = message
@@ -155,20 +152,6 @@ class _Batch:
     def __str__(self) -> str:
         sent = sum(message.bytes_sent for message in self.messages)
         return f"for step {self.lands}, {sent} bytes: {_names(self.messages)}"
-
-
-def _rounds(messages: Sequence[Message]) -> Iterable[list[Message]]:
-    """Share out the messages to groups of NCCL: of each peer the first `_TOGETHER` each way first.
-
-    So both ends of a message have it in the same round, and none waits for one of a later round.
-    """
-    rounds: dict[int, list[Message]] = defaultdict(list)
-    seen: Counter[tuple[int, bool]] = Counter()
-    for message in messages:
-        way = message.transfer.peer, isinstance(message.transfer, Send)
-        rounds[seen[way] // _TOGETHER].append(message)
-        seen[way] += 1
-    return rounds.values()
 
 
 def _names(messages: Sequence[Message]) -> str:

@@ -13,7 +13,7 @@ from ranks import PATIENCE_SECONDS
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced

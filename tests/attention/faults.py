@@ -50,9 +50,9 @@ def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
 def lost_gradient(original: Callable[..., None]) -> Callable[..., None]:
     """What comes home from another rank is not added."""
 
-    def take(self: GradientAccumulator, item: Any, block: Any) -> None:
+    def take(self: GradientAccumulator, item: Any, *arrived: Any) -> None:
         if item.owner != self._rank:
-            original(self, item, block)
+            original(self, item, *arrived)
 
     return take
 

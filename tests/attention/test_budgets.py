@@ -152,7 +152,7 @@ def test_blocks_of_many_lengths_arrive_in_the_same_buffers(nodes: int) -> None:
     tokens = budgets.TOKENS * 8
     mask = Mask.causal(documents=(0, tokens // 8 + 100, tokens // 2 + 300, tokens))
     found = count(8, nodes, "kv", mask)
-    lengths = {r.item.part and r.item.part.length for r in found.call.forward_plan.receives}
+    lengths = {r.item.packed for r in found.call.forward_plan.receives}
     assert len(lengths) > 2, "the case is of many lengths"
     forward, _, backward = PROMISED[nodes, "kv"]
     assert found.forward.peak <= forward and found.backward.peak <= backward
@@ -163,5 +163,5 @@ def test_a_direct_exchange_holds_the_rows_that_its_rank_needs() -> None:
     found = count(8, 1, "kv", Mask.causal(documents=tuple(range(0, 8 * tokens + 1, 2 * tokens))))
     items = [receive.item for receive in found.call.forward_plan.receives]
     assert items and all(item.kind is Kind.KV and item.part for item in items)
-    needed = sum(item.part.length for item in items if item.part) / tokens
+    needed = sum(item.packed.length for item in items if item.packed) / tokens
     assert found.forward.peak <= 3.1 + 2 * needed

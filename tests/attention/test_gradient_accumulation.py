@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
-from megatron_burst.attention.rows import RowTable
+from megatron_burst.attention.rows import RowTable, own_parts
 from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.plan import Channel, Item, Kind, Send
+from megatron_burst.plans.plan import Channel, Item, Kind, Part, Plan, Receive, Send, Step
 from tests.tier import examples
 
 RANK = 1
@@ -74,8 +74,8 @@ def test_sums_of_bfloat16_are_float32(item: Item, wire_dtype: torch.dtype | None
     # 1 + 2^-9 is no bfloat16; nine bits more need a float32 on every way into a sum.
     sums = make_sums(torch.bfloat16, wire_dtype)
     small = 2.0**-9
-    sums.take(item, partial(ALL_ROWS, 1.0, wire_dtype or torch.float32))
-    sums.take(item, partial(ALL_ROWS, small, wire_dtype or torch.float32))
+    sums.take(item, partial(ALL_ROWS, 1.0, wire_dtype or torch.float32), {})
+    sums.take(item, partial(ALL_ROWS, small, wire_dtype or torch.float32), {})
     sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
     sums.add(item, ALL_ROWS, partial(ALL_ROWS, small, torch.bfloat16))
     total = sums.total(item)
@@ -90,8 +90,8 @@ def test_what_one_kernel_call_returned_travels_as_it_is_and_is_added_to_the_sum(
     sums.add(VISITOR, ALL_ROWS, block)
     sent = hand_on(sums, item)
     assert all(map(torch.equal, sent, block)) and sent[0].dtype == torch.bfloat16
-    sums.take(item, sent)
-    sums.take(item, partial(ALL_ROWS, 2.0**-9, torch.bfloat16))
+    sums.take(item, sent, {})
+    sums.take(item, partial(ALL_ROWS, 2.0**-9, torch.bfloat16), {})
     total = hand_on(sums, VISITOR)
     assert (values(total), total[0].dtype) == ([3 + 2.0**-9] * TOKENS, torch.float32)
 
@@ -122,9 +122,9 @@ def test_what_arrives_of_a_visitors_is_added(before: tuple[Interval, ...]) -> No
         sums.add(VISITOR, rows, partial(rows, 1.0))
     expected = values(make_total(before))
     first = partial(ALL_ROWS, 10.0)
-    sums.take(VISITOR, first)
+    sums.take(VISITOR, first, {})
     second = partial(ALL_ROWS, 100.0)
-    sums.take(VISITOR, second)
+    sums.take(VISITOR, second, {})
     sums.add(VISITOR, SOME_ROWS, partial(SOME_ROWS, 1000.0))
     total = sums.total(VISITOR)
     assert (values(first), values(second)) == ([10] * TOKENS, [100] * TOKENS)  # read, not kept
@@ -144,24 +144,29 @@ def make_total(intervals: tuple[Interval, ...]) -> tuple[Tensor, ...]:
 def test_what_arrives_is_read_at_once_and_not_kept(item: Item) -> None:
     sums = make_sums()
     arrived = partial(ALL_ROWS, 1.0)
-    sums.take(item, arrived)
+    sums.take(item, arrived, {})
     for t in arrived:
         t.fill_(float("nan"))  # its buffer is free again
     sums.add(item, ALL_ROWS, partial(ALL_ROWS, 10.0))
     assert values(sums.total(item)) == [11] * TOKENS
 
 
-def test_a_part_arrives_at_home_where_it_belongs() -> None:
-    sums = make_sums()
+@pytest.mark.parametrize("part", [(SOME_ROWS,), (Interval(0, 1), Interval(3, 5))], ids=str)
+def test_a_part_arrives_at_home_where_it_belongs(part: Part) -> None:
+    sums, item = make_sums(), OWN._replace(part=part)
+    assert sums.template(item)[0].shape[1] == 3
+    plan = Plan(RANK, (Step((Receive(item, 0, Channel.GRADIENT_WITHIN, 0, 0),)),))
+    parts = own_parts([plan], torch.device("cpu"))
     for value in (1.0, 10.0):
-        sums.take(OWN._replace(part=SOME_ROWS), partial(SOME_ROWS, value))
-    assert values(sums.total(OWN)) == [0, 0, 11, 11, 11, 0]
+        sums.take(item, partial(Interval(0, 3), value), parts)
+    its = [any(start <= row < stop for start, stop in part) for row in range(TOKENS)]
+    assert values(sums.total(OWN)) == [11 * is_its for is_its in its]
 
 
 def test_what_is_handed_on_is_gone_and_its_memory_is_not_used_again() -> None:
     sums = make_sums()
     for value in (1.0, 2.0):  # a double ring brings a gradient back to a rank
-        sums.take(VISITOR, partial(ALL_ROWS, value))
+        sums.take(VISITOR, partial(ALL_ROWS, value), {})
         sums.add(VISITOR, ALL_ROWS, partial(ALL_ROWS, 10.0))
         handed = hand_on(sums, VISITOR)
         assert values(handed) == [10 + value] * TOKENS
@@ -224,6 +229,6 @@ def test_in_any_order_nothing_is_lost_or_counted_twice(events: list[Event]) -> N
         elif event.what == "add":
             sums.add(item, rows, (block,))
         else:
-            sums.take(item, (block,))
+            sums.take(item, (block,), {})
     for item, handed, expected in zip(items, found, given_, strict=True):
         torch.testing.assert_close(handed + sums.total(item)[0], expected, rtol=0, atol=1e-12)

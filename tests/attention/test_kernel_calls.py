@@ -1,7 +1,10 @@
 """Calls of a step under documents and block masks, on fake CUDA tensors. (fast tier)"""
 
+import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,15 +15,23 @@ from megatron_burst import Mask
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import RowTable
 from megatron_burst.kernels import KERNELS, Kernel, TileCall
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import Interval, Layout, segmented_zigzag, zigzag
 from tests.fake_ring import EmptyKernel, count
 
-PLACES = {
+RINGS: dict[str, dict[str, Any]] = {
     "kv": {"nodes": 1, "backward_ring": "kv"},
     "query": {"nodes": 1, "backward_ring": "query"},
     "double": {"nodes": 4, "backward_ring": "kv"},
     "mesh": {"nodes": 4, "backward_ring": "query", "topology": "mesh"},
 }
+LAYOUTS: dict[str, Callable[[int, int, Mask], Layout]] = {
+    "zigzag": lambda tokens, ranks, _: zigzag(tokens, ranks),
+    "balanced": lambda tokens, ranks, mask: balanced(mask, tokens, [0] * ranks).layout,
+    "16 segments": lambda tokens, ranks, _: segmented_zigzag([tokens // 16] * 16, ranks),
+}
+DIRECT = [*product(["direct kv"], LAYOUTS), ("direct query", "16 segments")]
 
 
 class Counted:
@@ -45,17 +56,27 @@ def thousand_documents(tokens: int) -> Mask:
     return Mask.causal(documents=(0, *sorted(cuts), tokens))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "layout"), [*product(RINGS, ["zigzag"]), *DIRECT])
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_a_step_of_a_thousand_documents_takes_few_calls(ranks: int, place: str) -> None:
-    kernel = Counted(KERNELS["aten_flash"] if place == "kv" else EmptyKernel())
+def test_a_step_of_a_thousand_documents_takes_few_calls(
+    ranks: int, place: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_direct, way = place.startswith("direct"), place.removeprefix("direct ")
+    monkeypatch.setattr(Direct, "worth", math.inf if is_direct else 0.0)
+    monkeypatch.setattr(Direct, "worth_in_all", 0.0)
+    kernel = Counted(KERNELS["aten_flash"] if way == "kv" else EmptyKernel())
     mask = thousand_documents(1024 * ranks)
-    call = count(ranks=ranks, mask=mask, kernel=kernel, **PLACES[place]).call
+    made = LAYOUTS[layout](1024 * ranks, ranks, mask)
+    call = count(ranks=ranks, mask=mask, kernel=kernel, layout=made, **RINGS[way]).call
     forward, backward = ([*map(len, calls)] for calls in (call.forward_calls, call.backward_calls))
     assert max(forward) <= 2 and max(backward) <= 3
     assert kernel.calls == {"forward": sum(forward), "backward": sum(backward)}
     tiles = max(len(step.tiles) for step in call.forward_plan.steps)
     assert tiles > 1000 // ranks - 10, "the case is of many tiles"
+    sent = {(send.peer, send.item.kind) for send in call.backward_plan.sends}
+    if is_direct:
+        assert not any(step.receives for step in call.forward_plan.steps[1:])
+        assert len(sent) == len(call.backward_plan.sends), "one message for a pair of ranks"
 
 
 def test_rows_of_a_table_are_merged_like_slices() -> None:

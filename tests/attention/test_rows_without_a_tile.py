@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.merge import PartialResults

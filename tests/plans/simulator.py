@@ -22,10 +22,10 @@ type _Buffer = tuple[Kind, int, int, int]  # with the place in it, and the place
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
     """Return the bytes of an item, or of the part of it that is sent; see `traffic`."""
-    if item.part is None:
+    if item.packed is None:
         return sizes[item.kind]
     assert local_tokens, f"{item} is a part, but of how many rows was not said"
-    return sizes[item.kind] * item.part.length // local_tokens
+    return sizes[item.kind] * item.packed.length // local_tokens
 
 
 def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> int:
@@ -150,7 +150,7 @@ class _Rank:
 
     def _send(self, send: Send) -> _Message:
         item = send.item
-        held = item if item in self.blocks else item._replace(part=None)
+        held = item if item in self.blocks else item._replace(part=())
         if item.sum not in self.sums if item.kind.is_result else held not in self.blocks:
             raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_result:
@@ -198,7 +198,7 @@ class _Rank:
             self.blocks[item] = buffer
             return
         at_home = item.owner == self.plan.rank
-        item = item._replace(part=None) if at_home else item
+        item = item._replace(part=()) if at_home else item
         self.sums[item.sum].update(sent.payload)
 
     def __str__(self) -> str:
@@ -287,7 +287,7 @@ def _check_results(ranks: Sequence[_Rank], backward: bool) -> None:
     for rank in ranks:
         for tile in rank.plan.tiles:
             for item in results_of(tile, backward):
-                expected[item._replace(part=None)][tile] += 1
+                expected[item._replace(part=())][tile] += 1
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:
         for item in rank.sums:

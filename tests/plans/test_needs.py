@@ -71,10 +71,10 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
                     assert needs.rows[kind][owner, user] == expected, (tiling.mask, kind)
             if tiling.mask.is_sparse and others:
                 start, stop = min(r.start for r in others), max(r.stop for r in others)
-                part = None if stop - start == tiling.local_tokens else Interval(start, stop)
+                part = () if stop - start == tiling.local_tokens else (Interval(start, stop),)
                 assert part_of(needs.parts[kind][owner]) == part
             else:
-                assert part_of(needs.parts[kind][owner]) is None
+                assert part_of(needs.parts[kind][owner]) == ()
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -111,6 +111,6 @@ def loads(
 def counted(hops: list[Hop], tiling: Tiling) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
     for hop in hops:
-        part = hop.item.part
-        found[hop.source, hop.target] += tiling.local_tokens if part is None else part.length
+        rows = hop.item.packed
+        found[hop.source, hop.target] += rows.length if rows else tiling.local_tokens
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.context import AttentionCall
+from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import ExpandedLatents, Keys, expand

@@ -1,0 +1,122 @@
+"""Direct exchanges, many intervals of rows in a message, against the dense oracle. (fast tier)"""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from megatron_burst import Mask
+from megatron_burst.plans import planning
+from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.layout import segmented_zigzag, zigzag_of_each
+from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.topology import flat_grid
+from tests.attention.cases import FLOAT32_TOLERANCE, Case, Reply, answer, put_together
+from tests.attention.faults import replaced
+from tests.attention.test_recompute import twice
+from tests.oracle import relative_error
+from tests.plans.masks import LAYOUTS, hard_maskings
+from tests.tier import slow_if, some
+from tests.workers import Team, WorkerPool
+
+CHUNK = 8
+MASKS = (
+    "window of a chunk less 1",
+    "documents that end one off",
+    "documents with padding",
+    "a window in documents",
+    "blocks",
+    "everything at once",
+)
+WAYS: list[dict[str, Any]] = [
+    {"config": {"backward": "kv"}, "heads": (8, 2), "has_sink": True},
+    {"config": {"backward": "query"}, "heads": (8, 2), "batch": 2},
+    {"config": {"backward": "kv", "head_chunks": 2}, "heads": (4, 4)},
+    {"config": {"backward": "query", "head_chunks": 2}, "heads": (8, 4), "value_dim": 4},
+    {"config": {"backward": "query"}, "heads": (4, 1), "has_sink": True},
+]
+
+
+def directly() -> AbstractContextManager[None]:
+    """Take nothing else, under masks that are sparse."""
+    return replaced(planning._Pass, "offers", lambda _: direct_offers)
+
+
+def direct_offers(asked: Any) -> Any:
+    return [asked._offer(schedule) for schedule in asked._direct()]
+
+
+def answer_directly(team: Team, cases: Sequence[Case]) -> list[Reply]:
+    with directly():
+        return answer(team, cases)
+
+
+def twice_directly(team: Team, *arguments: Any) -> dict[str, Any]:
+    with directly():
+        return twice(team, *arguments)
+
+
+def cases_of(ranks: int) -> list[Case]:
+    tokens = 2 * ranks * CHUNK
+    layouts = [make(tokens, ranks) for make in LAYOUTS.values()]
+    layouts += [segmented_zigzag([tokens // 4] * 4, ranks)]
+    layouts += [zigzag_of_each([tokens // 4, tokens // 2, tokens // 4], ranks)]
+    maskings, ways = hard_maskings(ranks, CHUNK), itertools.cycle(WAYS)
+    every = itertools.product(layouts, MASKS)
+    return [
+        Case(chunk=CHUNK, layout=layout, masking=maskings[name], **way)
+        for (layout, name), way in zip(every, ways, strict=False)
+    ]
+
+
+def needed_bytes(case: Case, ranks: int) -> list[tuple[int, int]]:
+    """What each rank sends forward and backward, by the rows that others need."""
+    tiling, local = Tiling(case.layout_of(ranks), case.mask), 2 * CHUNK
+    shape = Shape(local * case.batch, *case.heads, case.dim, case.value_dim or case.dim, 4, 4)
+    sent, rows = Kind(case.config["backward"]), tiling.needs.rows
+    there, back = (shape.item_bytes(backward=backward) for backward in (False, True))
+    leaves = {kind: of.sum(axis=1) - of.diagonal() for kind, of in rows.items()}
+    returns = rows[sent].sum(axis=0) - rows[sent].diagonal()
+    forward = leaves[Kind.KV] * there[Kind.KV]
+    backward = leaves[sent] * back[sent] + returns * back[sent.gradient]
+    return [(int(f) // local, int(b) // local) for f, b in zip(forward, backward, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", slow_if({1, 2, 5, 6, 7, 8}, range(1, 9)))
+def test_the_dense_oracle_and_the_bytes_that_are_needed(workers: WorkerPool, ranks: int) -> None:
+    cases = some(cases_of(ranks), 4, ranks % 4)
+    answers = put_together(cases, workers.run(ranks, answer_directly, cases))
+    for case, answered in zip(cases, answers, strict=True):
+        for name, expected in case.expected(ranks)._asdict().items():
+            # A query that sees one key alone has no gradient; what comes out is rounding.
+            least = max(case.expected(ranks).dv.norm().item(), 1e-300)
+            error = relative_error(getattr(answered.found, name), expected, at_least=least)
+            assert error < FLOAT32_TOLERANCE, (case, name)
+        sent = [(r.forward.total(), r.backward.total()) for r in answered.replies]
+        assert sent == needed_bytes(case, ranks), case
+
+
+@pytest.mark.parametrize("masking", ["window", "documents"])
+def test_two_passes_equal_one(workers: WorkerPool, masking: str) -> None:
+    """The second forward sends other rows than the first, and than the backward."""
+    for backward in ("kv", "query"):
+        config = {"backward": backward, "layout": "segmented-zigzag"}
+        for reply in workers.run(4, twice_directly, config, masking, 0.5):
+            assert reply["apart"] < 2e-6, (config, reply)
+
+
+@pytest.mark.parametrize("sent", [Kind.KV, Kind.QUERY])
+def test_a_pair_of_ranks_has_one_message_each_way(sent: Kind) -> None:
+    tokens, ranks = 1024, 8
+    mask = Mask.causal(window=7, documents=range(0, tokens + 1, 32))
+    direct = Direct(
+        Tiling(segmented_zigzag([tokens // 4] * 4, ranks), mask), flat_grid(ranks), sent
+    )
+    for plan in (direct.forward(1), direct.backward(1)):
+        ways = [(send.item.kind, send.peer) for send in plan.sends]
+        assert len({*ways}) == len(ways) and max(len(s.item.part) for s in plan.sends) > 3
+    assert "intervals" in str(direct.forward(1).sends[0].item)
