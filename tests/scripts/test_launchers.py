@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools.launch import network
+from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*")})
@@ -79,6 +80,10 @@ def test_what_is_killed_was_started_here() -> None:
 # ---- on one machine
 
 
+def named(run: str, *, gpt: bool = False) -> list[str]:
+    return arguments(as_asked(Configs.read().run(run).flags, {}, gpt=gpt))
+
+
 def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: Machine) -> None:
     """Those of the run first. Left are the command, the log, the status and the machine."""
     flags = ("--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
@@ -89,7 +94,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert given[start:] == [
         "--log-timers-to-tensorboard",
         *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),
-        *("--num-layers", "2", "--data-path", "a b"),
+        *named("toy"),
         *AWKWARD,
         *("--run", "x"),
     ]
@@ -108,6 +113,18 @@ def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -
     assert sorted(path.name for path in machine.folder.iterdir()) == ["bin", "env.sh"]
 
 
+@pytest.mark.parametrize("launcher", [(), ("--nodes", "n1 n2")], ids=["local", "ssh"])
+def test_a_run_is_trained_as_the_model_that_was_asked_for(
+    machine: Machine, launcher: tuple[str, ...]
+) -> None:
+    script = "launch_nodes.sh" if launcher else "launch_local.sh"
+    machine.run(script, *launcher, "--run", "toy", "--gpt", "--output", "out")
+    given = machine.arguments("n2" if launcher else "here")
+    assert given[-len(named("toy", gpt=True)) :] == named("toy", gpt=True)
+    done = machine.run(script, *launcher, "--run", "toy", "--num-layers=4", expect=2)
+    assert "a HybridModel has --hybrid-layer-pattern; or give --gpt" in done.stderr
+
+
 def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
     machine.run("launch_local.sh", "--output", "out", "--script", "up/pretrain_gpt.py")
     given = machine.arguments()
@@ -124,7 +141,7 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--run", "huge"), "plan --run huge --flags has no answer: plan: no such run"),
+        (("--run", "huge"), "there is no run huge; there are: "),
         (("--output",), "argument --output: expected one argument"),
     ],
 )
@@ -140,7 +157,7 @@ def test_no_node_is_asked_for_a_run_that_there_is_not(
     machine: Machine, launcher: tuple[str, ...]
 ) -> None:
     done = machine.run(*launcher, "--run", "huge", "--output", "out", expect=2)
-    assert "configs/ has no run huge; it has: toy, toy_long" in done.stderr
+    assert "there is no run huge; there are: " in done.stderr
     assert not machine.text("slurm.log") and not (machine.folder / "out").exists()
 
 

@@ -33,7 +33,7 @@ from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.model import Flags, whole
-from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
+from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
 
 _OURS = """
     context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
@@ -146,11 +146,7 @@ def _fill(args: argparse.Namespace) -> None:
 
 def _named(flags: Flags, args: argparse.Namespace) -> list[str]:
     """The flags of --toy or --run for the model that is asked for, and the user's behind."""
-    flags = flags if args.gpt else hybrid_form(flags)
-    if "num-layers" in parsed(args.flags) and "hybrid-layer-pattern" in flags:
-        text = "a HybridModel has --hybrid-layer-pattern; or give --gpt"
-        raise ValueError(f"--num-layers: {text}")
-    return [*arguments(flags), *args.flags]
+    return [*arguments(as_asked(flags, parsed(args.flags), gpt=args.gpt)), *args.flags]
 
 
 def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
-from megatron_burst.tools.launch.processes import LaunchError, say
+from megatron_burst.tools.launch.processes import say
 from megatron_burst.tools.options import split_at_dashes
+from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 
 PLACES = {
     "local": local,
@@ -38,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
             USAGE, *(f"  {name:<7} {module.__doc__}" for name, module in PLACES.items()), sep="\n"
         )
         return 0 if place in ("-h", "--help") else 2
-    args = parse(place, rest)
     try:
+        args = parse(place, rest)
         site.load_env()
         return PLACES[place].run(args)
-    except (LaunchError, OSError) as error:  # as where there is no ssh, or no sbatch
+    except (ValueError, OSError) as error:  # as where there is no ssh, or no sbatch
         say(str(error))
         return 2
     except KeyboardInterrupt:
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options; `flags` are Megatron's, `command` is what was given."""
+    """Return the options; `flags` are Megatron's, `named` those of --run, `command` all words."""
     module = PLACES[place]
     trains = module is not check
     parser = argparse.ArgumentParser(
@@ -72,8 +73,9 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
     if args.script:
         args.script = args.script.absolute()
         args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models
-    if args.run and not args.gpt and any(flag.split("=")[0] == "--num-layers" for flag in flags):
-        parser.error("--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt")
+    said = {word.partition("=")[0].removeprefix("--"): True for word in args.flags}
+    run = Configs.read().run(args.run).flags if args.run else {}
+    args.named = arguments(as_asked(run, said, gpt=args.gpt)) if args.run else []
     return args
 
 

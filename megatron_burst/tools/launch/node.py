@@ -66,7 +66,7 @@ def given(args: argparse.Namespace) -> list[str]:
     for name in ("run", "ranks_per_node", "script"):
         if (value := getattr(args, name)) is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
-    return [*options, "--", *args.flags]
+    return [*options, *["--gpt"] * args.gpt, "--", *args.flags]
 
 
 def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
@@ -107,10 +107,8 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
     run_script = ["megatron_burst.run", str(args.script)]
     start += ["--nproc-per-node", ranks, "-m"]
     start += run_script if args.script else ["megatron_burst.pretrain"]
-    form = ["--gpt"] if args.gpt else []
-    named = site.plan("--run", args.run, "--flags", *form) if args.run else []
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
-    return [*start, *board, *named, *args.flags]
+    return [*start, *board, *args.named, *args.flags]
 
 
 def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:

@@ -17,7 +17,7 @@ STANDARD_ERROR = 2
 type Commands = Sequence[tuple[str, Sequence[str]]]  # by the name of where they run
 
 
-class LaunchError(Exception):
+class LaunchError(ValueError):
     """What a user has to change before anything can be launched."""
 
 

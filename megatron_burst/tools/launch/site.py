@@ -80,30 +80,3 @@ def prepare_output(args: argparse.Namespace, default: str = "") -> Path:
         words = ["megatron-burst", "launch", *args.command]
         (output / "command.txt").write_text(f"{shlex.join(words)}\n")
     return output
-
-
-def plan(*words: str) -> list[str]:
-    """Return the lines of `megatron-burst plan`, by the Python of the training.
-
-    Raises:
-        LaunchError: it fails, or has nothing to say.
-    """
-    command = [python_of_training(), "-m", "megatron_burst", "plan", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not done.stdout.strip():
-        raise LaunchError(f"plan {shlex.join(words)} has no answer: {done.stderr.strip()}")
-    return done.stdout.removesuffix("\n").split("\n")
-
-
-def check_run(name: str | None) -> None:
-    """Refuse a --run that configs/ lacks before a node is asked for.
-
-    Raises:
-        LaunchError: there is no such run; the message names all.
-    """
-    try:
-        names = plan("--list") if name else []
-    except (OSError, LaunchError):
-        return  # without the Python of the training here, the nodes find out
-    if name and name not in names:
-        raise LaunchError(f"configs/ has no run {name}; it has: {', '.join(names)}")

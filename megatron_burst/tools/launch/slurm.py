@@ -68,7 +68,6 @@ def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port:
 def _submit(args: argparse.Namespace) -> int:
     if not args.nodes:
         raise LaunchError("say how many nodes: --nodes N")
-    site.check_run(args.run)
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]

@@ -34,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train on all nodes to the end; return the status of the first that failed."""
     hosts = hosts_of(args)
-    site.check_run(args.run)
     output = site.prepare_output(args)
     master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
     port = int(os.environ.get("BURST_PORT") or random.randrange(10000, 30000))

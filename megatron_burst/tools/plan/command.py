@@ -10,7 +10,7 @@ from megatron_burst.tools import options, terminal
 from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import measure, plot
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import Configs, arguments, hybrid_form, parsed
+from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
 from megatron_burst.tools.plan.memory import usable
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.reading import loss_chunking
@@ -60,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
-        flags = configs.run(given.run).flags
-        print(*arguments(flags if given.gpt else hybrid_form(flags)), sep="\n")
+        print(*arguments(as_asked(configs.run(given.run).flags, {}, gpt=given.gpt)), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0
@@ -158,13 +157,7 @@ def _asked(
     flags = dict(run.flags) if run else configs.flags_of(_USUAL)
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
-    if "hybrid-layer-pattern" in {**flags, **own} or ("num-layers" in flags and not given.gpt):
-        flags = hybrid_form(flags)
-        if "num-layers" in own and "num-layers" not in flags:
-            raise ValueError(
-                "--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt"
-            )
-    flags |= own
+    flags = as_asked(flags, own, gpt=given.gpt) | own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
     positions = "max-position-embeddings", "seq-length"

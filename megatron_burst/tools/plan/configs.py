@@ -5,10 +5,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_burst.tools.model import Flags, cut, hybrid_pattern, whole
-from megatron_burst.tools.plan.cluster import Cluster, cluster_of
+
+if TYPE_CHECKING:
+    from megatron_burst.tools.plan.cluster import Cluster
 
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
@@ -66,14 +68,30 @@ class Configs:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])
 
-    def cluster(self, name: str) -> Cluster:
+    def cluster(self, name: str) -> "Cluster":
         """Return a cluster."""
+        from megatron_burst.tools.plan.cluster import cluster_of  # it needs torch; launchers do not
+
         tables = self.clusters
         if name.endswith(".toml"):
             tables = {**tables, **tomllib.loads(Path(name).read_text())}
             name = Path(name).stem
         _check("cluster", name, tables)
         return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
+
+
+def as_asked(flags: Flags, own: Flags, *, gpt: bool) -> dict[str, Any]:
+    """Return the flags of a run as those of the model that `gpt` and one's own flags ask for.
+
+    Raises:
+        ValueError: the layers of a HybridModel are counted.
+    """
+    pattern, given = "hybrid-layer-pattern", dict(flags)
+    if pattern in {**flags, **own} or ("num-layers" in flags and not gpt):
+        given = hybrid_form(flags)
+    if "num-layers" in own and pattern in {**given, **own}:
+        raise ValueError("--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt")
+    return given
 
 
 def hybrid_form(flags: Flags) -> dict[str, Any]:
