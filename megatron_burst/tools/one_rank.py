@@ -81,12 +81,9 @@ class OneRank:
         backward: str,
         topology: str = "auto",
         kernel: str = "auto",
-        blocks_per_call: int | None = 1,
     ) -> None:
         kind, shape = Backward(backward), Topology(topology)
-        config = BurstConfig(
-            backward=kind, topology=shape, kernel=kernel, blocks_per_call=blocks_per_call
-        )
+        config = BurstConfig(backward=kind, topology=shape, kernel=kernel, blocks_per_call=1)
         context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
         self._q, k, v, self._dout = tensors
         self.call = context.prepare(self._q, k, v, Mask.causal(), k.shape[-1] ** -0.5)

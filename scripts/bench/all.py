@@ -53,7 +53,6 @@ STEPS = {
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
     "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),
-    "tiles": _measured("tiles", 8),
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),

@@ -6,48 +6,38 @@ python scripts/docs/planner.py --fit                 # the constants of configs/
 """
 
 import argparse
-import csv
-import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import validation
 from matplotlib.figure import Figure
+from pages import fill, write_csv
 from plot import save
 from rows import rows_of
 from validation import Compared
 
 from megatron_burst.tools.plan.configs import Configs
 
-_COMMAND = "python scripts/docs/planner.py --write docs/planner.md"
-BEGIN = f"<!-- predictions: written by {_COMMAND} -->"
-END = "<!-- end of predictions -->"
-COLUMNS = ("row", "code", "unit", "measured", "predicted", "fitted")
-
 
 def write_page(configs: Configs, page: Path) -> None:
     """Replace what stands between the markers of `page`; beside it lie its .csv and its .svg."""
-    rows, table = rows_of(configs), page.with_suffix(".csv")
+    rows, table = rows_of(configs), page.with_suffix(".csv").name
     of_gpus = [*validation.compare_speed(configs, rows), *validation.compare_memory(configs, rows)]
     lines = [f"* {line}" for line in validation.messages(configs, rows)]
-    lines.append(f"* every row, measured and predicted: [{table.name}]({table.name})")
-    new = "\n".join([BEGIN, "", *lines, "", END])
-    text, replaced = re.subn(f"{BEGIN}.*{END}", lambda _: new, page.read_text(), flags=re.DOTALL)
-    if not replaced:
-        raise SystemExit(f"{page} has no lines {BEGIN} and {END}")
-    page.write_text(text)
-    with table.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(map(csv_row, [*of_gpus, *validation.compare_two_nodes(configs)]))
+    lines.append(f"* every row, measured and predicted: [{table}]({table})")
+    fill(page, {"predictions": "\n".join(lines)})
+    write_csv(page, [*map(csv_row, [*of_gpus, *validation.compare_two_nodes(configs)])])
     draw(of_gpus, page.with_suffix(".svg"))
 
 
-def csv_row(each: Compared) -> list[str]:
-    """What COLUMNS names."""
-    fitted = "fitted" if each.fitted else ""
-    return [each.id, each.code, each.unit, f"{each.measured:.5g}", f"{each.predicted:.5g}", fitted]
+def csv_row(each: Compared) -> dict[str, str]:
+    return {
+        **{"row": each.id, "code": each.code, "unit": each.unit},
+        "measured": f"{each.measured:.5g}",
+        "predicted": f"{each.predicted:.5g}",
+        "fitted": "fitted" if each.fitted else "",
+    }
 
 
 def draw(found: Sequence[Compared], path: Path) -> None:

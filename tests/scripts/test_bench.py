@@ -18,12 +18,12 @@ import all as all_steps  # noqa: E402
 import attention  # noqa: E402
 import harness  # noqa: E402
 import loss  # noqa: E402
-import tiles  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
 RECORDS = {  # not measured again
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
+    "scripts/bench/results/cpu_tiles.md",
 }
 
 type Rows = list[dict[str, str]]
@@ -56,21 +56,6 @@ def test_the_oracle_is_attention_in_float64() -> None:
     expected = out, *torch.autograd.grad(out, (q, k, v), dout)
     found = accuracy.oracle(inputs)
     assert max(accuracy.errors(found, [x.transpose(1, 2) for x in expected])) < 1e-12
-
-
-def test_tiles_of_a_rank_are_its_share_of_the_pairs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = "--tokens 16 --heads 2 --repetitions 1"
-    _, rows = run(tiles, monkeypatch, tmp_path / "page.md", command)
-    found = {(row["phase"], row["what"]): row for row in rows}
-    assert len(rows) == len(found) == 8
-    with pytest.raises(ValueError, match="the tensors are on cpu"):
-        run(tiles, monkeypatch, tmp_path / "page.md", f"{command} --kernel cudnn")
-    for phase, what in (("forward", "ring"), ("backward", "kv ring"), ("backward", "query ring")):
-        ours, one = found[phase, what], found[phase, "one call"]
-        flops = [float(row["tflops"]) * float(row["median_s"]) for row in (ours, one)]
-        assert flops[0] == pytest.approx(flops[1] / 4, rel=0.02)  # of four ranks
 
 
 def test_the_loss_takes_no_more_than_its_limit(
