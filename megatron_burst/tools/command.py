@@ -25,6 +25,7 @@ VERBS = {
     "gpu-check": Verb("gpu_check.command", "check on one GPU all that needs one, stage by stage"),
     "compare": Verb("compare.command", "train one model through several algorithms, one report"),
     "launch": Verb("launch.__main__", "start a training on this machine, over ssh or by Slurm"),
+    "corpus": Verb("corpus", "make a corpus for a first training, of text as bytes"),
     "trace": Verb("trace", "how much communication a traced run hides behind computation"),
 }
 

@@ -1,21 +1,19 @@
 """A corpus for a first training: text as bytes, in the .bin and .idx file that Megatron reads.
 
-    python -m megatron_burst.tools.corpus --output DIR [--input PATH ...] [--paragraphs]
-
 Without `--input` the text is the standard library of the running Python, so that nothing is
 downloaded. A file, or a line of a JSONL file, is a document, or each of its paragraphs; each ends
 with a token of its own. How long they are decides how packed sequences spread over ranks.
 """
 
-import argparse
 import hashlib
 import json
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from megatron_burst.tools.options import Parser
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -104,25 +102,15 @@ def _write(texts: Iterable[bytes], prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_burst.tools.corpus",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(argv: list[str]) -> int:
+    """Run the verb; return its exit status."""
+    example = "megatron-burst corpus --output corpus --input documents.jsonl"
+    parser = Parser("corpus", __doc__, example)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR")
     add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH")
     add("--paragraphs", action="store_true", help="what is between empty lines is a document")
     args = parser.parse_args(argv)
-    try:
-        print(prepare(args.input, args.output, paragraphs=args.paragraphs))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"corpus: {error}", file=sys.stderr)
-        return 1
+    said = prepare(args.input, args.output, paragraphs=args.paragraphs)
+    print((args.output / "corpus.json").read_text() if args.json else said)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,11 +11,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_burst.tools import corpus
+from megatron_burst.tools import command, corpus
 
 
 def run(output: Path, *arguments: object) -> int:
-    return corpus.main(["--output", str(output), *map(str, arguments)])
+    return command.main(["corpus", "--output", str(output), *map(str, arguments)])
 
 
 @pytest.fixture(autouse=True)

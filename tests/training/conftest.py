@@ -17,8 +17,8 @@ def make_corpus(directory: Path, *inputs: str) -> tuple[str, ...]:
     """Write a corpus and return the flags that train on it."""
     from tests.training.launcher import run_job
 
-    words = ("--output", str(directory), *inputs)
-    status, said = run_job("megatron_burst.tools.corpus", directory, 1, words)
+    words = ("corpus", "--output", str(directory), *inputs)
+    status, said = run_job("megatron_burst.tools.command", directory, 1, words)
     assert status == "0", said
     return ("--data-path", str(directory / "corpus"), "--data-cache-path", str(directory / "cache"))
 

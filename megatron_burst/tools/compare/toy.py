@@ -1,13 +1,12 @@
 """A comparison for any machine: a small model on text that every Python brings along."""
 
 import json
-import os
-import subprocess
-import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.tools.compare.results import gpus
+from megatron_burst.tools.corpus import prepare
 
 _RANKS = 4
 _FLAGS = """
@@ -28,18 +27,11 @@ def ranks() -> int:
 def make_toy(directory: Path, inputs: Sequence[Path], *, paragraphs: bool = False) -> list[str]:
     """Write the corpus, of short documents if asked; return the toy's flags.
 
-    In a process of its own: Megatron, which writes it, warns of much that is not used here.
-
     Raises:
         ValueError: the corpus cannot be made.
     """
-    command = [sys.executable, "-m", "megatron_burst.tools.corpus", "--output", str(directory)]
-    command += ["--input", *map(str, inputs)] if inputs else []
-    command += ["--paragraphs"] * paragraphs
-    environment = {"PYTHONWARNINGS": "ignore::UserWarning", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise ValueError(f"the toy's corpus could not be made: {done.stderr[-2000:]}")
+    with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
+        prepare(inputs, directory, paragraphs=paragraphs)
     content = json.loads((directory / "corpus.json").read_text())
     # Megatron's index cache knows a corpus by its path alone: another text needs another cache.
     cache = directory / f"cache-{content['source'][:12]}"
