@@ -12,10 +12,10 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import Any
 
 SETTINGS = tuple(
     "BURST_ MEGATRON_BURST_ NCCL_ GLOO_ CUDA_ CUBLAS_ OMP_ PYTORCH_ TORCH_ NVTE_ SLURM_JOB "
@@ -32,18 +32,12 @@ _GPU_FIELDS = tuple(
 SYSFS = Path("/sys/class")
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The devices of a machine."""
-
-    gpus: Sequence[dict[str, str]]  # by nvidia-smi's names of its fields
-    links: Sequence[str]  # the lines of a table: by what two GPUs or NICs are joined
-    network: Sequence[dict[str, str]]
+type Devices = Mapping[str, Sequence[Any]]
 
 
-def read(sysfs: Path = SYSFS) -> Hardware:
-    """Read this machine."""
-    return Hardware(gpus(), gpu_links(), network(sysfs))
+def read(sysfs: Path = SYSFS) -> Devices:
+    """Return the devices of this machine: `gpus`, `links` between them, `network`."""
+    return {"gpus": gpus(), "links": gpu_links(), "network": network(sysfs)}
 
 
 def describe(run: str, command: Sequence[str]) -> dict[str, object]:
@@ -56,7 +50,7 @@ def describe(run: str, command: Sequence[str]) -> dict[str, object]:
         "commit": commit(Path(__file__).parent),
         "python": platform.python_version(),
         "versions": versions(),
-        **asdict(read()),
+        **read(),
         "cpu": {"model": cpu_model(), "count": len(os.sched_getaffinity(0))},
         "kernel": platform.release(),
         "settings": settings(os.environ),
@@ -129,6 +123,16 @@ def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
     return found
 
 
+def fastest_ports(sysfs: Path = SYSFS) -> dict[str, float]:
+    """Return Gb/s of the InfiniBand and RoCE ports that are up, of the highest rate.
+
+    Slower ones beside them are for storage or management.
+    """
+    ports = [p for p in network(sysfs) if ":" in p["name"] and p["rate"] and "ACTIVE" in p["state"]]
+    rates = {port["name"]: float(port["rate"].split()[0]) for port in ports}
+    return {name: rate for name, rate in rates.items() if rate == max(rates.values())}
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
@@ -146,4 +150,4 @@ def output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(read())))
+    print(json.dumps(read()))

@@ -108,15 +108,20 @@ class OneRank:
 
 
 class OneCall:
-    """One causal call of a kernel; `pairs` is how many of a query and a key it computes."""
+    """One call of a kernel; `pairs` is how many of a query and a key it computes."""
 
     def __init__(
-        self, kernel: Kernel, sizes: Sizes, device: str | torch.device, dtype: torch.dtype
+        self,
+        kernel: Kernel,
+        sizes: Sizes,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        band: Band = Band.CAUSAL,
     ) -> None:
-        self.pairs = Band.CAUSAL.pairs(sizes.tokens, sizes.tokens)
+        self.pairs = band.pairs(sizes.tokens, sizes.tokens)
         q, k, v, self._dout = sizes.draw(device, dtype)
         self._kernel = kernel
-        self._tile = TileCall(q, k, v, Band.CAUSAL, sizes.head_dim**-0.5)
+        self._tile = TileCall(q, k, v, band, sizes.head_dim**-0.5)
         self._result = self.forward()
 
     def forward(self) -> tuple[Tensor, Tensor]:

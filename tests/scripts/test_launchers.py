@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import network
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
@@ -264,7 +265,7 @@ def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
     assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
 
 
-def test_the_fastest_active_nics_are_found(tmp_path: Path) -> None:
+def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = {
         "mlx5_0/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
         "mlx5_1/ports/1": ("1: DOWN", "400 Gb/sec (4X NDR)"),
@@ -277,10 +278,14 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
-    assert network.fastest_nics(tmp_path) == "=mlx5_0:1,mlx5_3:2"
+    assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0, "mlx5_3:2": 400.0}
+    monkeypatch.setattr(hardware, "SYSFS", tmp_path)
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    assert network.network_settings("here")["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_3:2"
     (tmp_path / "infiniband" / "mlx5_3" / "ports" / "2" / "rate").unlink()
-    assert network.fastest_nics(tmp_path) == "=mlx5_0:1"
-    assert network.fastest_nics(tmp_path / "nothing") == ""
+    assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0}
+    monkeypatch.setattr(hardware, "SYSFS", tmp_path / "nothing")
+    assert "NCCL_IB_HCA" not in network.network_settings("here")
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")

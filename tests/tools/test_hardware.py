@@ -6,7 +6,7 @@ import pytest
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor import machine
-from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.hardware import Devices
 
 # Three GPUs, two of them on NVLink, and a network card, as `nvidia-smi topo -m` prints them.
 TOPOLOGY = """\
@@ -24,7 +24,7 @@ Legend:
 ROW = "NVIDIA {}, 143771 MiB, 580.1, 700.00 W, 1980 MHz, 9.0, 5, 16, {}\n"
 
 
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str, topology: str) -> Hardware:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str, topology: str) -> Devices:
     """What is read where nvidia-smi prints this."""
     script = tmp_path / "nvidia-smi"
     (tmp_path / "rows").write_text(rows)
@@ -40,9 +40,11 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str, topology: s
 def test_gpus_and_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = ROW.format("H200", "Disabled") * 2 + ROW.format("A10", "[N/A]")
     found = here(monkeypatch, tmp_path, rows, TOPOLOGY)
-    assert [gpu["name"] for gpu in found.gpus] == ["NVIDIA H200", "NVIDIA H200", "NVIDIA A10"]
-    assert (found.gpus[0]["compute_cap"], found.gpus[0]["pcie.link.gen.max"]) == ("9.0", "5")
-    assert found.links[1].split()[:4] == ["GPU0", "X", "NV18", "SYS"] and len(found.links) == 5
+    assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H200", "NVIDIA H200", "NVIDIA A10"]
+    assert (found["gpus"][0]["compute_cap"], found["gpus"][0]["pcie.link.gen.max"]) == ("9.0", "5")
+    assert (
+        found["links"][1].split()[:4] == ["GPU0", "X", "NV18", "SYS"] and len(found["links"]) == 5
+    )
     lines = "\n".join(machine.devices(found))
     assert "GPU 0: NVIDIA H200, memory.total 143771 MiB, driver_version 580.1" in lines
     assert "\nGPU0\t X \tNV18\tSYS" in lines and "\x1b" not in lines and "Legend" not in lines
@@ -51,7 +53,7 @@ def test_gpus_and_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_without_a_driver_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = hardware.read(tmp_path)
-    assert (found.gpus, found.links, found.network) == ([], [], [])
+    assert (found["gpus"], found["links"], found["network"]) == ([], [], [])
     assert list(machine.devices(found)) == [
         "nvidia-smi finds no GPU",
         "no InfiniBand or RoCE port",
@@ -69,7 +71,9 @@ def test_network_ports(tmp_path: Path) -> None:
         {"name": "mlx5_0:1", "state": "", "rate": "400 Gb/sec (4X NDR)"},
         {"name": "eth0", "state": "up", "rate": "25000 Mb/s"},
     ]
-    assert list(machine.devices(Hardware([], [], hardware.network(tmp_path))))[1:] == [
+    assert list(machine.devices({"gpus": [], "links": [], "network": hardware.network(tmp_path)}))[
+        1:
+    ] == [
         "mlx5_0:1: 400 Gb/sec (4X NDR), ",
         "eth0: 25000 Mb/s, up",
     ]

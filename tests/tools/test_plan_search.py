@@ -252,9 +252,11 @@ def test_a_measured_machine_is_a_cluster(
     tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ports = [("4: ACTIVE", "400 Gb/sec (4X NDR)")] * 4 + [("4: ACTIVE", "25 Gb/sec (1X EDR)")]
-    network = [{"state": state, "rate": rate} for state, rate in ports]
-    monkeypatch.setattr(measure.hardware, "network", lambda: network)
-    assert measure._nics() == [50.0] * 4
+    network = [{"name": f"{i}:1", "state": s, "rate": r} for i, (s, r) in enumerate(ports)]
+    network += [{"name": "9:1", "state": "1: DOWN", "rate": "800 Gb/sec"}]
+    network += [{"name": "eth0", "state": "ACTIVE", "rate": "900 Mb/s"}]
+    monkeypatch.setattr(measure.hardware, "network", lambda _: network)
+    assert measure.hardware.fastest_ports() == {f"{i}:1": 400.0 for i in range(4)}
     path = tmp_path / "here.toml"
     assert main(["plan", "--measure", str(path)]) == 0
     assert f"--cluster {path}" in capsys.readouterr().out

@@ -21,22 +21,14 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True, slots=True)
 class LaunchLine:
-    """A command line's parts.
+    """A command line's parts."""
 
-    Attributes:
-        program: a module's name or a script's path; ours where only flags were given.
-        flags: what the program gets.
-        starts_us: whether the program is ours, or a script that calls our launcher.
-        nodes: and `ranks_per_node`: what torchrun was told; None where it does not say.
-        environment: variables set in front of the command.
-    """
-
-    program: str
+    program: str  # a module's name or a script's path; ours where only flags were given
     flags: tuple[str, ...]
-    starts_us: bool = True
-    nodes: int | None = None
+    starts_us: bool = True  # or a script that calls our launcher
+    nodes: int | None = None  # of torchrun; None where it is not told
     ranks_per_node: int | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # set in front of the command
 
     @property
     def is_attached(self) -> bool:

@@ -9,19 +9,10 @@ import torch
 from megatron_burst.kernels import flash2, flash3, flash4
 from megatron_burst.plugin import compat
 from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.hardware import Hardware, installed
+from megatron_burst.tools.hardware import Devices, installed
 
-_OTHERS: Mapping[str, str] = {
-    "transformer-engine": "linear layers, norms, Megatron's context parallelism; 2.17.1 was tested",
-    "apex": "norms and sums, where TransformerEngine is missing",
-    "einops": "Megatron's hierarchical groups",
-    "psutil": "Megatron's checkpoints",
-    "tensorboard": "Megatron's log of losses",
-    "pybind11": "Megatron's data-set helpers, in a checkout",
-    "nvidia-resiliency-ext": "Megatron's local checkpoints",
-    "rich": "tables of other verbs",
-    "matplotlib": "pictures of other verbs",
-}
+_OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 nvidia-resiliency-ext rich "
+_OTHERS += "matplotlib"
 _HARMFUL = {
     "NCCL_P2P_DISABLE": "messages between GPUs of a node go through the host's memory",
     "NCCL_SHM_DISABLE": "messages between GPUs of a node go through the network",
@@ -50,7 +41,8 @@ def parts() -> list[Part]:
         megatron, where = "", str(error)
     flash = (flash2.PACKAGE, flash3.PACKAGE, flash4.PACKAGE)
     reasons = {p.distribution: p.reasons_against() or p.import_reasons() for p in flash}
-    uses = {name: "; ".join(why) or "an attention kernel" for name, why in reasons.items()}
+    uses = dict.fromkeys([*reasons, *_OTHERS.split()], "")
+    uses |= {name: "; ".join(why) or "an attention kernel" for name, why in reasons.items()}
     return [
         Part("Python", platform.python_version(), ""),
         Part("megatron-burst", installed("megatron-burst") or "from its folder", ""),
@@ -58,20 +50,20 @@ def parts() -> list[Part]:
         Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
         Part("cuDNN", str(torch.backends.cudnn.version() or ""), "an attention kernel"),
         Part("megatron-core", megatron, where),
-        *(Part(name, installed(name), use) for name, use in {**uses, **_OTHERS}.items()),
+        *(Part(name, installed(name), use) for name, use in uses.items()),
     ]
 
 
-def devices(hardware: Hardware) -> Iterator[str]:
+def devices(hardware: Devices) -> Iterator[str]:
     """Yield the lines of the section on hardware."""
-    if not hardware.gpus:
+    if not hardware["gpus"]:
         yield "nvidia-smi finds no GPU"
-    for i, gpu in enumerate(hardware.gpus):
+    for i, gpu in enumerate(hardware["gpus"]):
         known = [f"{k} {v}" for k, v in gpu.items() if k != "name" and "N/A" not in v]
         yield f"GPU {i}: {gpu['name']}, {', '.join(known)}"
-    yield from hardware.links
-    yield from (f"{port['name']}: {port['rate']}, {port['state']}" for port in hardware.network)
-    if not any(":" in port["name"] for port in hardware.network):
+    yield from hardware["links"]
+    yield from (f"{port['name']}: {port['rate']}, {port['state']}" for port in hardware["network"])
+    if not any(":" in port["name"] for port in hardware["network"]):
         yield "no InfiniBand or RoCE port"
 
 

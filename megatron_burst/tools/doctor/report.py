@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_burst.tools.doctor.attention import Served
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.machine import Part, devices
-from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.hardware import Devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Report:
 
     target: str
     parts: Sequence[Part]
-    hardware: Hardware
+    hardware: Devices
     settings: Mapping[str, str]
     shape: str
     kernels: Sequence[Served]

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import say
@@ -17,13 +18,12 @@ PLACES = {
     "check": check,
     "node": node,
 }
-USAGE = """usage: megatron-burst launch PLACE [options] [Megatron flags]
-
+EXAMPLES = """
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
   megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800
   megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
 
-Each has --help:
+Each place has --help.
 """
 REST = """
 Everything else, and all that follows --, goes to Megatron. The settings of your site are read from
@@ -33,16 +33,10 @@ scripts/env.sh, or from the file that BURST_ENV names; scripts/env.example.sh ex
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its status."""
-    place, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if place not in PLACES:
-        print(
-            USAGE, *(f"  {name:<7} {module.__doc__}" for name, module in PLACES.items()), sep="\n"
-        )
-        return 0 if place in ("-h", "--help") else 2
     try:
-        args = parse(place, rest)
+        args = parse(sys.argv[1:] if argv is None else argv)
         site.load_env()
-        return PLACES[place].run(args)
+        return PLACES[args.place].run(args)
     except (ValueError, OSError) as error:  # as where there is no ssh, or no sbatch
         say(str(error))
         return 2
@@ -50,26 +44,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `flags` are Megatron's, `named` those of --run, `command` all words."""
-    module = PLACES[place]
-    trains = module is not check
-    parser = argparse.ArgumentParser(
-        prog=f"megatron-burst launch {place}",
-        description=module.ABOUT,
-        epilog=REST if trains else None,
-        usage="%(prog)s [options]" + (" [Megatron flags]" if trains else ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # of Megatron's flags none is a short form of ours
-    )
-    module.add_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    if not trains:
-        return parser.parse_args(argv)
-    _add_common_options(parser)
     own, more = split_at_dashes(argv)
-    args, flags = parser.parse_known_args(own)
-    args.flags, args.command = [*flags, *(more or [])], [place, *argv]
+    args, flags = (parser := _parser()).parse_known_args(own)
+    if args.place == "check":
+        return parser.parse_args(argv)
+    args.flags, args.command = [*flags, *(more or [])], argv
     if args.script:
         args.script = args.script.absolute()
         args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models
@@ -77,6 +58,25 @@ def parse(place: str, argv: Sequence[str]) -> argparse.Namespace:
     run = Configs.read().run(args.run).flags if args.run else {}
     args.named = arguments(as_asked(run, said, gpt=args.gpt)) if args.run else []
     return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    how: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,  # of Megatron's flags none is a short form of ours
+    }
+    parser = argparse.ArgumentParser("megatron-burst launch", epilog=EXAMPLES, **how)
+    places = parser.add_subparsers(dest="place", metavar="PLACE", required=True)
+    for name, module in PLACES.items():
+        usage = "%(prog)s [options]" if module is check else "%(prog)s [options] [Megatron flags]"
+        texts = {"help": module.__doc__, "description": module.ABOUT, "usage": usage}
+        place = places.add_parser(name, epilog=None if module is check else REST, **texts, **how)
+        module.add_options(place)
+        text = "print the commands, run nothing"
+        place.add_argument("--dry-run", action="store_true", help=text)
+        if module is not check:
+            _add_common_options(place)
+    return parser
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:

@@ -6,47 +6,23 @@ import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from megatron_burst.tools.hardware import Devices
 from megatron_burst.tools.launch import ssh
 
 ABOUT = """Asks every node at the same time and prints a line for each, and why one is not free:
-
-  busy         memory of a GPU is in use, or a GPU is at work
-  unhealthy    no answer, ECC errors that were not corrected, or other GPUs, links between them or
-               active InfiniBand and RoCE ports than most nodes have
+busy, or unhealthy, by uncorrected ECC errors, other GPUs, links or active ports than most nodes.
 
 Nodes are reached as `launch ssh` does, in its container. The status is 0 if every node is free. It
 changes nothing on any node.
 """
 LINKS = "links between GPUs"
 ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
-
-
-@dataclass(slots=True)
-class Node:
-    """What a node said, and what is wrong with it."""
-
-    name: str
-    kinds: dict[str, str] = field(default_factory=dict)  # what most nodes should have alike
-    memory_mib: int = 0  # in use, of the fullest GPU
-    faults: list[str] = field(default_factory=list)
-    occupied: list[str] = field(default_factory=list)
-
-    @property
-    def state(self) -> str:
-        """What the table calls it."""
-        return "unhealthy" if self.faults else "busy" if self.occupied else "free"
-
-    def row(self) -> str:
-        """Return the line of the table."""
-        gpus, why = self.kinds.get("GPUs") or "-", "; ".join(self.faults + self.occupied)
-        memory = "-" if gpus == "-" else f"{self.memory_mib} MiB"
-        return ROW.format(self.name, self.state, gpus, memory, why).rstrip()
+HEAD = "node", "state", "GPUs", "memory used", ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,69 +37,77 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask and judge the nodes; with --list the status is 0 if one is free, else if all are."""
     hosts, task = ssh.hosts_of(args), ("-m", "megatron_burst.tools.hardware")
-    commands = {host: ssh.connect(host, Path.cwd(), *task) for host in hosts}
+    commands = [ssh.connect(host, Path.cwd(), *task) for host in hosts]
     if args.dry_run:
-        print(*map(shlex.join, commands.values()), sep="\n")
+        print(*map(shlex.join, commands), sep="\n")
         return 0
     with ThreadPoolExecutor(len(hosts)) as threads:
-        nodes = list(threads.map(lambda host: _ask(host, commands[host], args), hosts))
-    if answered := [node for node in nodes if node.kinds]:
-        _compare(answered)
-    free = [node.name for node in nodes if node.state == "free"]
+        answers = list(threads.map(lambda command: _ask(command, args.timeout), commands))
+    kinds = [_kinds(said) for said in answers if not isinstance(said, str)]
+    counted = Counter(kind for each in kinds for kind in each.items()).most_common()
+    usual = dict(kind for kind, _ in reversed(counted))  # what most nodes have
+    rows = [
+        (host, *_judged(said, usual, args.memory_mib))
+        for host, said in zip(hosts, answers, strict=True)
+    ]
+    free = [host for host, state, *_ in rows if state == "free"]
     if args.list:
         print(*free)
         return 0 if free else 1
-    print(ROW.format("node", "state", "GPUs", "memory used", "").rstrip())
-    print(*(node.row() for node in nodes), sep="\n")
-    return 0 if len(free) == len(nodes) else 1
+    print(*(ROW.format(*row).rstrip() for row in (HEAD, *rows)), sep="\n")
+    return 0 if len(free) == len(rows) else 1
 
 
-def _ask(host: str, command: Sequence[str], args: argparse.Namespace) -> Node:
+def _ask(command: Sequence[str], timeout: float) -> Devices | str:
+    """Return what a node says of itself, or why it says nothing."""
+    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=args.timeout,
-        )
+        done = run(command, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return Node(host, faults=[f"no answer within {args.timeout:g} s"])
+        return f"no answer within {timeout:g} s"
     lines = done.stdout.splitlines() or [""]
     try:
-        said = json.loads(lines[-1])  # behind what a login prints
+        said: Devices = json.loads(lines[-1])  # behind what a login prints
     except ValueError:
         first = [*done.stderr.splitlines(), *filter(None, lines), f"status {done.returncode}"][0]
-        return Node(host, faults=[f"no answer: {first}"])
-    node = Node(host, _kinds(said))
-    node.memory_mib = _most(said, "memory.used")
+        return f"no answer: {first}"
+    return said
+
+
+def _judged(
+    said: Devices | str, usual: Mapping[str, str], memory_mib: int
+) -> tuple[str, str, str, str]:
+    """Return a node's state, its GPUs, the memory in use of the fullest, and what is wrong."""
+    if isinstance(said, str):
+        return "unhealthy", "-", "-", said
+    kinds, memory, occupied = _kinds(said), _most(said, "memory.used"), ""
+    faults = [
+        f"{what}: {here or 'none'}, most nodes have {usual[what] or 'none'}"
+        if what != LINKS
+        else f"{what}: not those of most nodes"
+        for what, here in kinds.items()
+        if here != usual[what]
+    ]
     if errors := _most(said, "ecc.errors.uncorrected.volatile.total"):
-        node.faults.append(f"{errors} uncorrected ECC errors of a GPU")
-    if node.memory_mib > args.memory_mib:
-        node.occupied.append(f"{node.memory_mib} MiB in use")
+        faults.append(f"{errors} uncorrected ECC errors of a GPU")
+    if memory > memory_mib:
+        occupied = f"{memory} MiB in use"
     elif (busy := _most(said, "utilization.gpu")) > 5:
-        node.occupied.append(f"a GPU is at work, {busy} %")
-    return node
+        occupied = f"a GPU is at work, {busy} %"
+    state = "unhealthy" if faults else "busy" if occupied else "free"
+    gpus = kinds["GPUs"] or "-"
+    why = "; ".join(filter(None, [*faults, occupied]))
+    return state, gpus, "-" if gpus == "-" else f"{memory} MiB", why
 
 
-def _most(said: dict[str, Any], name: str) -> int:
+def _most(said: Devices, name: str) -> int:
     """The largest number of the GPUs, 0 where they do not say it."""
     found = (re.match(r"\d+", gpu.get(name, "")) for gpu in said["gpus"])
     return max((int(number[0]) for number in found if number), default=0)
 
 
-def _kinds(said: dict[str, Any]) -> dict[str, str]:
+def _kinds(said: Devices) -> dict[str, str]:
     gpus = Counter(gpu["name"] for gpu in said["gpus"])
     ports = Counter(p["rate"] for p in said["network"] if "ACTIVE" in p["state"])
     counted = [", ".join(f"{n} x {name}" for name, n in each.items()) for each in (gpus, ports)]
     return {"GPUs": counted[0], "active ports": counted[1], LINKS: "\n".join(said["links"])}
-
-
-def _compare(nodes: Sequence[Node]) -> None:
-    """Add by what nodes differ from most of them."""
-    for what in nodes[0].kinds:
-        usual = Counter(node.kinds[what] for node in nodes).most_common(1)[0][0]
-        for node in (node for node in nodes if node.kinds[what] != usual):
-            here = node.kinds[what] or "none"
-            differs = f"{here}, most nodes have {usual or 'none'}"
-            node.faults.append(f"{what}: {differs if what != LINKS else 'not those of most nodes'}")

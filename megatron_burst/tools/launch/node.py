@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import network, site
-from megatron_burst.tools.launch.processes import LaunchError, Signals, say, supervise
+from megatron_burst.tools.launch.processes import Signals, say, supervise
 
 ABOUT = """Started by the launchers: the ranks of one node.
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         status = _run_ranks(args, signals, who)
         if status:
             say(f"the ranks of this node ended with status {status}", who=who)
-    except LaunchError as error:
+    except ValueError as error:
         say(str(error), who=who)
     finally:
         # As soon as a node fails srun ends the others and may drop what it has not read yet.
@@ -73,7 +73,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
     ranks = args.ranks_per_node or os.environ.get("BURST_RANKS_PER_NODE") or "gpu"
     on_cpu = os.environ.get("MEGATRON_BURST_CPU") == "1"
     if ranks == "gpu" and not args.dry_run and (on_cpu or not hardware.gpus()):
-        raise LaunchError(
+        raise ValueError(
             "no GPU is used here: say how many ranks with --ranks-per-node N or "
             "BURST_RANKS_PER_NODE"
         )
@@ -104,9 +104,8 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
     start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
-    run_script = ["megatron_burst.run", str(args.script)]
-    start += ["--nproc-per-node", ranks, "-m"]
-    start += run_script if args.script else ["megatron_burst.pretrain"]
+    entry = ["megatron_burst.run", str(args.script)] if args.script else ["megatron_burst.pretrain"]
+    start += ["--nproc-per-node", ranks, "-m", *entry]
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
     return [*start, *board, *args.named, *args.flags]
 

@@ -17,10 +17,6 @@ STANDARD_ERROR = 2
 type Commands = Sequence[tuple[str, Sequence[str]]]  # by the name of where they run
 
 
-class LaunchError(ValueError):
-    """What a user has to change before anything can be launched."""
-
-
 class Signals:
     """Whether this process was told to end: by SIGTERM, SIGINT or SIGHUP, or by its input's end.
 

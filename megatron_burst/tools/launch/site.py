@@ -9,8 +9,6 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from megatron_burst.tools.launch.processes import LaunchError
-
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
@@ -26,7 +24,7 @@ def load_env() -> None:
     is found by all that is started from here, also if it is a checkout that is not installed.
 
     Raises:
-        LaunchError: the file that BURST_ENV names cannot be read, or the file fails.
+        ValueError: the file that BURST_ENV names cannot be read, or the file fails.
     """
     named = os.environ.get("BURST_ENV")
     file = Path(named) if named else ROOT / "scripts" / "env.sh"
@@ -34,11 +32,11 @@ def load_env() -> None:
         command = ["bash", "-euc", 'set -a; source "$1"; exec env -0', "bash", str(file)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise LaunchError(f"{file} ended with status {done.returncode}")
+            raise ValueError(f"{file} ended with status {done.returncode}")
         lines = done.stdout.split("\0")
         os.environ.update(dict(line.split("=", 1) for line in lines if "=" in line))
     elif named:
-        raise LaunchError(f"BURST_ENV={named} cannot be read")
+        raise ValueError(f"BURST_ENV={named} cannot be read")
     paths = os.environ.get("PYTHONPATH", "").split(":")
     if CHECKOUT and str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = ":".join([str(ROOT), *filter(None, paths)])

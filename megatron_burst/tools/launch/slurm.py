@@ -8,27 +8,16 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import LaunchError, run_logged, say
+from megatron_burst.tools.launch.processes import run_logged, say
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
   megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
-
-Outside of a job it submits itself, within one (sbatch, salloc) it runs there. Partition, account,
-time limit and GPUs per node are settings of your site (SBATCH_PARTITION and so on in
-scripts/env.sh); for other options of sbatch, give it to sbatch:
-
   sbatch --nodes 4 [sbatch options] scripts/launch.slurm [options] [Megatron flags]
 
-from the root of the repository, or with BURST_ROOT set. With BURST_IMAGE set the ranks run in that
-container (needs pyxis).
-
-A rank or node that dies ends the job on every node. If training had made a step by then, the job is
-put into the queue again, BURST_REQUEUES times in all (default 3), and goes on from the last
-checkpoint, if you gave --save and --load. One that fails before its first step is not.
-
-With --exit-signal-handler --exit-signal SIGUSR1 and sbatch's --signal=USR1@SECONDS Megatron saves
-that many seconds before the time limit.
+Outside of a job it submits itself, within one (sbatch, salloc) it runs there; sbatch wants the root
+of the repository, or BURST_ROOT. A rank or node that dies ends the job on every node; what goes
+back into the queue, containers and the settings of a site: docs/cluster.md.
 """
 BATCH = ("--job-name=megatron-burst", "--ntasks-per-node=1", "--exclusive", "--requeue")
 STEP = re.compile(rb" iteration +\d+/")
@@ -67,7 +56,7 @@ def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port:
 
 def _submit(args: argparse.Namespace) -> int:
     if not args.nodes:
-        raise LaunchError("say how many nodes: --nodes N")
+        raise ValueError("say how many nodes: --nodes N")
     output = site.prepare_output(args)
     given = ["--output", str(output), *node.given(args)]
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
@@ -95,7 +84,7 @@ def _be_job(args: argparse.Namespace) -> int:
     job, size = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_JOB_NUM_NODES"])
     if args.nodes not in (None, size):
         text = f"--nodes {args.nodes}, but this job has {size}; start it outside of the job"
-        raise LaunchError(text)
+        raise ValueError(text)
     # The same output after it was put into the queue again.
     output = site.prepare_output(args, f"runs/slurm-{job}")
     nodes = os.environ["SLURM_JOB_NODELIST"]

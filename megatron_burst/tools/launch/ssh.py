@@ -7,18 +7,15 @@ import shlex
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.launch.processes import LaunchError, run_logged
+from megatron_burst.tools.launch.processes import run_logged
 
 ABOUT = """Trains on a list of nodes over ssh.
 
   megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800
 
-Starts the ranks of every node over ssh, without passwords (BURST_SSH, default: ssh with BatchMode).
-Python, package and current directory have the same paths on all nodes. With BURST_IMAGE set the
-ranks run in that container, started by docker run with BURST_DOCKER_OPTIONS.
-
-When one node fails all are ended, with a message that names it. Nothing is left running on the
-nodes even if this is killed: the ranks end with the connection that started them.
+Python, package and current directory have the same paths on all nodes, or BURST_IMAGE is set. When
+one node fails all are ended, with a message that names it, and also if this is killed: the ranks
+end with the connection that started them. The settings of a site: docs/cluster.md.
 """
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 DOCKER = "--gpus all --ipc host"
@@ -52,7 +49,7 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
     """Return the nodes of --nodes or the site's settings."""
     if hosts := (args.nodes or os.environ.get("BURST_NODES", "")).split():
         return hosts
-    raise LaunchError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+    raise ValueError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
 
 
 def connect(host: str, output: Path, *task: str) -> list[str]:

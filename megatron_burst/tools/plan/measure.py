@@ -2,19 +2,18 @@
 
 import json
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from megatron_burst.kernels import Request, TileCall, select_kernel
+from megatron_burst.kernels import Request, select_kernel
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools import hardware
 from megatron_burst.tools.flops import attention_flops, peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
+from megatron_burst.tools.one_rank import OneCall, Sizes
 
-_HEADS, _HEAD_DIM = 16, 128
 _TOKENS = {"cuda": 16384, "cpu": 512}
 _WIDTH = {"cuda": 8192, "cpu": 256}  # of a product of squares
 _BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -45,7 +44,7 @@ def cluster_file(name: str) -> str:
     peak, how_peak = peak_tflops(model), "data sheet"
     if peak is None:
         peak, how_peak = 1.5 * rates["linear_tflops"], "made up: 1.5 x linear_tflops"
-    nics = _nics()
+    nics = [rate / 8 for rate in hardware.fastest_ports().values()]
     how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     lines = [
         "# Written by megatron-burst plan --measure.",
@@ -81,15 +80,13 @@ def measured(device: torch.device) -> dict[str, float]:
     kind = device.type
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     seconds = Device(device, Path()).seconds
-    forward, backward = _attention(device, dtype)
     width, count = _WIDTH[kind], _BYTES[kind]
     a, b = torch.randn(2, width, width, device=device, dtype=dtype)
     source = torch.empty(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     host = torch.empty(count, dtype=torch.uint8, pin_memory=kind == "cuda")
     found = {
-        "forward_tflops": forward,
-        "backward_tflops": backward,
+        **_attention(device, dtype),
         "linear_tflops": 2 * width**3 / seconds(lambda: a @ b) / 1e12,
         "memory_gb_s": 2 * count / seconds(lambda: target.copy_(source)) / 1e9,
         "host_gb_s": count / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
@@ -100,26 +97,12 @@ def measured(device: torch.device) -> dict[str, float]:
     return found
 
 
-def _attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _attention(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """TFLOP/s of a full tile, forward and backward, by the kernel that training would take."""
-    tokens = _TOKENS[device.type]
-    shape = 1, tokens, _HEADS, _HEAD_DIM
-    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    kernel = select_kernel("auto", Request(device, dtype, _HEADS, _HEADS, _HEAD_DIM, _HEAD_DIM))
-    tile = TileCall(q, k, v, Band.FULL, _HEAD_DIM**-0.5)
-    out, lse = kernel.forward(tile)
-    passes = (lambda: kernel.forward(tile)), (lambda: kernel.backward(tile, dout, out, lse))
-    dims = tokens**2, _HEADS, _HEAD_DIM, _HEAD_DIM
-    forward, backward = (
-        attention_flops(*dims, backward=back) / Device(device, Path()).seconds(run) / 1e12
-        for run, back in zip(passes, (False, True), strict=True)
-    )
-    return forward, backward
-
-
-def _nics() -> list[float]:
-    """GB/s of the fastest InfiniBand and RoCE ports that are up, as they say it, one a port."""
-    ports = [port for port in hardware.network() if "ACTIVE" in port["state"]]
-    found = (re.match(r"(\d+) Gb/sec", port["rate"]) for port in ports)
-    rates = [float(each[1]) / 8 for each in found if each]
-    return [rate for rate in rates if rate == max(rates)]  # slower ones are for management
+    sizes, seconds = Sizes(_TOKENS[device.type], 16, 16, 128), Device(device, Path()).seconds
+    dims = sizes.heads, sizes.head_dim, sizes.head_dim
+    kernel = select_kernel("auto", Request(device, dtype, sizes.heads, *dims))
+    one = OneCall(kernel, sizes, device, dtype, Band.FULL)
+    forward = attention_flops(one.pairs, *dims) / seconds(one.forward)
+    backward = attention_flops(one.pairs, *dims, backward=True) / seconds(one.backward)
+    return {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12}
