@@ -20,23 +20,17 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.tools.model import Model, model_of
 
 PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800 PCIe": 756.0,
-    "H800": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
+    "H[18]00 PCIe": 756.0,
+    "H[12]00 NVL": 835.0,
+    "(H100|H800|H200|GH200)": 989.0,
     "H20": 148.0,
-    "GH200": 989.0,
     "GB200": 2500.0,
     "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
+    "A[18]00": 312.0,
     "L40S": 362.0,
     "A40": 150.0,
 }
-"""Dense bfloat16 peaks by words of a device's name; the first that fits counts."""
+"""Dense bfloat16 peaks by words of a device's name, as patterns; the first that fits counts."""
 
 UNCOUNTED = (
     "num-experts",

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.gpu_check.stage import DTYPE, Device
 from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes
 
 RANKS = 8
 A_RANK = f"a rank of {RANKS}"
 COLUMNS = ("tokens a rank", "pass", "ms", "TFLOP/s", "speed over one call")
-_PRODUCTS = {"forward": 2, "backward": 5}  # of a pair of tokens, each 2 FLOPs a head and element
 
 type Way = tuple[int, Mapping[str, Callable[[], object]]]  # pairs of a forward, and both passes
 type Row = Mapping[str, Any]
@@ -30,9 +30,10 @@ def measure(device: Device, tokens: Sequence[int] = (16384, 65536)) -> Iterator[
 def _rows(device: Device, sizes: Sizes) -> Iterator[Row]:
     ways = _ways(device, sizes)
     speeds: dict[str, float] = {}
-    for (name, (pairs, passes)), phase in product(ways.items(), _PRODUCTS):
+    for (name, (pairs, passes)), phase in product(ways.items(), ("forward", "backward")):
         seconds = device.seconds(passes[phase], 3)
-        flops = _PRODUCTS[phase] * 2 * sizes.heads * sizes.head_dim * pairs / seconds
+        dims = sizes.heads, sizes.head_dim, sizes.head_dim
+        flops = attention_flops(pairs, *dims, backward=phase == "backward") / seconds
         speeds.setdefault(phase, flops)  # of one call, the first
         row = {"name": name, "tokens": sizes.tokens, "phase": phase, "seconds": seconds}
         yield row | {"tflops": flops / 1e12, "speed": flops / speeds[phase]}

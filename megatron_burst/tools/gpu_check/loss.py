@@ -25,9 +25,8 @@ def check(device: Device) -> Iterator[Check]:
     limit = 6144 if device.is_gpu else 1
     inputs = _inputs(device, *shape)
     chunked = partial(linear_cross_entropy, memory_mb=limit)
-    seconds, peaks = zip(
-        *(_cost(device, way, inputs) for way in (chunked, _all_logits)), strict=True
-    )
+    costs = [_cost(device, way, inputs) for way in (chunked, _all_logits)]
+    seconds, peaks = zip(*costs, strict=True)
     allowed = limit + _TOKEN_BYTES * shape[0] / 2**20
     gradients = sum(x.nbytes for x in inputs[:2]) / 2**20
     said = f" MiB, {peaks[1] / 2**20:.0f} with all logits"
@@ -38,13 +37,11 @@ def check(device: Device) -> Iterator[Check]:
 
 
 def _numbers(device: Device) -> Iterator[Check]:
-    hidden, weight, targets = _inputs(
-        device, *((512, 4096, 256) if device.is_gpu else (64, 256, 32))
-    )
+    shape = (512, 4096, 256) if device.is_gpu else (64, 256, 32)
+    hidden, weight, targets = _inputs(device, *shape)
     targets[::7] = -100
-    found = _losses_and_gradients(
-        partial(linear_cross_entropy, chunk_size=48), hidden, weight, targets
-    )
+    chunked = partial(linear_cross_entropy, chunk_size=48)
+    found = _losses_and_gradients(chunked, hidden, weight, targets)
     exact, wide = (x.detach().double().requires_grad_() for x in (hidden, weight))
     right = _losses_and_gradients(_all_logits, exact, wide, targets)
     for name, mine, expected in zip(("losses", "dhidden", "dweight"), found, right, strict=True):

@@ -1,12 +1,9 @@
-"""The machine, the kernels that serve it, why others do not, and what first calls cost."""
+"""The kernels that serve this machine, why others do not, and what first calls cost."""
 
 from collections.abc import Iterator
 
-import torch
-
 from megatron_burst.kernels import Kernel, Request, TileCall
 from megatron_burst.plans.mask import Band
-from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded
 from megatron_burst.tools.one_rank import Sizes
@@ -17,10 +14,6 @@ _LONGEST_FIRST_CALL = 60.0  # seconds, forward and backward: what compiles longe
 
 def check(device: Device) -> Iterator[Check]:
     """Say what is here; fail where no kernel serves or one cannot make its first call."""
-    for gpu in hardware.gpus() if device.is_gpu else ():
-        yield Check(gpu["name"], ", ".join(f"{k} {v}" for k, v in gpu.items() if k != "name"))
-    yield Check("processor", hardware.cpu_model())
-    yield Check("multiply-add", f"{_product(device) / 1e12:.3g} TFLOP/s of a bfloat16 product")
     taken = ""
     for answer in served(Request(device.device, DTYPE, 8, 2, 128, 128)):
         taken = answer.kernel if answer.is_taken else taken
@@ -29,13 +22,6 @@ def check(device: Device) -> Iterator[Check]:
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
         yield from guarded(_first_call(device, name, kernel), f"first call of {name}: ")
-
-
-def _product(device: Device) -> float:
-    """Return FLOP/s."""
-    size = 8192 if device.is_gpu else 128
-    x = torch.ones(size, size, device=device.device, dtype=DTYPE)
-    return 2 * size**3 / device.seconds(lambda: x @ x)
 
 
 def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:

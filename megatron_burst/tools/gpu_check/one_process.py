@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,7 @@ from torch import Tensor
 from megatron_burst.plans.plan import Channel, Receive, Send
 from megatron_burst.transport.comm import CommunicationError, Communicator, Message
 
-
-class _Key(NamedTuple):
-    """The how-manieth message from one rank to another on a channel."""
-
-    source: int
-    target: int
-    channel: Channel
-    number: int
+type _Key = tuple[int, int, Channel, int]  # from whom, to whom, where, the how-manieth there
 
 
 class Post:
@@ -34,7 +27,7 @@ class Post:
         self.sent: dict[_Key, Tensor] = {}
         self.changed, self.error = threading.Condition(), ""
 
-    def put(self, key: "_Key", tensor: Tensor) -> None:
+    def put(self, key: _Key, tensor: Tensor) -> None:
         """Send a message."""
         with self.changed:
             self.sent[key] = tensor
@@ -46,7 +39,7 @@ class Post:
             self.error = self.error or error
             self.changed.notify_all()
 
-    def take(self, key: "_Key", what: str) -> Tensor:
+    def take(self, key: _Key, what: str) -> Tensor:
         """Wait for a message, or until a rank has failed."""
         with self.changed:
             self.changed.wait_for(lambda: self.error or key in self.sent, self.patience)
@@ -87,7 +80,7 @@ class ThreadedCommunicator(Communicator):
         ends = self._rank, self._ranks[transfer.peer]
         key = *(ends[::-1] if isinstance(transfer, Receive) else ends), transfer.channel
         self._posted[key] += 1
-        return _Key(*key, self._posted[key])
+        return *key, self._posted[key]
 
     def wait(self, works: Sequence[Any], where: str) -> None:
         """Let what is received land; look whether what was sent is still the same."""

@@ -46,16 +46,11 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
     "kv ring, four blocks a call": {**_KV, "blocks_per_call": 4},
     "mesh": {"topology": "mesh"},
-    "mesh, four blocks a call": {
-        **{"backward": "kv", "topology": "mesh"},
-        "blocks_per_call": 4,
-    },
+    "mesh, four blocks a call": {"backward": "kv", "topology": "mesh", "blocks_per_call": 4},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
     "allgather": {"algorithm": "allgather"},
 }
-
-
 _REFUSED = "no kernel can serve"  # what `select_kernel` says; any other error is ours
 
 

@@ -6,11 +6,11 @@ The loops of a rank in the middle of a ring, with its kernels, merges and sums, 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.merge import PartialResults
@@ -22,7 +22,10 @@ from megatron_burst.tools.one_rank import OneRank, Sizes
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
 _EFFICIENCY, _OF_COPY = 0.95, 0.85
 _MERGE_BYTES, _LOGIT_BYTES = 10, 6  # of an element, read and written; of a logit in a pass
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+# What the host has to know the result of.
+_WAITS = {
+    f"aten::{name}" for name in "_local_scalar_dense nonzero masked_select _unique2 equal".split()
+}
 
 
 def check(device: Device) -> Iterator[Check]:
@@ -45,21 +48,6 @@ def check(device: Device) -> Iterator[Check]:
         yield device.judged(at_most(name, moved, _LOGIT_BYTES / _OF_COPY))
 
 
-class _HostWaits(TorchDispatchMode):
-    """Counts operations whose result the host has to know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if (name := function.__name__.partition(".")[0]) in _WAITS:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
 def _waits(device: Device) -> Check:
     """Look whether a rank's loops, once planned, wait for the device."""
     sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
@@ -67,10 +55,14 @@ def _waits(device: Device) -> Check:
     for ring in ("kv", "query"):
         rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
         rank.backward()  # what is compiled may wait
-        with _HostWaits() as waits, _warnings_of_waits(device) as said:
+        with (
+            profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen,
+            _warnings_of_waits(device) as said,
+        ):
             rank.forward()
             rank.backward()
-        found += [*waits.found, *(str(w.message) for w in said if "synchroniz" in str(w.message))]
+        found += [event.name for event in seen.events() or () if event.name in _WAITS]
+        found += [str(w.message) for w in said if "synchroniz" in str(w.message)]
     what = f": {', '.join(sorted(set(found)))}" if found else ""
     return at_most("times that the host waits in a ring", len(found), 0, "{:.0f}", more=what)
 
@@ -137,11 +129,6 @@ def _loss(device: Device) -> Iterator[tuple[str, float, int]]:
 
     loss = forward()
     ones = torch.ones_like(loss)
-    seconds = (
-        device.seconds(forward),
-        device.seconds(
-            lambda: torch.autograd.grad(loss, (states, weight), ones, retain_graph=True)
-        ),
-    )
-    yield "forward", seconds[0] - logits, tokens * rows
-    yield "backward", seconds[1] - logits - of_states - of_weight, tokens * rows
+    backward = partial(torch.autograd.grad, loss, (states, weight), ones, retain_graph=True)
+    yield "forward", device.seconds(forward) - logits, tokens * rows
+    yield "backward", device.seconds(backward) - logits - of_states - of_weight, tokens * rows
