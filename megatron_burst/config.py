@@ -198,6 +198,11 @@ class BurstConfig:
         ):
             refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
         refuse(
+            (
+                (self.blocks_per_call or 1) > 4,
+                f"--burst-blocks-per-call {self.blocks_per_call}: with more than 4 a step may post "
+                "more than the 256 messages at a time that NCCL takes: pass at most 4",
+            ),
             (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
             (
                 segments != 2 and not segmented,

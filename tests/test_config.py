@@ -104,6 +104,7 @@ def test_the_library_has_layouts_that_no_flag_offers() -> None:
             {"layout": "segmented-zigzag", "segments": 1},
             "--burst-segments must be at least 2, got 1",
         ),
+        ({"blocks_per_call": 8}, "--burst-blocks-per-call 8: .*: pass at most 4"),
         ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
         (
             {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
