@@ -82,7 +82,7 @@ def _evenly(held: _Ints, some: NDArray[np.bool], ranks: int) -> tuple[_Ints, _In
     left[1] -= ranks * each[1]
     left[3] = 0
     order = np.lexsort((left[0], -left[2]))
-    return each, left[:, order[left[1, order] > 0]]
+    return each[:, each[1] > 0], left[:, order[left[1, order] > 0]]
 
 
 def _dealt(
