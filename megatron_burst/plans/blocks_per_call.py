@@ -8,11 +8,11 @@ costs are counted in the FLOPs that a GPU does meanwhile.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cost import FLOPS_A_BYTE_ADDED, FLOPS_A_BYTE_WITHIN, KEYS_A_CALL, Shape
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.rings import Ring
+from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.turn import Turn
 
 _MORE = 2, 4
@@ -36,7 +36,7 @@ def with_larger_calls[Way: (Ring, Mesh)](
     return way
 
 
-def time_of(way: Ring | Mesh, shape: Shape, *, backward: bool) -> float:
+def time_of(way: Schedule, shape: Shape, *, backward: bool) -> float:
     """Return the time of a pass, in FLOPs: of all its turns, but not of messages between nodes."""
     turns = way.tiling.ranks / way.turn.length
     return turns * _Turn.of(way, shape, backward=backward).time(way.turn)
@@ -47,7 +47,7 @@ def is_worth(time: float, usual: float) -> bool:
     return time <= _WORTH * usual
 
 
-def can_share(way: Ring | Mesh, shape: Shape, nodes: Sequence[Hashable], *, backward: bool) -> bool:
+def can_share(way: Schedule, shape: Shape, nodes: Sequence[Hashable], *, backward: bool) -> bool:
     """Say whether one call can take several of its blocks, without a copy or a byte more.
 
     They lie side by side if keys travel, of one sequence, and all is seen in full; they go straight
@@ -56,16 +56,8 @@ def can_share(way: Ring | Mesh, shape: Shape, nodes: Sequence[Hashable], *, back
     one_sequence = shape.tokens == way.tiling.local_tokens and shape.latents is None
     seen_in_full = way.tiling.key_chunk > 0
     several = way.sent is Kind.KV and way.turn.length > 2
-    return several and one_sequence and seen_in_full and _go_straight(way, nodes, backward)
-
-
-def _go_straight(way: Ring | Mesh, nodes: Sequence[Hashable], backward: bool) -> bool:
-    """In a mesh without nodes all do; blocks stay, so all that visit must see them alike."""
-    if isinstance(way, Ring) and backward and way.gradient_return is not GradientReturn.HOME:
-        return False
-    if isinstance(way, Mesh) and way.table.locals == 1:
-        return [*way.table.ranks.flat] == [*range(way.grid.ranks)]
-    return all(len({nodes[rank] for rank in row}) == 1 for row in way.grid.rows)
+    straight = way.goes_straight(nodes, backward=backward)
+    return several and one_sequence and seen_in_full and straight
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class _Turn:
     result: float
 
     @classmethod
-    def of(cls, way: Ring | Mesh, shape: Shape, *, backward: bool) -> "_Turn":
+    def of(cls, way: Schedule, shape: Shape, *, backward: bool) -> "_Turn":
         """Reckon with means over the blocks of all ranks."""
         sizes, result = shape.item_bytes(backward=backward), way.sent.result(backward=backward)
         a_pair = 2.0 * shape.query_heads * (shape.head_dim + shape.value_head_dim)

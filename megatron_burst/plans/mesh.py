@@ -23,7 +23,7 @@ the bytes.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -121,6 +121,12 @@ class Mesh(Schedule):
         if self.sent.result(backward=backward):
             tiles |= self._spread(tiles[0], self._steps[-1])
         return tiles
+
+    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
+        """Without nodes it does; blocks stay there, so all that visit must see them alike."""
+        if self.table.locals == 1:
+            return [*self.table.ranks.flat] == [*range(self.grid.ranks)]
+        return self.grid.has_rows_within(nodes)
 
     def work(self, *, backward: bool) -> Work:
         """Count what all ranks compute: once a kind of pairs of ranks."""

@@ -156,9 +156,7 @@ class _Pass:
         return every
 
     def _time(self, offer: Offer) -> float:
-        way = offer.schedule
-        assert isinstance(way, Ring | Mesh), "nothing goes straight where calls may be larger"
-        return time_of(way, self.shape, backward=self.backward)
+        return time_of(offer.schedule, self.shape, backward=self.backward)
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
         if cost is None:

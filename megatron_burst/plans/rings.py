@@ -14,7 +14,7 @@ its way and the rest while the last gradient is.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -158,6 +158,11 @@ class Ring(Schedule):
     def turn(self) -> Turn:
         """The blocks that go around one node."""
         return Turn(self.grid.ranks_per_node, self.blocks_per_call)
+
+    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
+        """Where gradients go home and the links within each row are alike."""
+        chained = backward and self.gradient_return is not GradientReturn.HOME
+        return not chained and self.grid.has_rows_within(nodes)
 
     def _tiles(self, rank: int, owner: int, part: Part) -> Sequence[Tile]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:

@@ -1,7 +1,7 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megatron_burst.plans.assembly import assemble
 from megatron_burst.plans.plan import Hop, Kind, Plan, Tile
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work
 
 
@@ -49,6 +50,8 @@ class Schedule(ABC):
 
     tiling: Tiling
     """Who computes what."""
+    sent: Kind
+    """What goes around, or straight to whom needs it: KV or QUERY."""
 
     worth: ClassVar[float] = 1.0
     """Up to which share of a ring's bytes on the bottleneck link it is worth its other costs."""
@@ -62,6 +65,18 @@ class Schedule(ABC):
 
     blocks_per_call = 1
     """How many key blocks one kernel call may take."""
+
+    @property
+    def turn(self) -> Turn:
+        """The blocks that go around one node; here none do."""
+        return Turn(1)
+
+    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
+        """Whether blocks that go around come straight from who has them first, and results so back.
+
+        So it must be where one call takes several; `nodes` are each rank's.
+        """
+        return False
 
     @property
     def of_several(self) -> str:

@@ -86,7 +86,7 @@ class Communicator:
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
         """Post the messages of one channel, receives first; return what is to be waited for.
 
-        NCCL may hang with more than 256 operations in a group; no plan has as many in a batch.
+        NCCL may hang with more than 256 operations in a group; no plan has more in a batch.
         """
         operations = []
         for message in messages:
