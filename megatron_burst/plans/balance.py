@@ -96,7 +96,7 @@ def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Found, queries_a_key: 
 
 def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable], queries_a_key: int) -> int:
     """Return what a layer puts on the bottleneck link, without a mesh, which carries all blocks."""
-    shape = Shape(layout.local_tokens, queries_a_key, 1, 128, 128, 2, 4)
+    shape = Shape(layout.local_tokens, queries_a_key, 1, 128, 128, 2, 4, sends_raw=True)
     config = BurstConfig(topology=Topology.DOUBLE)
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     choice = choose(config, Tiling(layout, mask), grid, shape, nodes)

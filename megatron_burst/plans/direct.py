@@ -48,10 +48,10 @@ class Direct(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))
-        received, sent = rows.sum(axis=0), rows.sum(axis=1)
-        held = received * sizes[self.sent]
+        held = rows.sum(axis=0) * sizes[self.sent]
         if backward:  # results of what was received, and those that come home
-            held = held + (received + sent) * sizes[self.of_one_step(self.sent.gradient)]
+            results = rows * self.result_sizes(sizes)
+            held = held + results.sum(axis=0) + results.sum(axis=1)
         return int(held.max()) // self.tiling.local_tokens
 
     def messages(self, *, backward: bool) -> "tuple[_Exchange, ...]":
@@ -75,7 +75,12 @@ class Direct(Schedule):
 
     def gradients(self) -> "_Exchange":
         """Return the messages with gradients: all have landed at the end."""
-        return _Exchange(self, self.of_one_step(self.sent.gradient))
+        return _Exchange(self, self.sent.gradient)
+
+    def result_sizes(self, sizes: Mapping[Kind, int]) -> NDArray[np.int64]:
+        """Return the bytes of a whole gradient as each rank returns that of another's block."""
+        gradient, is_once = self.sent.gradient, self.tiling.needs.once[self.sent]
+        return np.where(is_once, sizes[gradient.partial], sizes[gradient])
 
     def part(self, owner: int, user: int) -> Part:
         """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
@@ -104,10 +109,12 @@ class _Exchange:
         users = stations(self.schedule.grid)[1:]
         owners = np.broadcast_to(np.arange(users.shape[1]), users.shape)
         rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
-        payload, distances = sizes[self.kind] * rows // local_tokens, np.arange(1, len(users) + 1)
+        distances = np.arange(1, len(users) + 1)
         if self.kind.is_result:
+            payload = self.schedule.result_sizes(sizes)[owners, users] * rows // local_tokens
             last = np.full(len(users), len(users) + 1)
             return Loads(users, owners, payload, distances + 1, last)
+        payload = sizes[self.kind] * rows // local_tokens
         return Loads(owners, users, payload, 0 * distances, distances - 1)
 
     def _needed(self) -> tuple[NDArray[np.int64], ...]:
@@ -123,6 +130,8 @@ class _Exchange:
         within = len({grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
         item = Item(self.kind, owner, self.schedule.part(owner, user))
         if self.kind.is_result:
+            if self.schedule.tiling.needs.once[self.schedule.sent][owner, user]:
+                item = item._replace(kind=self.kind.partial)
             channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
             return Hop(item, user, owner, channel, distance + 1, grid.ranks)
         channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN

@@ -5,7 +5,7 @@ send. Both look at all pairs of ranks, so they are made of arrays here, and not 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +28,15 @@ class Needs:
     """[query owner, key owner]: how many pairs of tokens the mask lets through."""
     is_banded: bool
     """Whether any rank has tiles that are neither full nor causal squares."""
-    has_single_tiles: bool
-    """Whether it is known that what two ranks need of each other is at most one tile each way."""
+    once: Mapping[Kind, NDArray[np.bool]]
+    """[owner, user]: whether it is known that no row of a KV or QUERY block is in two tiles of a
+    user, so that what kernels return of its gradient is no sum."""
     rows: Mapping[Kind, Ints]
     """[owner, user]: how many rows of a KV or QUERY block a rank needs."""
     parts: Mapping[Kind, Ints]
     """[owner, 2]: from the first to the last row that any other rank needs; see `part_of`."""
     ends: Mapping[Kind, Ints]
-    """[2, owner, user]: the first row that another rank needs, and what follows the last; none
-    under a mask that needs all rows of a block or none."""
+    """[2, owner, user]: the first row that another rank needs, and what follows the last."""
     local: int
     """The rows of a rank."""
 
@@ -55,25 +55,21 @@ class Needs:
         """
         count = int(numbers.max()) + 1
         pairs = np.bincount(of, cells.pairs, count).astype(np.int64)[numbers]
-        away, several = ~np.eye(len(pairs), dtype=bool), np.bincount(of, minlength=count) > 1
-        single = not (several.any() and (several[numbers] & away).any())
-        if not mask.is_sparse:
-            needed = np.where(pairs > 0, local, 0)
-            rows = {Kind.KV: needed.T, Kind.QUERY: needed}
-            none = dict.fromkeys(rows, np.zeros((len(pairs), 2), np.int64))
-            return cls(pairs, cells.is_banded, single, rows, none, {}, local)
-        rows, parts, ends = {}, {}, {}
+        away = ~np.eye(len(pairs), dtype=bool)
+        rows, once, parts, ends = {}, {}, {}, {}
         sides = (Kind.KV, numbers.T, cells.keys), (Kind.QUERY, numbers, cells.queries)
-        for kind, by_owner, needed in sides:
-            first, stop = needed.T
-            rows[kind] = _rows(of, first, stop, count, local)[by_owner]
+        for kind, by_owner, (first, stop) in ((k, n, needed.T) for k, n, needed in sides):
+            every = _rows(of, first, stop, count, local)
+            once[kind] = (every == np.bincount(of, stop - first, count))[by_owner] | ~away
+            rows[kind] = every[by_owner] if mask.is_sparse else local * (every > 0)[by_owner]
             low, high = np.full(count, local), np.zeros(count, np.int64)
-            np.minimum.at(low, of, first)
-            np.maximum.at(high, of, stop)
+            if mask.is_sparse:
+                np.minimum.at(low, of, first)
+                np.maximum.at(high, of, stop)
             low, high = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
             ends[kind] = np.stack([low, high])
             parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
-        return cls(pairs, cells.is_banded, single, rows, parts, ends, local)
+        return cls(pairs, cells.is_banded, once, rows, parts, ends, local)
 
     def parts_of(self, kind: Kind, groups: Ints) -> Ints:
         """Return the `parts` that users need together, [group, owner, 2], of [group, user]."""
@@ -99,10 +95,8 @@ def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
     seen = [_seen(every, begin, mask, layout.tokens) for begin in begins]
     query_owner, key_owner = np.concatenate([owners for owners, _ in seen], axis=1)
     cells, numbers = Cells.joined([x for _, x in seen]), np.arange(ranks**2).reshape(ranks, ranks)
-    of = query_owner * ranks + key_owner
-    return replace(
-        Needs.of_cells(cells, of, numbers, mask, layout.local_tokens), has_single_tiles=False
-    )
+    of, cells = _joined(query_owner * ranks + key_owner, cells)
+    return Needs.of_cells(cells, of, numbers, mask, layout.local_tokens)
 
 
 def _seen(every: Pieces, begin: int, mask: Mask, tokens: int) -> tuple[Ints, Cells]:
@@ -135,6 +129,33 @@ def _cut(
     sides = left + key_first - first, right - key_first + first
     cells = Cells(np.stack(ends, axis=1)[seen], np.stack(sides, axis=1)[seen])
     return np.stack([queries.owner, keys.owner])[:, seen], cells
+
+
+def _joined(of: Ints, cells: Cells) -> tuple[Ints, Cells]:
+    """Join full cells as `Tiling` does: neighbouring keys, then queries that see these alone."""
+    if not len(cells):
+        return of, cells
+    is_full = (cells.sides == FAR).all(axis=1)
+    order = np.lexsort((cells.keys[:, 0], cells.queries[:, 0], of))
+    of, cells = _neighbours_joined(of[order], cells.some(order), slice(0, 2), is_full[order])
+    is_full = (cells.sides == FAR).all(axis=1)
+    new = np.append(True, (np.diff(of) != 0) | (np.diff(cells.queries, axis=0) != 0).any(axis=1))
+    is_full &= new & np.append(new[1:], True)  # else they see more than one run of keys
+    order = np.lexsort((cells.queries[:, 0], cells.keys[:, 0], of))
+    return _neighbours_joined(of[order], cells.some(order), slice(2, 4), is_full[order])
+
+
+def _neighbours_joined(
+    of: Ints, cells: Cells, same: slice, may: NDArray[np.bool]
+) -> tuple[Ints, Cells]:
+    """Join each with the one before it that has the `same` rows, if the others go on there."""
+    rows, other = cells.rows, slice(2 - same.start, 4 - same.start)
+    goes_on = (of[1:] == of[:-1]) & (rows[1:, same] == rows[:-1, same]).all(axis=1)
+    goes_on &= (rows[1:, other.start] == rows[:-1, other.stop - 1]) & may[1:] & may[:-1]
+    first = np.flatnonzero(np.append(True, ~goes_on))
+    joined = cells.some(first)
+    joined.rows[:, other.stop - 1] = rows[np.append(first[1:], len(rows)) - 1, other.stop - 1]
+    return of[first], joined
 
 
 def _rows(pair: Ints, first: Ints, stop: Ints, count: int, local: int) -> Ints:

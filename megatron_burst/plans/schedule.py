@@ -109,8 +109,8 @@ class Schedule(ABC):
         """
 
     def of_one_step(self, result: Kind) -> Kind:
-        """Return the kind of what a rank adds to a result in a step: no sum if by a single tile."""
-        return result.partial if self.tiling.needs.has_single_tiles else result
+        """Return the kind of what a rank adds to a result in a step: no sum if each row once."""
+        return result.partial if self.tiling.needs.once[self.sent].all() else result
 
     @property
     def imbalance(self) -> float:

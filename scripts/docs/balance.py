@@ -45,7 +45,10 @@ def documents(lengths: str, tokens: int, seed: int) -> Mask:
 
 def bottleneck(layout: Layout, mask: Mask, nodes: Sequence[int], kv_heads: int) -> int:
     """The bytes that the plans of a layer put on the bottleneck link."""
-    shape, config = Shape(layout.local_tokens, 32, kv_heads, 128, 128, 2, 4), BurstConfig()
+    shape, config = (
+        Shape(layout.local_tokens, 32, kv_heads, 128, 128, 2, 4, sends_raw=True),
+        BurstConfig(),
+    )
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     choice = choose(config, Tiling(layout, mask), grid, shape, nodes)
     return choice.forward[0].cost.bottleneck + choice.backward[0].cost.bottleneck

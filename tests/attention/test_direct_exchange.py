@@ -3,14 +3,18 @@
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_burst import Mask
 from megatron_burst.plans import planning
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
+from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.layout import segmented_zigzag, zigzag_of_each
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.tiles import Tiling
@@ -75,14 +79,22 @@ def cases_of(ranks: int) -> list[Case]:
 
 def needed_bytes(case: Case, ranks: int) -> list[tuple[int, int]]:
     """What each rank sends forward and backward, by the rows that others need."""
-    tiling, local = Tiling(case.layout_of(ranks), case.mask), 2 * CHUNK
-    shape = Shape(local * case.batch, *case.heads, case.dim, case.value_dim or case.dim, 4, 4)
+    layout = head_groups(range(ranks), 1).ring_layout(case.layout_of(ranks))
+    tiling, local = Tiling(layout, case.mask), 2 * CHUNK
+    sizes = case.dim, case.value_dim or case.dim, case.dtype.itemsize, 4
+    shape = Shape(
+        local * case.batch,
+        *case.heads,
+        *sizes,
+        sends_raw=case.config.get("grad_dtype") != "float32",
+    )
     sent, rows = Kind(case.config["backward"]), tiling.needs.rows
     there, back = (shape.item_bytes(backward=backward) for backward in (False, True))
     leaves = {kind: of.sum(axis=1) - of.diagonal() for kind, of in rows.items()}
-    returns = rows[sent].sum(axis=0) - rows[sent].diagonal()
+    partial, gradient = back[sent.gradient.partial], back[sent.gradient]
+    returned = np.where(tiling.needs.once[sent], partial, gradient) * rows[sent]
     forward = leaves[Kind.KV] * there[Kind.KV]
-    backward = leaves[sent] * back[sent] + returns * back[sent.gradient]
+    backward = leaves[sent] * back[sent] + returned.sum(axis=0) - returned.diagonal()
     return [(int(f) // local, int(b) // local) for f, b in zip(forward, backward, strict=True)]
 
 
@@ -98,6 +110,28 @@ def test_the_dense_oracle_and_the_bytes_that_are_needed(workers: WorkerPool, ran
             assert error < FLOAT32_TOLERANCE, (case, name)
         sent = [(r.forward.total(), r.backward.total()) for r in answered.replies]
         assert sent == needed_bytes(case, ranks), case
+
+
+@pytest.mark.parametrize("ranks", slow_if({2, 5, 6, 7, 8}, range(2, 9)))
+def test_what_a_kernel_returned_goes_home_as_it_is_and_sums_in_float32(
+    workers: WorkerPool, ranks: int
+) -> None:
+    cases = [
+        replace(case, dim=16, value_dim=None, dtype=torch.bfloat16)
+        for case in some(cases_of(ranks), 4, ranks % 4)
+    ]
+    wide = [replace(case, config=case.config | {"grad_dtype": "float32"}) for case in cases]
+    both = [*cases, *wide]
+    answers = put_together(both, workers.run(ranks, answer_directly, both))
+    totals = []
+    for case, answered in zip(both, answers, strict=True):
+        sent = [(r.forward.total(), r.backward.total()) for r in answered.replies]
+        assert sent == needed_bytes(case, ranks), case
+        totals.append(sum(backward for _, backward in sent))
+    for case, *pair in zip(cases, answers[: len(cases)], answers[len(cases) :], strict=True):
+        assert all(map(torch.equal, *(answered.found for answered in pair))), case
+    some_less = [a < b for a, b in zip(totals[: len(cases)], totals[len(cases) :], strict=True)]
+    assert any(some_less)
 
 
 @pytest.mark.parametrize("masking", ["window", "documents"])

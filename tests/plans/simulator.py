@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_burst.plans.layout import joined
 from megatron_burst.plans.plan import (
     Channel,
     Item,
@@ -156,7 +157,7 @@ class _Rank:
         if not item.kind.is_result:
             self.unused.discard(item)
             return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
-        if item.kind is not item.sum.kind and self.sums[item.sum].total() > 1:
+        if item.kind is not item.sum.kind and _adds_twice(item.sum, self.sums[item.sum]):
             raise self.error(f"sends as {item} a sum of several tiles")
         return self._fly(_Message(send, self.step, self.sums.pop(item.sum)))
 
@@ -207,6 +208,13 @@ class _Rank:
 
     def error(self, what: str) -> PlanError:
         return PlanError(f"rank {self.plan.rank}, step {self.step}: {what}")
+
+
+def _adds_twice(item: Item, tiles: _Sum) -> bool:
+    """Whether several tiles added to a row of an item."""
+    block = Kind.KV if item.kind is Kind.D_KV else Kind.QUERY
+    rows = [tile.rows_of(block) for tile in tiles.elements()]
+    return sum(r.length for r in rows) != sum(r.length for r in joined(rows))
 
 
 @dataclass

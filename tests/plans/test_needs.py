@@ -29,6 +29,8 @@ GRIDS = [
 ]
 BLOCKS = Kind.KV, Kind.QUERY
 
+A_ROW = {kind: n for n, kind in enumerate(Kind, start=1)}  # bytes
+
 
 def tilings(ranks: int) -> list[Tiling]:
     masks = [*hard_maskings(ranks, CHUNK).values(), Masking(), Masking(False)]
@@ -57,8 +59,6 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
             for k in ranks
             for t in tiling(q, k)
         )
-        most = max((len(tiling(q, k)) for q, k in itertools.permutations(ranks, 2)), default=0)
-        assert needs.has_single_tiles == (most <= 1 and tiling.kinds is not None)
         for kind, owner in itertools.product(BLOCKS, ranks):
             others: list[Interval] = []
             for user in ranks:
@@ -66,6 +66,10 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
                 rows = [tile.rows_of(kind) for tile in tiles]
                 others += rows if user != owner else []
                 assert bool(tiles) == bool(needs.users(kind)[owner, user]) or user == owner
+                each, union = (sum(r.length for r in some) for some in (rows, joined(rows)))
+                assert needs.once[kind][owner, user] <= (each == union or user == owner)
+                if tiling.kinds is not None:
+                    assert needs.once[kind][owner, user] >= (each == union)
                 if tiling.mask.is_sparse:
                     expected = sum(part.length for part in joined(rows))
                     assert needs.rows[kind][owner, user] == expected, (tiling.mask, kind)
@@ -91,9 +95,9 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
                 for rank in range(grid.ranks):
                     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
                     assert messages.hops(rank) == ours, (schedule, rank)
-                rows = dict.fromkeys(Kind, tiling.local_tokens)  # a byte a row
+                sizes = {kind: n * tiling.local_tokens for kind, n in A_ROW.items()}
                 for summed in (False, True):
-                    assert loads(messages, rows, tiling, summed) == counted(hops, tiling)
+                    assert loads(messages, sizes, tiling, summed) == counted(hops, tiling)
 
 
 def loads(
@@ -112,5 +116,6 @@ def counted(hops: list[Hop], tiling: Tiling) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
     for hop in hops:
         rows = hop.item.packed
-        found[hop.source, hop.target] += rows.length if rows else tiling.local_tokens
+        length = rows.length if rows else tiling.local_tokens
+        found[hop.source, hop.target] += A_ROW[hop.item.kind] * length
     return found
