@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means, log_choice, log_wait
 from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
 from megatron_burst.plans.collector import without_collecting

@@ -79,7 +79,7 @@ def merge(
     part_lse_BHS: Tensor,
     index: Tensor | None,
 ) -> None:
-    """Add a partial (out, lse) to the running one in float32, as `PartialResults` says.
+    """Add a partial (out, lse) to the running one in float32, as `PartialOutputs` says.
 
     Row i of the part belongs to row i of the total, or to row index[i], none of them twice.
     """
