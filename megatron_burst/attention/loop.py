@@ -6,7 +6,7 @@ from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
 from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.plan import Item, Kind, Plan
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.comm import Block, Transfers
 from megatron_burst.transport.profiling import span
 
 type Blocks = Mapping[Item, Block]
@@ -38,7 +38,7 @@ def run(
     def template(item: Item) -> Block:
         return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.packed)
 
-    transfers = call.communicator.begin(name, plan, template)
+    transfers = Transfers(call.communicator, name, plan, template)
     for number, step in enumerate(plan.steps):
         transfers.post(number, step, blocks | sums.hand_on(step.sends))
         for some in calls[number]:

@@ -66,23 +66,39 @@ def make_groups(
     Raises:
         ValueError: the streams are to be of high priority, and the backend is not NCCL.
     """
-    assert dist.group.WORLD is not None
     wanted = channels_of(grid, head_parallel_size)
-    channels = _adopted(config, group, wanted, hierarchy)
-    missing = tuple(channel for channel in wanted if channel not in channels)
+    adopted = _adopted(config, group, wanted, hierarchy)
+    missing = tuple(channel for channel in wanted if channel not in adopted)
     has_priority = _takes_priority(config, group, hierarchy)
-    ours = tuple(dist.get_process_group_ranks(group))
-    wish, seconds = (ours, missing), config.timeout_seconds
-    everybody = gather_objects(dist.group.WORLD, _MAKE, wish, seconds)
-    limit = timedelta(seconds=seconds)
-    agreement = group
-    for ranks, needed in dict.fromkeys(everybody):
-        made = [_channel_group(ranks, limit, channel, has_priority) for channel in needed]
-        of_gloo = _gloo_group(ranks, limit, "agreement")
-        if ranks == ours:
-            channels.update(zip(needed, made, strict=True))
-            agreement = of_gloo
-    return Groups(channels, agreement)
+    made = _made(group, "agreement", config.timeout_seconds, missing, has_priority)
+    return Groups({**adopted, **made.channels}, made.agreement)
+
+
+def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
+
+    A collective call of all ranks of the job, each with a group of as many.
+    """
+    return _made(group, "plans ahead", timeout_seconds).agreement if group.size() > 1 else None
+
+
+def _made(
+    group: dist.ProcessGroup,
+    purpose: str,
+    seconds: float,
+    channels: tuple[Channel, ...] = (),
+    has_priority: bool = False,
+) -> Groups:
+    """Make groups for channels and one on gloo, as all ranks of the job do for theirs."""
+    assert dist.group.WORLD is not None
+    ours, limit = (tuple(dist.get_process_group_ranks(group)), channels), timedelta(seconds=seconds)
+    for ranks, needed in dict.fromkeys(gather_objects(dist.group.WORLD, _MAKE, ours, seconds)):
+        made = {c: _channel_group(ranks, limit, c, has_priority) for c in needed}
+        gloo, said = dist.Backend.GLOO, f"burst {purpose}"
+        of_gloo = dist.new_group(ranks, limit, backend=gloo, group_desc=said)
+        if (ranks, needed) == ours:
+            found = Groups(made, of_gloo)
+    return found
 
 
 def _adopted(
@@ -115,28 +131,6 @@ def _channel_group(
     if has_priority:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}")
-
-
-def _gloo_group(ranks: Sequence[int], limit: timedelta, purpose: str) -> dist.ProcessGroup:
-    gloo, purpose = dist.Backend.GLOO, f"burst {purpose}"
-    return dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
-
-
-def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
-
-    A collective call of all ranks of the job, each with a group of as many.
-    """
-    if group.size() == 1:
-        return None
-    assert dist.group.WORLD is not None
-    ours, found = tuple(dist.get_process_group_ranks(group)), None
-    everybody = gather_objects(dist.group.WORLD, _MAKE, ours, timeout_seconds)
-    limit = timedelta(seconds=timeout_seconds)
-    for ranks in dict.fromkeys(everybody):
-        made = _gloo_group(ranks, limit, "plans ahead")
-        found = made if ranks == ours else found
-    return found
 
 
 def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:
