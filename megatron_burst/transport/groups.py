@@ -93,9 +93,16 @@ def _made(
     assert dist.group.WORLD is not None
     ours, limit = (tuple(dist.get_process_group_ranks(group)), channels), timedelta(seconds=seconds)
     for ranks, needed in dict.fromkeys(gather_objects(dist.group.WORLD, _MAKE, ours, seconds)):
-        made = {c: _channel_group(ranks, limit, c, has_priority) for c in needed}
-        gloo, said = dist.Backend.GLOO, f"burst {purpose}"
-        of_gloo = dist.new_group(ranks, limit, backend=gloo, group_desc=said)
+        made = {}
+        for channel in needed:
+            options = None  # torch writes into them: each group has its own
+            if has_priority:
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            said = f"burst {channel}"
+            made[channel] = dist.new_group(ranks, limit, pg_options=options, group_desc=said)
+        of_gloo = dist.new_group(
+            ranks, limit, backend=dist.Backend.GLOO, group_desc=f"burst {purpose}"
+        )
         if (ranks, needed) == ours:
             found = Groups(made, of_gloo)
     return found
@@ -122,15 +129,6 @@ def _takes_priority(config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hi
 def _has_high_priority(group: dist.ProcessGroup) -> bool:
     """Whether it was made so, as by Megatron's --high-priority-stream-groups."""
     return getattr(nccl_options(group), "is_high_priority_stream", False)
-
-
-def _channel_group(
-    ranks: Sequence[int], limit: timedelta, channel: Channel, has_priority: bool
-) -> dist.ProcessGroup:
-    options = None  # torch writes into them: each group has its own
-    if has_priority:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}")
 
 
 def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:
