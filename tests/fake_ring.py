@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import context as contexts
+from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.head_chunks import backward_in_chunks, forward_in_chunks
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
 from megatron_burst.plans.layout import Layout
@@ -132,12 +133,18 @@ def count(
             )
             chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
             call = context.prepare(*chunk, mask, 1.0, layout=layout)
-            make_keys = partial(Keys, call.forward_plan.rank)
+
+            def there_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
+                return forward(q, Keys(rank, k, v), call)
+
+            def back_of(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *finished: Tensor) -> Any:
+                return backward(dout, q, Keys(rank, k, v), *finished, call)
+
             with Counting((q, k, v)) as there:
-                out, lse = forward_in_chunks(head_chunks, q, k, v, make_keys, call)
+                out, lse = in_chunks(head_chunks, "forward", there_of, q, k, v)
             dout = torch.empty_like(out)
             with Counting((q, k, v, out, lse, dout)) as back:
-                backward_in_chunks(head_chunks, dout, q, k, v, make_keys, out, lse, call)
+                in_chunks(head_chunks, "backward", back_of, dout, q, k, v, out, lse)
             return Counted(*(_pass(c, q.nbytes) for c in (there, back)), call, recorder.batches)
     finally:
         dist.destroy_process_group()

@@ -2,26 +2,24 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.head_chunks import (
-    backward_in_chunks,
-    forward_in_chunks,
-    head_chunks,
-)
+from megatron_burst.attention.forward import forward
+from megatron_burst.attention.head_chunks import head_chunks, in_chunks
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
+from megatron_burst.transport.comm import Block
 
 
 @overload
@@ -135,10 +133,8 @@ def ring_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         chunks = head_chunks(context, q, k, mask, has_latents=latents is not None)
         shape = None if latents is None or chunks > 1 else latents.shape(k, v)
-        tensors = [x[:, :, : x.shape[2] // chunks] if chunks > 1 else x for x in (q, k, v)]
-        call = context.prepare(
-            *(tensors[0], tensors[1], tensors[2], mask, scale, soft_cap, memory, shape, layout)
-        )
+        q_1, k_1, v_1 = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
+        call = context.prepare(q_1, k_1, v_1, mask, scale, soft_cap, memory, shape, layout)
         made_of = latents if call.sends_latents else None
         latent = (None, None) if made_of is None else made_of.differentiable
         add = None if made_of is None else made_of.add_weight_gradient
@@ -181,8 +177,11 @@ class _RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
         latent = latent if latent is None else latent.contiguous()
-        make_keys = partial(_keys, latent, weight, call)
-        out, lse = forward_in_chunks(chunks, q, k, v, make_keys, call, sink)
+
+        def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:
+            return forward(q, _keys(latent, weight, call, k, v), call, sink)
+
+        out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
         if memory is not None:
             if saved := memory.recall():
                 saved.put(out, lse)
@@ -203,12 +202,14 @@ class _RingAttention(torch.autograd.Function):
         add = ctx.add_weight_gradient
         made: list[Keys] = []
 
-        def make_keys(k: Tensor, v: Tensor) -> Keys:
+        def one_chunk(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> tuple[Tensor | None, ...]:
             wants_weight = add is not None or ctx.needs_input_grad[4]
             made.append(_keys(latent, weight, call, k, v, wants_weight))
-            return made[-1]
+            return backward(dout, q, made[-1], out, lse, call)
 
-        gradients = backward_in_chunks(ctx.chunks, dout, q, k, v, make_keys, out, lse, call)
+        gradients = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
         dweight = made[-1].weight_gradient
         if dweight is not None and add is not None:
             add(dweight)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
+from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.kernels import Kernel, TileCall
 from megatron_burst.plans.plan import Plan
 from megatron_burst.transport.comm import Communicator
@@ -29,7 +29,10 @@ class AttentionCall:
     backward_calls: DeviceCalls = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
 
-    def of_rows(self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+    def of_rows(
+        self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
+    ) -> TileCall:
         """Take the rows of a kernel call out of the blocks that it reads."""
         (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
-        return TileCall(q, k, v, some.band, self.scale, self.soft_cap, some.packing)
+        settings = some.band, self.scale, self.soft_cap, some.packing, leaves_room
+        return TileCall(q, k, v, *settings)

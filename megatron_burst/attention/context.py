@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.gradient_accumulation import WireDtypes
 from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.log import Means, log_choice, log_wait
+from megatron_burst.attention.log import Means, log_choice
 from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype
 from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
 from megatron_burst.plans.collector import without_collecting
@@ -314,7 +314,11 @@ class BurstContext:
         # What is asked for the first time has to be waited for, but not other documents.
         is_new = asked.mask.documents is None or self.is_news((asked.kind, asked.mask.query_stop))
         if not is_new and not self.rank and self.is_news("a wait"):
-            log_wait(time.perf_counter() - begun)
+            logger.info(
+                "burst attention: waited %.0f ms for the plan of other documents, and does so "
+                "wherever they are not known a micro-batch before",
+                1e3 * (time.perf_counter() - begun),
+            )
         return call
 
     @without_collecting()

@@ -6,20 +6,19 @@ that are smaller; the same is computed, in more calls of the kernel.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
 from megatron_burst.plans.head_chunks import choose_head_chunks
 from megatron_burst.plans.mask import Mask
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
+
+_HEADS = {4: 2, 3: 1, 1: 0}  # which dimension they are of [B, S, H, D], [B, H, S] and [H]
 
 
 def head_chunks(
@@ -36,53 +35,28 @@ def head_chunks(
     return chunks
 
 
-def forward_in_chunks(
-    chunks: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    make_keys: Callable[[Tensor, Tensor], Keys],
-    call: AttentionCall,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse of all heads; see `forward`, which `call` is prepared for a chunk of."""
+def in_chunks(
+    chunks: int, name: str, run: Callable[..., Sequence[Any]], *tensors: Tensor | None
+) -> tuple[Any, ...]:
+    """Return what the pass `run` makes of these tensors, a chunk of their heads at a time.
+
+    What is None is given and returned as such; `name` is for profiles.
+    """
     found = []
     for n in range(chunks):
-        q_n, k_n, v_n = (_chunk(x, chunks, n) for x in (q, k, v))
-        sink_n = None if sink is None else _chunk(sink, chunks, n, 0)
-        with span("forward"):
-            found.append(forward(q_n, make_keys(k_n, v_n), call, sink_n))
-    outs, lses = zip(*found, strict=True)
-    return _join(outs, 2), _join(lses, 1)
+        with span(name):
+            found.append(run(*(_chunk(x, chunks, n) for x in tensors)))
+    return tuple(_join(parts) for parts in zip(*found, strict=True))
 
 
-def backward_in_chunks(
-    chunks: int,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    make_keys: Callable[[Tensor, Tensor], Keys],
-    out: Tensor,
-    lse: Tensor,
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k and v of all heads, and the latent's of the one chunk."""
-    found = []
-    for n in range(chunks):
-        dout_n, q_n, k_n, v_n, out_n = (_chunk(x, chunks, n) for x in (dout, q, k, v, out))
-        keys, lse_n = make_keys(k_n, v_n), _chunk(lse, chunks, n, 1)
-        with span("backward"):
-            *gradients, dlatent = backward(dout_n, q_n, keys, out_n, lse_n, call)
-        found.append(gradients)
-    dq, dk, dv = (_join(parts, 2) for parts in zip(*found, strict=True))
-    return dq, dk, dv, dlatent
-
-
-def _chunk(x: Tensor, chunks: int, n: int, dim: int = 2) -> Tensor:
+def _chunk(x: Tensor | None, chunks: int, n: int) -> Tensor | None:
     """Return a chunk of the heads, contiguous as messages are."""
-    return x if chunks == 1 else x.chunk(chunks, dim)[n].contiguous()
+    if x is None or chunks == 1:
+        return x
+    return x.chunk(chunks, _HEADS[x.ndim])[n].contiguous()
 
 
-def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def _join(parts: Sequence[Tensor]) -> Tensor:  # or None
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    return torch.cat(list(parts), _HEADS[parts[0].ndim])

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.plans.assembly import assemble
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan
-from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.comm import Communicator, Transfers
 from megatron_burst.transport.profiling import span
 
 # Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
@@ -66,9 +66,8 @@ class HeadExchange:
         """Carry out one all-to-all; what goes from rank to rank goes together."""
         parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
-        transfers = self._communicator.begin(
-            "head exchange", self._plan, lambda _: parts[self.rank]
-        )
+        arriving = self._communicator, "head exchange", self._plan
+        transfers = Transfers(*arriving, lambda _: parts[self.rank])
         with span("head exchange"):
             for number, step in enumerate(self._plan.steps):
                 transfers.post(number, step, outgoing)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.rows import Rows, rows_of
+from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape
 from megatron_burst.plans.plan import Item, Kind
@@ -60,12 +60,12 @@ class Keys:
         """Return k and v of a key block, the own one or a visitor's, as it was sent."""
         return block
 
-    def sums(self, q: Tensor, wire: WireDtypes) -> GradientAccumulator:
+    def sums(self, q: Tensor, wire: WireDtypes) -> Sums:
         """Return where the gradients of q and of what travels are summed."""
         shaped = {Kind.D_QUERY: (q,), Kind.D_KV: self.sent}
-        return GradientAccumulator(self._rank, shaped, wire)
+        return Sums(self._rank, shaped, wire)
 
-    def gradients(self, sums: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return those of k, v and the latent in the dtypes of sums or of their tensors."""
         dk, dv = sums.total(Item(Kind.D_KV, self._rank))
         return dk, dv, None
@@ -103,11 +103,11 @@ class ExpandedLatents(Keys):
             self._made = expand(latent, rotary, self._weight, self._heads, self._value_dim)
         return self._made
 
-    def sums(self, q: Tensor, wire: WireDtypes) -> GradientAccumulator:
+    def sums(self, q: Tensor, wire: WireDtypes) -> Sums:
         """Return sums of the shapes of q and of the latents."""
         return _LatentSums(self._rank, q, self, wire)
 
-    def gradients(self, sums: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return those of k and v of the own tiles, with the visits of the rotary key; and dc."""
         assert isinstance(sums, _LatentSums)
         dk, dv = sums.own.total(Item(Kind.D_KV, self._rank))
@@ -129,7 +129,7 @@ class ExpandedLatents(Keys):
         return dlatent, dk[..., self._content_dim :].sum(2, keepdim=True, dtype=wide)
 
 
-class _LatentSums(GradientAccumulator):
+class _LatentSums(Sums):
     """Sums of q's and the latents' gradients.
 
     A visitor's dk and dv are summed while tiles read it, and then become those of its latents at
@@ -138,7 +138,7 @@ class _LatentSums(GradientAccumulator):
 
     def __init__(self, rank: int, q: Tensor, keys: ExpandedLatents, wire: WireDtypes) -> None:
         super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: keys.sent}, wire)
-        self.own = GradientAccumulator(rank, {Kind.D_KV: keys.own}, WireDtypes())
+        self.own = Sums(rank, {Kind.D_KV: keys.own}, WireDtypes())
         self._keys = keys
         self._visitor: tuple[Item, Block] | None = None
 

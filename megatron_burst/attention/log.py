@@ -48,15 +48,6 @@ def log_choice(
     )
 
 
-def log_wait(seconds: float) -> None:
-    """Say that attention waited for a plan that nobody could make before."""
-    logger.info(
-        "burst attention: waited %.0f ms for the plan of other documents, and does so wherever "
-        "they are not known a micro-batch before",
-        1e3 * seconds,
-    )
-
-
 @dataclass(slots=True)
 class Means:
     """Of what was planned: documents of a sequence, and how uneven the work of the ranks is."""

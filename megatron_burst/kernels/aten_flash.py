@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
+from megatron_burst.kernels.packed import InSequences, lengths_of
 from megatron_burst.kernels.protocol import Gradients, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 
-class AtenFlashKernel(DeclaredKernel):
+class AtenFlashKernel(InSequences, DeclaredKernel):
     """FlashAttention-2 through ATen; needs no package beside torch.
 
     Its backward asks torch itself whether it has to be deterministic.
@@ -18,30 +18,21 @@ class AtenFlashKernel(DeclaredKernel):
 
     name = "aten_flash"
 
-    def late_reasons(self) -> list[str]:
-        """Return why this torch has no FlashAttention."""
+    def _late_reasons(self) -> list[str]:
         there = torch.backends.cuda.is_flash_attention_available()
         return [] if there else ["this torch was built without FlashAttention"]
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *folded(tile, *tile.qkv),
-            *_lengths(tile),
-            0.0,
-            tile.is_causal,
-            False,
-            **_settings(tile),
+            *tile.qkv, *_lengths(tile), 0.0, tile.is_causal, False, **_settings(tile)
         )
-        return unfolded(tile, out), unfolded_lse(tile, lse)
+        return out, lse
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # Of dropout, which is 0.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=tile.q.device)
-        gradients = torch.ops.aten._flash_attention_backward(
-            *folded(tile, dout, *tile.qkv, out),
-            folded_lse(tile, lse),
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(dout, *tile.qkv, out, lse),
             *_lengths(tile),
             0.0,
             tile.is_causal,
@@ -49,7 +40,6 @@ class AtenFlashKernel(DeclaredKernel):
             rng_state.new_empty(()),
             **_settings(tile),
         )
-        dq, dk, dv = (unfolded(tile, x) for x in gradients)
         return dq, dk, dv
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
+from megatron_burst.kernels.packed import OneByOne
 from megatron_burst.kernels.protocol import Gradients, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 from megatron_burst.plans.layout import Interval
@@ -15,7 +15,7 @@ from megatron_burst.plans.mask import Band
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 
 
-class CpuKernel(DeclaredKernel):
+class CpuKernel(OneByOne, DeclaredKernel):
     """Flash attention in torch's own CPU code; takes grouped kv heads without repeating them."""
 
     name = "cpu"
@@ -23,28 +23,22 @@ class CpuKernel(DeclaredKernel):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     largest_head = None
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
-        if tile.packing is not None:
-            return forward_one_by_one(self, tile)
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         if tile.is_banded:
-            parts = [_forward(stripe, mask) for _, _, stripe, mask in _stripes(tile)]
+            parts = [_attend(stripe, mask) for _, _, stripe, mask in _stripes(tile)]
             out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
         else:
-            out_BHSD, lse_BHS = _forward(tile)
+            out_BHSD, lse_BHS = _attend(tile)
         return out_BHSD.transpose(1, 2), lse_BHS
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
-        if tile.packing is not None:
-            return backward_one_by_one(self, tile, dout, out, lse)
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         if not tile.is_banded:
-            return _backward(tile, dout, out, lse)
+            return _differentiate(tile, dout, out, lse)
         wide = accumulation_dtype(tile.q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in tile.qkv)
         for rows, keys, stripe, mask in _stripes(tile):
             finished = dout[:, rows], out[:, rows], lse[:, :, rows]
-            part_q, part_k, part_v = _backward(stripe, *finished, mask)
+            part_q, part_k, part_v = _differentiate(stripe, *finished, mask)
             dq[:, rows] = part_q
             dk[:, keys] += part_k
             dv[:, keys] += part_v
@@ -71,7 +65,7 @@ def _stripes(tile: TileCall) -> Iterator[tuple[slice, slice, TileCall, Tensor | 
         yield rows.rows, keys.rows, TileCall(q, k, v, Band.FULL, tile.scale), mask
 
 
-def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _attend(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, S, D], lse) of a full tile, a causal square, or one under a mask."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *swapped(*tile.qkv),
@@ -82,7 +76,7 @@ def _forward(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor
     )
 
 
-def _backward(
+def _differentiate(
     tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
 ) -> Gradients:
     grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -5,22 +5,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
+from megatron_burst.kernels.packed import OneByOne
 from megatron_burst.kernels.protocol import Gradients, Request, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
 
 
-class CudnnKernel(DeclaredKernel):
+class CudnnKernel(OneByOne, DeclaredKernel):
     """cuDNN's flash attention through ATen; needs no package beside torch."""
 
     name = "cudnn"
     largest_head = 128
     one_head_size = False
 
-    def more_reasons(self, request: Request) -> Iterator[str]:
-        """Yield what of the request stands against cuDNN."""
+    def _more_reasons(self, request: Request) -> Iterator[str]:
         if torch.are_deterministic_algorithms_enabled():
             yield "its backward is not deterministic, and deterministic mode is on"
         if request.is_banded:
@@ -28,8 +27,7 @@ class CudnnKernel(DeclaredKernel):
         if request.has_documents:
             yield "it plans every new shape for long, and documents bring new ones"
 
-    def late_reasons(self) -> list[str]:
-        """Return why this torch's cuDNN does not serve."""
+    def _late_reasons(self) -> list[str]:
         if not torch.backends.cudnn.is_available():
             return ["this torch has no cuDNN"]
         version = torch.backends.cudnn.version() or 0
@@ -37,20 +35,14 @@ class CudnnKernel(DeclaredKernel):
             return []
         return [f"cuDNN {_dotted(version)} is older than {_dotted(_OLDEST)}"]
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
-        if tile.packing is not None:
-            return forward_one_by_one(self, tile)
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *swapped(*tile.qkv), None, True, 0.0, tile.is_causal, scale=tile.scale
         )
         batch, tokens, heads, _ = tile.q.shape
         return out_BHSD.transpose(1, 2), lse.view(batch, heads, tokens)
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
-        if tile.packing is not None:
-            return backward_one_by_one(self, tile, dout, out, lse)
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         seed = torch.zeros((), dtype=torch.int64, device=tile.q.device)  # of dropout, which is 0
         grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *swapped(dout, *tile.qkv, out),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
+from megatron_burst.kernels.packed import InSequences, lengths_of
 from megatron_burst.kernels.protocol import Gradients, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -15,7 +15,7 @@ from megatron_burst.kernels.requirements import DeclaredKernel
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.4", "2.9")
 
 
-class Flash2Kernel(DeclaredKernel):
+class Flash2Kernel(InSequences, DeclaredKernel):
     """flash-attn 2: windows, soft caps and a deterministic backward."""
 
     name = "flash2"
@@ -29,29 +29,20 @@ class Flash2Kernel(DeclaredKernel):
         """Return what is said to the forward alone."""
         return {"return_softmax": False}
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._function("forward", tile)(
-            *folded(tile, *tile.qkv),
-            causal=tile.is_causal,
-            **self._settings(tile),
-            **self.of_forward(tile),
+            *tile.qkv, causal=tile.is_causal, **self._settings(tile), **self.of_forward(tile)
         )
-        return unfolded(tile, out), unfolded_lse(tile, lse)
+        return out, lse
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
-        qkv = folded(tile, *tile.qkv)
-        gradients = tuple(torch.empty_like(x) for x in qkv)
-        (dout, out), lse = folded(tile, dout, out), folded_lse(tile, lse)
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        dq, dk, dv = (torch.empty_like(x) for x in tile.qkv)
         self._function("backward", tile)(
-            *(dout, *qkv, out, lse),
-            **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+            *(dout, *tile.qkv, out, lse),
+            **{"dq": dq, "dk": dk, "dv": dv, self.causal_backward: tile.is_causal},
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **{self.causal_backward: tile.is_causal},
             **self._settings(tile),
         )
-        dq, dk, dv = (unfolded(tile, x) for x in gradients)
         return dq, dk, dv
 
     def _function(self, phase: str, tile: TileCall) -> Any:

@@ -34,8 +34,7 @@ class Flash3Kernel(Flash2Kernel):
         """
         return {"sm_margin": _SMS_FOR_MESSAGES if tile.leaves_room else 0}
 
-    def more_reasons(self, request: Request) -> Iterator[str]:
-        """Yield what of the head sizes stands against flash-attn 3."""
+    def _more_reasons(self, request: Request) -> Iterator[str]:
         k, v = request.head_dim, request.value_head_dim
         if k != v and not (128 < k <= 192 and 96 < v <= 128):
             yield (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.packed import folded, folded_lse, lengths_of, unfolded, unfolded_lse
+from megatron_burst.kernels.packed import InSequences, lengths_of
 from megatron_burst.kernels.protocol import Gradients, Request, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -15,7 +15,7 @@ PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1"
 _MLA = (192, 128)
 
 
-class Flash4Kernel(DeclaredKernel):
+class Flash4Kernel(InSequences, DeclaredKernel):
     """flash-attn 4: windows, soft caps, a deterministic backward and MLA's usual head sizes."""
 
     name = "flash4"
@@ -24,8 +24,7 @@ class Flash4Kernel(DeclaredKernel):
     one_head_size = False
     has_soft_cap = True
 
-    def more_reasons(self, request: Request) -> Iterator[str]:
-        """Yield what of the head sizes stands against flash-attn 4."""
+    def _more_reasons(self, request: Request) -> Iterator[str]:
         k, v = sizes = request.head_dim, request.value_head_dim
         if k != v and sizes != _MLA:
             yield f"head sizes of K and V differ ({k} and {v}), and are not {_MLA[0]} and {_MLA[1]}"
@@ -36,23 +35,19 @@ class Flash4Kernel(DeclaredKernel):
         if sizes == (256, 256) and request.soft_cap is not None:
             yield "it has no soft cap for head size 256 on this GPU"
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
-            *folded(tile, *tile.qkv), softcap=tile.soft_cap, return_lse=True, **_settings(tile)
+            *tile.qkv, softcap=tile.soft_cap, return_lse=True, **_settings(tile)
         )
-        return unfolded(tile, out), unfolded_lse(tile, lse)
+        return out, lse
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
-        gradients = PACKAGE.functions()._flash_attn_bwd(
-            *folded(tile, *tile.qkv, out, dout),
-            folded_lse(tile, lse),
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
+            *(*tile.qkv, out, dout, lse),
             softcap=tile.soft_cap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_settings(tile),
         )
-        dq, dk, dv = (unfolded(tile, x) for x in gradients[:3])
         return dq, dk, dv
 
 

@@ -68,10 +68,7 @@ def _merge(
     tl.store(lse, base + tl.log(sum_of_weights), mask=exists)
 
 
-@operator(
-    "Tensor(a!) total_BSHD, Tensor(b!) total_lse_BHS, Tensor part_BSHD, Tensor part_lse_BHS, "
-    "Tensor? index"
-)
+@operator("total_BSHD", "total_lse_BHS")
 def merge(
     total_BSHD: Tensor,
     total_lse_BHS: Tensor,
@@ -79,13 +76,11 @@ def merge(
     part_lse_BHS: Tensor,
     index: Tensor | None,
 ) -> None:
-    """Add a partial (out, lse) to the running one in float32, as `PartialResults` says.
+    """Add a partial (out, lse) to the running one in float32, as `PartialOutputs` says.
 
     Row i of the part belongs to row i of the total, or to row index[i], none of them twice.
     """
-    tensors, sizes = _strided(total_BSHD, part_BSHD)
-    lses = _along_tokens(total_lse_BHS), _along_tokens(part_lse_BHS)
-    _merge[_grid(part_BSHD)](*tensors, *lses[0], *lses[1], index, *part_BSHD.shape[1:3], **sizes)
+    _launch(_merge, (total_BSHD, part_BSHD), (total_lse_BHS, part_lse_BHS), index=index)
 
 
 @_kernel
@@ -106,11 +101,10 @@ def _add(
     tl.store(total, x + y, mask=valid)
 
 
-@operator("Tensor(a!) total_BSHD, Tensor part_BSHD, Tensor? index")
+@operator("total_BSHD")
 def add(total_BSHD: Tensor, part_BSHD: Tensor, index: Tensor | None) -> None:
     """Add a part of any dtype to a total in float32; its rows are as in `merge`."""
-    tensors, sizes = _strided(total_BSHD, part_BSHD)
-    _add[_grid(part_BSHD)](*tensors, index, *part_BSHD.shape[1:3], **sizes)
+    _launch(_add, (total_BSHD, part_BSHD), index=index)
 
 
 @_kernel
@@ -142,12 +136,10 @@ def _row_products(
     tl.store(factor, result, mask=exists)
 
 
-@operator("Tensor(a!) out_BHS, Tensor x_BSHD, Tensor y_BSHD, bool over_squares")
+@operator("out_BHS")
 def row_products(out_BHS: Tensor, x_BSHD: Tensor, y_BSHD: Tensor, over_squares: bool) -> None:
     """Write rowsum(x ∘ y) in float32, or that over ‖x‖² as `surrogate_factor` says."""
-    tensors, sizes = _strided(x_BSHD, y_BSHD)
-    shape = x_BSHD.shape[1:3]
-    _row_products[_grid(x_BSHD)](*tensors, *_along_tokens(out_BHS), *shape, over_squares, **sizes)
+    _launch(_row_products, (x_BSHD, y_BSHD), (out_BHS,), OVER_SQUARES=over_squares)
 
 
 @_kernel
@@ -168,33 +160,35 @@ def _scale_rows(
     tl.store(out, scaled.to(out.dtype.element_ty), mask=valid)
 
 
-@operator("Tensor(a!) out_BSHD, Tensor x_BSHD, Tensor factor_BHS")
+@operator("out_BSHD")
 def scale_rows(out_BSHD: Tensor, x_BSHD: Tensor, factor_BHS: Tensor) -> None:
     """Write x times a float32 number a row, rounded once to the dtype of `out_BSHD`."""
-    tensors, sizes = _strided(out_BSHD, x_BSHD)
-    _scale_rows[_grid(x_BSHD)](*tensors, *_along_tokens(factor_BHS), *x_BSHD.shape[1:3], **sizes)
+    _launch(_scale_rows, (out_BSHD, x_BSHD), (factor_BHS,))
 
 
-def _strided(*tensors_BSHD: Tensor) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Return each tensor with its strides, and the sizes of a program."""
-    unit, dim = _UNIT, tensors_BSHD[0].shape[-1]
-    assert all(t.stride(-1) == 1 or dim == 1 for t in tensors_BSHD), "a head's numbers lie together"
-    if any(s % unit for t in tensors_BSHD for s in t.stride()[:3]):
-        unit = 1
-    arguments = [x for t in tensors_BSHD for x in (t, *(s // unit for s in t.stride()[:3]))]
-    return tuple(arguments), {**_blocks(dim), "DIM": dim, "UNIT": unit}
-
-
-def _along_tokens(x_BHS: Tensor) -> tuple[Tensor, int, int, int]:
-    batch, head, token = x_BHS.stride()
-    return x_BHS, batch, token, head
+def _launch(
+    kernel: Any,
+    tensors_BSHD: tuple[Tensor, Tensor],  # the second has the rows that there is work for
+    numbers_BHS: tuple[Tensor, ...] = (),
+    **more: Any,
+) -> None:
+    """Run a kernel on tensors, each with its strides, and on numbers a row."""
+    batch, rows, heads, dim = tensors_BSHD[1].shape
+    lie_together = all(t.stride(-1) == 1 or dim == 1 for t in tensors_BSHD)
+    assert lie_together, "a head's numbers lie together"
+    strides = [t.stride()[:3] for t in tensors_BSHD]
+    unit = 1 if any(s % _UNIT for each in strides for s in each) else _UNIT
+    arguments: list[Any] = []
+    for t, each in zip(tensors_BSHD, strides, strict=True):
+        arguments += t, *(s // unit for s in each)
+    for x in numbers_BHS:
+        of_batch, of_head, of_token = x.stride()
+        arguments += x, of_batch, of_token, of_head
+    sizes = _blocks(dim)
+    grid = heads * triton.cdiv(rows, sizes["ROWS"]), batch
+    kernel[grid](*arguments, rows=rows, heads=heads, DIM=dim, UNIT=unit, **sizes, **more)
 
 
 def _blocks(dim: int) -> dict[str, int]:
     block = triton.next_power_of_2(dim)
     return {"BLOCK": block, "ROWS": max(1, _ELEMENTS // block)}
-
-
-def _grid(x_BSHD: Tensor) -> tuple[int, int]:
-    batch, rows, heads, dim = x_BSHD.shape
-    return heads * triton.cdiv(rows, _blocks(dim)["ROWS"]), batch

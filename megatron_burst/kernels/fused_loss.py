@@ -92,10 +92,7 @@ def _gradient(
     tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < ROWS)
 
 
-@operator(
-    "Tensor(a!) out_statistics, Tensor(b!)? out_best, Tensor logits, Tensor column, float scale, "
-    "float cap"
-)
+@operator("out_statistics", "out_best")
 def logit_statistics(
     out_statistics: Tensor,
     out_best: Tensor | None,
@@ -115,10 +112,7 @@ def logit_statistics(
     _statistics[tokens,](*tensors, tokens, scale, cap, **constants)
 
 
-@operator(
-    "Tensor(a!) logits, Tensor lse, Tensor grad, Tensor column, float scale, float cap, "
-    "float z_loss, float smoothing, float uniform"
-)
+@operator("logits")
 def logit_gradient(
     logits: Tensor,
     lse: Tensor,

@@ -34,16 +34,16 @@ def triton_kernels(x: Tensor, module: str = "fused") -> Any | None:
     return importlib.import_module(f"{__package__}.{module}")
 
 
-def operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def operator(*changed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make an operator of torch of a function that launches a kernel and returns nothing.
 
-    What the schema marks as mutable it changes in place, or only writes where its name begins with
-    `out`. Modes that watch operators see it, and on fake tensors nothing runs.
+    These arguments it changes in place, or only writes where its name begins with `out`. Modes that
+    watch operators see it, and on fake tensors nothing runs.
     """
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
-        name = launch.__name__
-        torch.library.define(f"megatron_burst::{name}", f"({schema}) -> ()")
+        name, schema = launch.__name__, torch.library.infer_schema(launch, mutates_args=changed)
+        torch.library.define(f"megatron_burst::{name}", schema)
         torch.library.impl(f"megatron_burst::{name}", "default", launch)
         torch.library.register_fake(f"megatron_burst::{name}", lambda *_: None)
         return getattr(torch.ops.megatron_burst, name).default

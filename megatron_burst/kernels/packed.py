@@ -1,30 +1,72 @@
 """Calls of several tiles: one by one, or as a flash kernel's sequences of many lengths."""
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Gradients, Kernel, TileCall
+from megatron_burst.kernels.protocol import Gradients, TileCall
 
 
-def forward_one_by_one(kernel: Kernel, call: TileCall) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of several tiles by a kernel that takes one."""
-    results = [kernel.forward(tile) for _, tile in call.tiles()]
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+class _OfOne(ABC):
+    """What a kernel does itself; arguments and results are those of `Kernel`, but for lengths."""
+
+    @abstractmethod
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients: ...
 
 
-def backward_one_by_one(
-    kernel: Kernel, call: TileCall, dout: Tensor, out: Tensor, lse: Tensor
-) -> Gradients:
-    """Return (dq, dk, dv) of several tiles by a kernel that takes one."""
-    gradients = [
-        kernel.backward(tile, dout[:, rows], out[:, rows], lse[:, :, rows])
-        for rows, tile in call.tiles()
-    ]
-    dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
-    return dq, dk, dv
+class OneByOne(_OfOne):
+    """A kernel that takes one tile at a time."""
+
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+        """Return (out, lse); see `Kernel`."""
+        if tile.packing is None:
+            return self._forward(tile)
+        outs, lses = zip(*(self._forward(one) for _, one in tile.tiles()), strict=True)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return (dq, dk, dv); see `Kernel`."""
+        if tile.packing is None:
+            return self._backward(tile, dout, out, lse)
+        gradients = [
+            self._backward(one, dout[:, rows], out[:, rows], lse[:, :, rows])
+            for rows, one in tile.tiles()
+        ]
+        dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
+        return dq, dk, dv
+
+
+class InSequences(_OfOne):
+    """A kernel that takes several tiles as sequences: [B · S, H, D], and lse [H, B · S]."""
+
+    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+        """Return (out, lse); see `Kernel`."""
+        if tile.packing is None:
+            return self._forward(tile)
+        out, lse = self._forward(_folded(tile))
+        batch = tile.q.shape[0]
+        return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return (dq, dk, dv); see `Kernel`."""
+        if tile.packing is None:  # of lse flash kernels ignore the strides
+            return self._backward(tile, dout, out, lse.contiguous())
+        lse_HS = lse.transpose(0, 1).flatten(1).contiguous()
+        finished = dout.flatten(0, 1), out.flatten(0, 1), lse_HS
+        gradients = self._backward(_folded(tile), *finished)
+        dq, dk, dv = (x.unflatten(0, (tile.q.shape[0], -1)) for x in gradients)
+        return dq, dk, dv
+
+
+def _folded(tile: TileCall) -> TileCall:
+    q, k, v = (x.flatten(0, 1) for x in tile.qkv)
+    return replace(tile, q=q, k=k, v=v)
 
 
 def lengths_of(call: TileCall) -> dict[str, Any]:
@@ -37,26 +79,3 @@ def lengths_of(call: TileCall) -> dict[str, Any]:
         "max_seqlen_q": max(call.packing.queries),
         "max_seqlen_k": max(call.packing.keys),
     }
-
-
-def folded(call: TileCall, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors as flash kernels take them: of several tiles [B · S, H, D]."""
-    return tuple(x if call.packing is None else x.flatten(0, 1) for x in tensors_BSHD)
-
-
-def folded_lse(call: TileCall, lse_BHS: Tensor) -> Tensor:
-    """Return it as flash kernels take it, of several tiles [H, B · S]; they ignore its strides."""
-    lse = lse_BHS if call.packing is None else lse_BHS.transpose(0, 1).flatten(1)
-    return lse.contiguous()
-
-
-def unfolded(call: TileCall, x: Tensor) -> Tensor:
-    """Return [B, S, H, D] for what flash kernels return."""
-    return x if call.packing is None else x.unflatten(0, (call.q.shape[0], -1))
-
-
-def unfolded_lse(call: TileCall, lse: Tensor) -> Tensor:
-    """Return [B, H, S] for what flash kernels return."""
-    if call.packing is None:
-        return lse
-    return lse.unflatten(1, (call.q.shape[0], -1)).transpose(0, 1)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.kernels.packed import backward_one_by_one, forward_one_by_one
+from megatron_burst.kernels.packed import OneByOne
 from megatron_burst.kernels.protocol import Gradients, Request, TileCall
 
 
-class ReferenceKernel:
+class ReferenceKernel(OneByOne):
     """Attention written out, in float64 whatever the dtype; memory grows with queries x keys."""
 
     name = "reference"
@@ -17,20 +17,14 @@ class ReferenceKernel:
         """Nothing stands against it but its speed."""
         return []
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `Kernel`."""
-        if tile.packing is not None:
-            return forward_one_by_one(self, tile)
+    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         scores_BHQK = _masked(_scores(tile), tile)
         lse_BHQ = scores_BHQK.logsumexp(-1)
         weights_BHQK = (scores_BHQK - lse_BHQ[..., None]).exp()
         out, dtype = _weighted_sum(weights_BHQK, _per_query_head(tile.v, tile.q)), tile.q.dtype
         return out.to(dtype), lse_BHQ.to(accumulation_dtype(dtype))
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return (dq, dk, dv); see `Kernel`."""
-        if tile.packing is not None:
-            return backward_one_by_one(self, tile, dout, out, lse)
+    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = tile.qkv
         scores_BHQK = _scores(tile)
         weights_BHQK = (_masked(scores_BHQK, tile) - lse.double()[..., None]).exp()

@@ -22,14 +22,14 @@ class DeclaredKernel:
 
     def reasons_against(self, request: Request) -> list[str]:
         """Return why the kernel cannot serve the request, in the end whether it can be imported."""
-        reasons = [*self._declared_reasons(request), *self.more_reasons(request)]
-        return reasons or self.late_reasons()
+        reasons = [*self._declared_reasons(request), *self._more_reasons(request)]
+        return reasons or self._late_reasons()
 
-    def more_reasons(self, request: Request) -> Iterable[str]:
+    def _more_reasons(self, request: Request) -> Iterable[str]:
         """Yield what of the request stands against it beside what is declared."""
         return ()
 
-    def late_reasons(self) -> list[str]:
+    def _late_reasons(self) -> list[str]:
         """Return what may take seconds to find out, and is only asked if nothing else is wrong."""
         return self.package.import_reasons() if self.package else []
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +32,7 @@ class Call:
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     weight_sum: Callable[[Tensor], WeightSum] = OwnSum  # for one backward
-    on_chunking: Callable[[Chunking], None] | None = None  # None: a line for debugging
+    on_chunking: Callable[[Chunking], None] = partial(logger.debug, "linear_cross_entropy: %s")
     on_best: Callable[[Tensor, Tensor], None] | None = None
     """Gets the largest logits among this rank's rows, and which: [parts, tokens] of a chunk."""
 
@@ -55,13 +56,8 @@ class Call:
 
     def chunking(self, sizes: Sizes) -> Chunking:
         """Choose the chunks."""
-        if self.chunk_size is not None:
-            found = of_tokens(sizes, self.chunk_size)
-        else:
-            limit = None if self.memory_mb is None else int(self.memory_mb * MIB)
-            found = within(sizes, limit)
-        if self.on_chunking is None:
-            logger.debug("linear_cross_entropy: %s", found)
-        else:
-            self.on_chunking(found)
+        limit = None if self.memory_mb is None else int(self.memory_mb * MIB)
+        size = self.chunk_size
+        found = within(sizes, limit) if size is None else of_tokens(sizes, size)
+        self.on_chunking(found)
         return found

@@ -1,6 +1,6 @@
 """One chunk on one rank: its logits, the statistics they leave, and their gradient, in place."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +16,12 @@ type Tokens = tuple[Tensor, Tensor, Tensor]
 [tokens]; 0 for what is ignored."""
 
 
-class Workspace(Protocol):
-    """The buffers that all chunks of a pass share, so that one chunk of logits exists at a time.
+def workspace(weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> "InTriton | InTorch":
+    """Make buffers for the logits of `tokens` and all rows of `weight`; slopes: for gradients.
 
-    Products are made in the dtype of the weight, everything else in the dtype of sums.
+    All chunks of a pass share them, so that one chunk of logits exists at a time. Products are made
+    in the dtype of the weight, everything else in the dtype of sums.
     """
-
-    def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
-        """Return [statistics, tokens], and if asked for, in which row the largest logits are.
-
-        They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
-        target is in no column, and for label smoothing the sum of the logits.
-        """
-
-    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
-        """Return the gradient of the unscaled, uncapped logits.
-
-        `targets` are those of the tokens among these rows; the whole vocabulary has `whole`.
-        """
-
-
-def workspace(weight: Tensor, tokens: int, call: Call, *, slopes: bool) -> Workspace:
-    """Make buffers for the logits of `tokens` and all rows of `weight`; slopes: for gradients."""
     kernels = triton_kernels(weight, "fused_loss")
     if kernels is not None:
         return InTriton(weight, tokens, call, kernels)
@@ -57,7 +41,7 @@ class InTriton:
         return logits, targets.column.masked_fill(~targets.mine, -1)
 
     def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
-        """See `Workspace`."""
+        """See `InTorch`."""
         logits, column = self._product(hidden, targets)
         found = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
         best = None if self._call.on_best is None else torch.empty_like(column)
@@ -65,7 +49,7 @@ class InTriton:
         return found, best
 
     def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
-        """See `Workspace`."""
+        """See `InTorch`."""
         hidden, lse, grad = tokens
         logits, column = self._product(hidden, targets)
         smoothing = self._call.label_smoothing
@@ -101,7 +85,11 @@ class InTorch:
         return logits
 
     def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
-        """See `Workspace`."""
+        """Return [statistics, tokens], and if asked for, in which row the largest logits are.
+
+        They are the largest logit, the sum of exp(logit - largest), the target's logit, 0 where the
+        target is in no column, and for label smoothing the sum of the logits.
+        """
         logits = self._logits(hidden)
         best = None if self._call.on_best is None else logits.argmax(1)
         target = logits.gather(1, targets.column[:, None])[:, 0].mul_(targets.mine)
@@ -111,7 +99,10 @@ class InTorch:
         return torch.stack([highest, logits.sum(1), target, *sums]), best
 
     def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
-        """See `Workspace`."""
+        """Return the gradient of the unscaled, uncapped logits.
+
+        `targets` are those of the tokens among these rows; the whole vocabulary has `whole`.
+        """
         hidden, lse, grad = tokens
         probabilities = self._logits(hidden).sub_(lse[:, None]).exp_()
         grad = grad * self._call.logit_scale

@@ -12,7 +12,7 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import workspace
 from megatron_burst.loss.chunk_size import Chunking
-from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
+from megatron_burst.loss.products import OwnSum, WeightSum
 from megatron_burst.loss.tokens import HiddenGradient, Spread, slices
 from megatron_burst.loss.vocabulary import Targets, Vocabulary, losses
 
@@ -58,37 +58,28 @@ class Head:
         Where the memory limit has no room for the sum of all of dW, dW is made in blocks of rows
         afterwards, and the logits are computed a third time.
         """
-        rows = self.chunking.rows
+        every, rows = slice(0, self.weight.shape[0]), self.chunking.rows
         if d_weight is None or rows is None:
-            self._all_rows(tokens, d_hidden, d_weight)
+            self._add_up(tokens, every, self.chunking.tokens, d_hidden, d_weight)
             return None if d_weight is None else d_weight.result()
         if d_hidden is not None:
-            self._all_rows(tokens, d_hidden, None)
+            self._add_up(tokens, every, self.chunking.tokens, d_hidden, None)
         result = torch.empty_like(self.weight)
         for block in slices(self.weight.shape[0], rows):
-            result[block] = self._some_rows(tokens, block)
+            total = OwnSum(self.weight[block])
+            self._add_up(tokens, block, self.chunking.tokens_of_rows, None, total)
+            result[block] = total.total
         return result
 
-    def _some_rows(self, tokens: _Tokens, rows: slice) -> Tensor:
-        total = OwnSum(self.weight[rows])
-        for _, hidden, gradient in self._of_logits(tokens, rows, self.chunking.tokens_of_rows):
-            total.add_product(gradient, hidden)
-        return total.total
-
-    def _all_rows(
-        self, tokens: _Tokens, d_hidden: HiddenGradient | None, d_weight: WeightSum | None
+    def _add_up(
+        self,
+        tokens: _Tokens,
+        rows: slice,
+        size: int,
+        d_hidden: HiddenGradient | None,
+        d_weight: WeightSum | None,
     ) -> None:
-        every = slice(0, self.weight.shape[0])
-        for chunk, hidden, gradient in self._of_logits(tokens, every, self.chunking.tokens):
-            if d_weight is not None:  # first: the last chunk's dh is under way
-                d_weight.add_product(gradient, hidden)
-            if d_hidden is not None:
-                d_hidden.put(chunk, gradient.narrow, self.weight)
-
-    def _of_logits(
-        self, tokens: _Tokens, rows: slice, size: int
-    ) -> Iterator[tuple[slice, Tensor, LogitsGradient]]:
-        """Yield hidden states and the gradient of some columns of the logits, chunk by chunk."""
+        """Make the gradient of these columns of the logits, in chunks, and what comes of it."""
         buffers = workspace(self.weight[rows], size, self.call, slopes=True)
         for chunk, hidden in self._chunks(tokens[0], size):
             targets, lse, grad = (x[:, chunk].reshape(-1) for x in tokens[1:])
@@ -96,7 +87,11 @@ class Head:
             grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
             grad = self.vocabulary.check_gradient(grad, targets, where)
             of_tokens, whole = (hidden, lse, grad), self.vocabulary.size
-            yield chunk, hidden, buffers.gradient(of_tokens, where.in_rows(rows), whole)
+            gradient = buffers.gradient(of_tokens, where.in_rows(rows), whole)
+            if d_weight is not None:  # first: the last chunk's dh is under way
+                d_weight.add_product(gradient, hidden)
+            if d_hidden is not None:
+                d_hidden.put(chunk, gradient.narrow, self.weight)
 
     def _chunks(self, hidden: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
         return self.spread.gathered(hidden, size // self.spread.parts)

@@ -49,9 +49,8 @@ class Vocabulary:
         """Find the targets [tokens] in this rank's shard."""
         counted = targets != ignore_index
         known = ~counted | ((targets >= 0) & (targets < self.size))
-        column = targets - (0 if self.group is None else self.group.rank() * self.shard)
-        mine = counted & (column >= 0) & (column < self.shard)
-        return Targets(column.mul_(mine), mine, counted, known)
+        start = 0 if self.group is None else self.group.rank() * self.shard
+        return Targets(targets, counted, counted, known).in_rows(slice(start, start + self.shard))
 
     def check_gradient(self, grad: Tensor, targets: Tensor, where: Targets) -> Tensor:
         """Return the gradient of the losses [tokens], NaN where a target outside of it counts.

@@ -69,19 +69,13 @@ class Communicator:
         part._numbers = [self._numbers[member] for member in members]
         return part
 
-    def begin(self, name: str, plan: Plan, template: Callable[[Item], Block]) -> "Transfers":
-        """Start the transfers of a plan, which errors call `name`.
-
-        `template` returns tensors of the shape and dtype in which an item arrives.
-        """
-        return Transfers(self, name, plan, template)
-
     def message(self, transfer: Send | Receive, tensor: Tensor) -> "Message":
         """Return the message of one tensor of what `transfer` moves."""
         verb, side = ("send", "to") if isinstance(transfer, Send) else ("receive", "from")
         peer, owner = self._ranks[transfer.peer], self._numbers[transfer.item.owner]
         name = f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
-        return Message(transfer, name, tensor, self._wire(tensor))
+        by_host = self._on_gloo and tensor.is_cuda
+        return Message(transfer, name, tensor, pinned_like(tensor) if by_host else tensor)
 
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
         """Post the messages of one channel, receives first; return what is to be waited for.
@@ -115,11 +109,6 @@ class Communicator:
         for name, work in works:
             with _named_errors(where, name):
                 work.wait(*limit)
-
-    def _wire(self, tensor: Tensor) -> Tensor:
-        if self._on_gloo and tensor.is_cuda:
-            return pinned_like(tensor)
-        return tensor
 
 
 class Message(NamedTuple):
@@ -165,7 +154,11 @@ class Transfers:
     """
 
     def __init__(
-        self, communicator: Communicator, name: str, plan: Plan, template: Callable[[Item], Block]
+        self,
+        communicator: Communicator,
+        name: str,  # for errors and profiles
+        plan: Plan,
+        template: Callable[[Item], Block],  # tensors of the shape and dtype in which it arrives
     ) -> None:
         self._communicator, self._name, self._template = communicator, name, template
         self._largest, self._chunk = plan.largest_arrivals, plan.chunk
@@ -229,7 +222,7 @@ class Transfers:
             self._buffers[key] = tuple(flat)
         shaped, times = self._template(receive.item), receive.places
         return tuple(
-            flat[: times * t.numel()].view(t.shape if times == 1 else _of_all(t.shape, times))
+            flat[: times * t.numel()].view(t.shape[0], times * t.shape[1], *t.shape[2:])
             for flat, t in zip(self._buffers[key], shaped, strict=True)
         )
 
@@ -242,10 +235,6 @@ class Transfers:
             place, places = transfer.place, transfer.places
         split = (t.unflatten(1, (-1, places, self._chunk))[0, :, place] for t in block)
         return tuple(chunk for chunks in split for chunk in chunks)
-
-
-def _of_all(shape: torch.Size, blocks: int) -> torch.Size:
-    return torch.Size((shape[0], blocks * shape[1], *shape[2:]))
 
 
 @contextmanager

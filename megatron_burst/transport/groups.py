@@ -66,23 +66,46 @@ def make_groups(
     Raises:
         ValueError: the streams are to be of high priority, and the backend is not NCCL.
     """
-    assert dist.group.WORLD is not None
     wanted = channels_of(grid, head_parallel_size)
-    channels = _adopted(config, group, wanted, hierarchy)
-    missing = tuple(channel for channel in wanted if channel not in channels)
+    adopted = _adopted(config, group, wanted, hierarchy)
+    missing = tuple(channel for channel in wanted if channel not in adopted)
     has_priority = _takes_priority(config, group, hierarchy)
-    ours = tuple(dist.get_process_group_ranks(group))
-    wish, seconds = (ours, missing), config.timeout_seconds
-    everybody = gather_objects(dist.group.WORLD, _MAKE, wish, seconds)
-    limit = timedelta(seconds=seconds)
-    agreement = group
-    for ranks, needed in dict.fromkeys(everybody):
-        made = [_channel_group(ranks, limit, channel, has_priority) for channel in needed]
-        of_gloo = _gloo_group(ranks, limit, "agreement")
-        if ranks == ours:
-            channels.update(zip(needed, made, strict=True))
-            agreement = of_gloo
-    return Groups(channels, agreement)
+    made = _made(group, "agreement", config.timeout_seconds, missing, has_priority)
+    return Groups({**adopted, **made.channels}, made.agreement)
+
+
+def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
+
+    A collective call of all ranks of the job, each with a group of as many.
+    """
+    return _made(group, "plans ahead", timeout_seconds).agreement if group.size() > 1 else None
+
+
+def _made(
+    group: dist.ProcessGroup,
+    purpose: str,
+    seconds: float,
+    channels: tuple[Channel, ...] = (),
+    has_priority: bool = False,
+) -> Groups:
+    """Make groups for channels and one on gloo, as all ranks of the job do for theirs."""
+    assert dist.group.WORLD is not None
+    ours, limit = (tuple(dist.get_process_group_ranks(group)), channels), timedelta(seconds=seconds)
+    for ranks, needed in dict.fromkeys(gather_objects(dist.group.WORLD, _MAKE, ours, seconds)):
+        made = {}
+        for channel in needed:
+            options = None  # torch writes into them: each group has its own
+            if has_priority:
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            said = f"burst {channel}"
+            made[channel] = dist.new_group(ranks, limit, pg_options=options, group_desc=said)
+        of_gloo = dist.new_group(
+            ranks, limit, backend=dist.Backend.GLOO, group_desc=f"burst {purpose}"
+        )
+        if (ranks, needed) == ours:
+            found = Groups(made, of_gloo)
+    return found
 
 
 def _adopted(
@@ -106,37 +129,6 @@ def _takes_priority(config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hi
 def _has_high_priority(group: dist.ProcessGroup) -> bool:
     """Whether it was made so, as by Megatron's --high-priority-stream-groups."""
     return getattr(nccl_options(group), "is_high_priority_stream", False)
-
-
-def _channel_group(
-    ranks: Sequence[int], limit: timedelta, channel: Channel, has_priority: bool
-) -> dist.ProcessGroup:
-    options = None  # torch writes into them: each group has its own
-    if has_priority:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(ranks, timeout=limit, pg_options=options, group_desc=f"burst {channel}")
-
-
-def _gloo_group(ranks: Sequence[int], limit: timedelta, purpose: str) -> dist.ProcessGroup:
-    gloo, purpose = dist.Backend.GLOO, f"burst {purpose}"
-    return dist.new_group(ranks, limit, backend=gloo, group_desc=purpose)
-
-
-def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
-
-    A collective call of all ranks of the job, each with a group of as many.
-    """
-    if group.size() == 1:
-        return None
-    assert dist.group.WORLD is not None
-    ours, found = tuple(dist.get_process_group_ranks(group)), None
-    everybody = gather_objects(dist.group.WORLD, _MAKE, ours, timeout_seconds)
-    limit = timedelta(seconds=timeout_seconds)
-    for ranks in dict.fromkeys(everybody):
-        made = _gloo_group(ranks, limit, "plans ahead")
-        found = made if ranks == ours else found
-    return found
 
 
 def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:

@@ -26,8 +26,7 @@ TOKENS = 1024  # of a rank
 HEADS = {"4:4": 4, "8:1": 1}  # kv heads
 PARTS = {
     "comm": "receive buffers",
-    "gradient_accumulation": "sums of gradients, and what is being sent of them",
-    "merge": "sums of outputs",
+    "sums": "sums and what is being sent of them",
     "surrogate": "surrogate outputs",
     "fake_ring": "what kernels returned",
     "head_chunks": "copies of a chunk's heads, and what is joined of all",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import Layout
 from megatron_burst.transport.comm import Transfers
@@ -50,7 +50,7 @@ def stale_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
 def lost_gradient(original: Callable[..., None]) -> Callable[..., None]:
     """What comes home from another rank is not added."""
 
-    def take(self: GradientAccumulator, item: Any, *arrived: Any) -> None:
+    def take(self: Sums, item: Any, *arrived: Any) -> None:
         if item.owner != self._rank:
             original(self, item, *arrived)
 

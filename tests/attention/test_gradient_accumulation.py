@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
 from megatron_burst.attention.rows import RowTable, own_parts
+from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Channel, Item, Kind, Part, Plan, Receive, Send, Step
 from tests.tier import examples
@@ -21,11 +21,9 @@ OWN, VISITOR = Item(Kind.D_KV, RANK), Item(Kind.D_KV, 0)
 ALL_ROWS, SOME_ROWS = Interval(0, TOKENS), Interval(2, 5)
 
 
-def make_sums(
-    dtype: torch.dtype = torch.float32, wire_dtype: torch.dtype | None = None
-) -> GradientAccumulator:
+def make_sums(dtype: torch.dtype = torch.float32, wire_dtype: torch.dtype | None = None) -> Sums:
     like, wire = torch.empty(SHAPE, dtype=dtype), WireDtypes(dtype, wire_dtype)
-    return GradientAccumulator(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, wire)
+    return Sums(RANK, {Kind.D_QUERY: (like,), Kind.D_KV: (like, like)}, wire)
 
 
 def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -33,7 +31,7 @@ def partial(rows: Interval, value: float, dtype: torch.dtype = torch.float32) ->
     return (torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
 
 
-def hand_on(sums: GradientAccumulator, item: Item) -> tuple[Tensor, ...]:
+def hand_on(sums: Sums, item: Item) -> tuple[Tensor, ...]:
     return sums.hand_on([Send(item, 0, Channel.GRADIENT_WITHIN, 0)])[item]
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import RowTable
+from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import KERNELS, Kernel, TileCall
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Interval, Layout, segmented_zigzag, zigzag
+from megatron_burst.plans.plan import Item, Kind
 from tests.fake_ring import EmptyKernel, count
 
 RINGS: dict[str, dict[str, Any]] = {
@@ -82,12 +83,14 @@ def test_a_step_of_a_thousand_documents_takes_few_calls(
 def test_rows_of_a_table_are_merged_like_slices() -> None:
     generator = torch.Generator().manual_seed(0)
     q, rows = torch.empty(2, 9, 4, 8), torch.tensor([7, 0, 3, 4])
-    by_table, by_slices = PartialResults(q, 8), PartialResults(q, 8)
+    item = Item(Kind.OUTPUT, 0)
+    by_table, by_slices = PartialOutputs(0, q, 8), PartialOutputs(0, q, 8)
     for _ in range(2):
         out = torch.randn(2, 4, 4, 8, generator=generator)
         lse = torch.randn(2, 4, 4, generator=generator)
-        by_table.add(RowTable(rows), out, lse)
+        by_table.add(item, RowTable(rows), (out, lse))
         for i, row in enumerate(rows.tolist()):
-            by_slices.add(Interval(row, row + 1), out[:, i : i + 1], lse[:, :, i : i + 1])
+            some = out[:, i : i + 1], lse[:, :, i : i + 1]
+            by_slices.add(item, Interval(row, row + 1), some)
     torch.testing.assert_close(by_table.finish(), by_slices.finish())
     assert by_table.finish()[1].isneginf().sum() == 2 * 4 * 5

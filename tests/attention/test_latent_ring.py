@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask, latent_ring_attention, ring_attention
 from megatron_burst.attention.dense import Visibility
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
 from megatron_burst.attention.keys import Latents, expand
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.sums import Sums
 from megatron_burst.attention.verify import Finding, attend_beside_reference
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.plans.cost import LatentShape, Shape
@@ -358,7 +358,7 @@ def verified(team: Team, case: Case, fault: bool) -> dict[str, bool]:
     def take(_: bool, findings: list[Finding]) -> None:
         wrong.update({finding.tensor: bool(finding.where) for finding in findings})
 
-    with replaced(GradientAccumulator, "take", lost_gradient) if fault else no_fault():
+    with replaced(Sums, "take", lost_gradient) if fault else no_fault():
         out = attend_beside_reference(
             *(ring_attention, q, k, v, context, Visibility(causal=True), q.shape[3] ** -0.5, take),
             latents=Latents(latent, weight),

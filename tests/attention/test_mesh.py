@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.merge import PartialOutputs
+from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mesh import Mesh
@@ -160,6 +160,20 @@ def test_an_output_that_was_handed_on_starts_anew() -> None:
     outputs, item = PartialOutputs(0, torch.zeros(1, 2, 1, 4), 4), Item(Kind.OUTPUT, 1)
     for value in (1.0, 2.0):
         partial = torch.full((1, 2, 1, 4), value), torch.zeros(1, 1, 2)
-        outputs.add(item, Interval(0, 2), *partial)
+        outputs.add(item, Interval(0, 2), partial)
         handed = outputs.hand_on([Send(item, 1, Channel.GRADIENT_BETWEEN, 0)])[item]
         assert all(map(torch.equal, handed, partial))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_output_of_some_rows_is_handed_on_with_nothing_in_the_others(dtype: torch.dtype) -> None:
+    outputs, item = PartialOutputs(0, torch.empty(1, 9, 2, 4, dtype=dtype), 4), Item(Kind.OUTPUT, 1)
+    generator = torch.Generator().manual_seed(0)
+    part = torch.randn(1, 4, 2, 4, generator=generator).to(dtype)
+    part_lse = torch.randn(1, 2, 4, generator=generator)
+    outputs.add(item, Interval(3, 7), (part, part_lse))
+    out, lse = outputs.hand_on([Send(item, 1, Channel.GRADIENT_BETWEEN, 0)])[item]
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert torch.equal(out[:, 3:7], part) and torch.equal(lse[:, :, 3:7], part_lse)
+    assert not out[:, :3].any() and not out[:, 7:].any()
+    assert lse[:, :, :3].isneginf().all() and lse[:, :, 7:].isneginf().all()

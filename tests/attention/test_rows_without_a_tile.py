@@ -8,12 +8,12 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
-from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import device_calls
+from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Plan, Step, Tile
+from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
 from megatron_burst.transport.comm import Communicator
 from tests import oracle
 from tests.attention.cases import errors
@@ -74,8 +74,8 @@ def test_a_tile_with_a_row_that_sees_nothing_is_refused() -> None:
 
 def test_nothing_and_nothing_is_nothing() -> None:
     """Of a visitor's rows that have seen no key, where their owner has not met any either."""
-    results = PartialResults(torch.empty(1, 3, 2, 4), 4)
+    results = PartialOutputs(0, torch.empty(1, 3, 2, 4), 4)
     nothing = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -torch.inf)
     for _ in range(2):
-        results.merge(Interval(0, 3), *nothing)
+        results.take(Item(Kind.OUTPUT, 0), nothing, {})
     assert all(map(torch.equal, results.finish(), nothing))

@@ -21,7 +21,7 @@ from megatron_burst.attention.dense import (
     Visibility,
     megatrons_positions,
 )
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.sums import Sums
 from megatron_burst.attention.verify import Finding, compare, table, worst
 from megatron_burst.config import Algorithm
 from megatron_burst.kernels import KERNELS
@@ -243,7 +243,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "": no_fault,
     "swapped chunk": lambda: replaced(HeadGroups, "ring_layout", swapped_chunk),
     "stale buffer": lambda: replaced(Transfers, "land", stale_buffer),
-    "lost gradient": lambda: replaced(GradientAccumulator, "take", lost_gradient),
+    "lost gradient": lambda: replaced(Sums, "take", lost_gradient),
     "wrong window": lambda: replaced(tool, "masks", longer_window),
     "wrong scale": lambda: replaced(tool, "ring_attention", other_scale),
 }

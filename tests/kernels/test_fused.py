@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention import surrogate
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
-from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import Rows, RowTable
+from megatron_burst.attention.sums import PartialOutputs, Sums, WireDtypes
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton
 from megatron_burst.plans.layout import Interval
@@ -20,6 +19,7 @@ from tests.kernels.triton_here import fused, interpreted
 CLOSE = 1e-6  # of float32, relative to what is added
 BF16, F32 = torch.bfloat16, torch.float32
 INF = math.inf
+OUTPUT = Item(Kind.OUTPUT, 0)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # of -inf
@@ -78,15 +78,15 @@ def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 def test_merging_equals_float64(
     dim: int, dtype: torch.dtype, placed: Callable[[Tensor], Tensor]
 ) -> None:
-    results = PartialResults(torch.empty(2, 33, 2, 1, dtype=dtype), dim)
+    results = PartialOutputs(0, torch.empty(2, 33, 2, 1, dtype=dtype), dim)
     first = draw(2, 33, 2, dim, dtype=dtype), 9 * draw(2, 2, 33, seed=1)
     second = placed(draw(2, 33, 2, dim, dtype=dtype, seed=2)), 9 * draw(2, 2, 33, seed=3)
     first[1][0, :, :5], second[1][0, :, 3:9] = -INF, -INF  # three rows see nothing at all
     first[0][0, :5], second[0][0, 3:9] = 0, 0
     expected = merged(first, second)
-    results.merge(Interval(0, 33), *first)
-    results.merge(Interval(0, 33), *second)
-    out, lse = results._totals or ()
+    results.take(OUTPUT, first, {})
+    results.take(OUTPUT, second, {})
+    out, lse = results.total(OUTPUT)
     assert out.dtype == lse.dtype == torch.float32
     assert close(out, expected[0], torch.maximum(first[0].abs(), second[0].abs()).double())
     assert close(lse, expected[1], 1.0)
@@ -100,14 +100,14 @@ ROWS: list[Rows] = [Interval(5, 31), RowTable(torch.tensor([7, 0, 30, 4, 32]))]
 def test_merging_some_rows_leaves_the_others(rows: Rows) -> None:
     """By a slice of a lse, which is strided, too."""
     index = rows.index if isinstance(rows, RowTable) else torch.arange(*rows)
-    results = PartialResults(torch.empty(2, 33, 2, 40), 40)
+    results = PartialOutputs(0, torch.empty(2, 33, 2, 40), 40)
     first = draw(2, 33, 2, 40), draw(2, 2, 33, seed=1)
     part = draw(2, len(index), 2, 40, seed=2), draw(2, 2, len(index), seed=3).transpose(0, 1)
     expected_out, expected_lse = first[0].double(), first[1].double()
     some = first[0][:, index], first[1][:, :, index]
     expected_out[:, index], expected_lse[:, :, index] = merged(some, part)
-    results.add(Interval(0, 33), *(t.clone() for t in first))
-    results.add(rows, *part)
+    results.add(OUTPUT, Interval(0, 33), tuple(t.clone() for t in first))
+    results.add(OUTPUT, rows, part)
     out, lse = results.finish()
     assert close(out, expected_out, 4.0) and close(lse, expected_lse, 1.0)
     others = sorted({*range(33)} - {*index.tolist()})
@@ -115,12 +115,12 @@ def test_merging_some_rows_leaves_the_others(rows: Rows) -> None:
 
 
 def test_what_is_not_a_number_is_seen() -> None:
-    results = PartialResults(torch.empty(1, 4, 1, 8), 8)
-    results.add(Interval(0, 4), torch.ones(1, 4, 1, 8), torch.zeros(1, 1, 4))
+    results = PartialOutputs(0, torch.empty(1, 4, 1, 8), 8)
+    results.add(OUTPUT, Interval(0, 4), (torch.ones(1, 4, 1, 8), torch.zeros(1, 1, 4)))
     lse = torch.tensor([0.0, math.nan, 0.0, 0.0])[None, None]
     out = torch.ones(1, 4, 1, 8)
     out[0, 2, 0, 3] = math.nan
-    results.merge(Interval(0, 4), out, lse)
+    results.take(OUTPUT, (out, lse), {})
     found, found_lse = results.finish()
     assert found_lse.isnan()[0, 0].tolist() == [False, True, False, False]
     assert found.isnan().any(-1)[0, :, 0].tolist() == [False, True, True, False]
@@ -131,7 +131,7 @@ def test_gradients_are_added(rows: Rows, dtype: torch.dtype) -> None:
     """Those of k and v in MLA, one of them a slice of wider heads."""
     index = rows.index if isinstance(rows, RowTable) else torch.arange(*rows)
     shaped = torch.empty(2, 33, 2, 192, dtype=dtype), torch.empty(2, 33, 2, 128, dtype=dtype)
-    sums, item = GradientAccumulator(0, {Kind.D_KV: shaped}, WireDtypes()), Item(Kind.D_KV, 0)
+    sums, item = Sums(0, {Kind.D_KV: shaped}, WireDtypes()), Item(Kind.D_KV, 0)
     wholes = [[draw(*t.shape, dtype=dtype, seed=seed) for t in shaped] for seed in (1, 2)]
     parts = [cut_heads(draw(2, len(index), *t.shape[2:], dtype=dtype, seed=3)) for t in shaped]
     expected = [sum(t.double() for t in pair) for pair in zip(*wholes, strict=True)]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator, WireDtypes
-from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.rows import Rows, RowTable
+from megatron_burst.attention.sums import PartialOutputs, Sums, WireDtypes
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton
 from megatron_burst.plans.layout import Interval
@@ -69,15 +68,15 @@ def test_lengths_and_strides_compile_nothing_anew(monkeypatch: pytest.MonkeyPatc
     item, q = Item(Kind.D_QUERY, 0), torch.empty(1, 64, 4, 128, dtype=BF16)
     for batch in (1, 2):
         q = torch.empty(batch, 64, 4, 128, dtype=BF16)
-        results = PartialResults(q, 128)
-        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, WireDtypes())
+        results, output = PartialOutputs(0, q, 128), Item(Kind.OUTPUT, 0)
+        sums = Sums(0, {Kind.D_QUERY: (q,)}, WireDtypes())
         for _ in range(20):
             start, stop = sorted(random.sample(range(65), 2))
             rows: Any = Interval(start, stop)
             if random.random() < 0.3:
                 rows = RowTable(torch.randperm(64)[: stop - start])
             part = torch.empty(batch, stop - start, 4, 128, dtype=BF16)
-            results.merge(rows, part, torch.empty(batch, 4, stop - start))
+            results.add(output, rows, (part, torch.empty(batch, 4, stop - start)))
             sums.add(item, rows, (part,))
             surrogate_factor(part, part)
     assert {name: len(keys.found) for name, keys in noted.items()} == {
@@ -102,14 +101,14 @@ def test_a_tile_is_merged_and_added_by_one_kernel_at_ten_bytes_an_element(
         rows = rows or RowTable(on_fake_gpu(512, dtype=I64))
         number = rows.length if isinstance(rows, Interval) else len(rows.index)
         q, part = on_fake_gpu(1, 1024, 4, 128), on_fake_gpu(1, number, 4, 128)
-        results, item = PartialResults(q, 128), Item(Kind.D_QUERY, 0)
-        sums = GradientAccumulator(0, {Kind.D_QUERY: (q,)}, WireDtypes())
+        results, output = PartialOutputs(0, q, 128), Item(Kind.OUTPUT, 0)
+        sums, item = Sums(0, {Kind.D_QUERY: (q,)}, WireDtypes()), Item(Kind.D_QUERY, 0)
         for _ in range(2):
-            results.add(ALL, q, on_fake_gpu(1, 4, 1024, dtype=F32))
+            results.add(output, ALL, (q, on_fake_gpu(1, 4, 1024, dtype=F32)))
             sums.add(item, ALL, (q,))
         lse = on_fake_gpu(1, 4, number, dtype=F32)
         with Counting() as merging:
-            results.add(rows, part, lse)
+            results.add(output, rows, (part, lse))
         with Counting() as adding:
             sums.add(item, rows, (part,))
     assert merging.kernels == {"merge": 1} and adding.kernels == {"add": 1}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_burst.kernels import in_triton
 from megatron_burst.loss import products
 from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk import InTorch, InTriton, Workspace, workspace
+from megatron_burst.loss.chunk import InTorch, InTriton, workspace
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.loss.loops import Head
 from megatron_burst.loss.products import OwnSum
@@ -63,7 +63,7 @@ class Given:
         self.grad = torch.randn(tokens, generator=generator)
         self.lse = 3 + torch.rand(tokens, generator=generator)  # of more rows than these
 
-    def results(self, made: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    def results(self, made: InTorch | InTriton) -> tuple[Tensor, Tensor, Tensor]:
         found, best = made.statistics(self.logits, self.targets)
         tokens = self.logits, self.lse.to(found.dtype), self.grad.to(found.dtype)
         gradient = made.gradient(tokens, self.targets, 2 * len(self.weight))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.transport.comm import Transfers
@@ -262,7 +262,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "": lambda _: faults.no_fault(),
     "swapped chunk": everywhere(HeadGroups, "ring_layout", faults.swapped_chunk),
     "stale buffer": everywhere(Transfers, "land", faults.stale_buffer),
-    "lost gradient": everywhere(GradientAccumulator, "take", faults.lost_gradient),
+    "lost gradient": everywhere(Sums, "take", faults.lost_gradient),
     "wrong window": in_layer_2(longer_window),
     "wrong window at first": in_layer_2(longer_window_at_first),
     "wrong scale": in_layer_2(other_scale),

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention import keys
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
-from megatron_burst.attention.merge import PartialResults
 from megatron_burst.attention.saved import AttentionMemory, SavedRows
+from megatron_burst.attention.sums import PartialOutputs, Sums
 from megatron_burst.kernels import TileCall
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.head_parallel import HeadGroups
@@ -86,10 +85,10 @@ def broken(_: Any) -> Callable[..., Any]:
 def wrong_merge(original: Callable[..., Any]) -> Callable[..., Any]:
     """Parts count as much as their rows say, not as their log-sum-exps do."""
 
-    def merge(self: PartialResults, rows: Any, out: Tensor, lse: Tensor) -> None:
-        original(self, rows, out, lse + 0.1)
+    def accumulate(self: PartialOutputs, total: Any, rows: Any, parts: Any) -> None:
+        original(self, total, rows, (parts[0], parts[1] + 0.1))
 
-    return merge
+    return accumulate
 
 
 def early_read(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,11 +114,11 @@ def early_write(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waits(original: Callable[..., Any]) -> Callable[..., Any]:
-    def merge(self: PartialResults, rows: Any, out: Tensor, lse: Tensor) -> None:
-        if lse.max().item() > -torch.inf:
-            original(self, rows, out, lse)
+    def accumulate(self: PartialOutputs, total: Any, rows: Any, parts: Any) -> None:
+        if parts[1].max().item() > -torch.inf:
+            original(self, total, rows, parts)
 
-    return merge
+    return accumulate
 
 
 LEAKED: list[Tensor] = []
@@ -165,14 +164,14 @@ def rounded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a kernel that cannot start": ("machine", CpuKernel, "forward", broken),
     "a wrong gradient": ("kernels", CpuKernel, "backward", scaled),
-    "a wrong merge": ("rings", PartialResults, "merge", wrong_merge),
+    "a wrong merge": ("rings", PartialOutputs, "accumulate", wrong_merge),
     "an early read": ("rings", ThreadedCommunicator, "wait", early_read),
     "an early write": ("rings", Transfers, "post", early_write),
     "a stale buffer": ("rings", Transfers, "land", stale_buffer),
-    "a lost gradient": ("rings", GradientAccumulator, "take", lost_gradient),
+    "a lost gradient": ("rings", Sums, "take", lost_gradient),
     "a swapped rank": ("rings", HeadGroups, "ring_layout", swapped_chunk),
     "a rounded gradient of latents": ("rings", keys, "_product", rounded),
-    "the host waits": ("tiles", PartialResults, "merge", waits),
+    "the host waits": ("tiles", PartialOutputs, "accumulate", waits),
     "more memory": ("memory", CpuKernel, "forward", hoards),
     "another loss": ("loss", loss, "linear_cross_entropy", other_loss),
     "a loss of all logits": ("loss", loss, "linear_cross_entropy", all_at_once),

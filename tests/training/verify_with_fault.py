@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_burst import pretrain_gpt
-from megatron_burst.attention.gradient_accumulation import GradientAccumulator
+from megatron_burst.attention.sums import Sums
 from megatron_burst.attention.verify import VerificationError
 from tests.attention import faults
 
@@ -16,7 +16,7 @@ def main() -> None:
     from megatron_burst.plugin import pretraining
 
     changes: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-        "lost gradient": (GradientAccumulator, "take", faults.lost_gradient),
+        "lost gradient": (Sums, "take", faults.lost_gradient),
         "swapped batch": (pretraining, "_next_batch", swapped_batch),
     }
     with faults.replaced(*changes[sys.argv.pop()]):

@@ -20,7 +20,7 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
-from megatron_burst.transport.comm import Block, Communicator
+from megatron_burst.transport.comm import Block, Communicator, Transfers
 
 RANKS, LOCAL, NCCL_BEARS = 64, 16, 256
 NODES = Grid(tuple(itertools.batched(range(RANKS), 8)))
@@ -66,7 +66,7 @@ def carry_out(plan: Plan, tensors: int) -> None:
     communicator = Communicator(range(RANKS), dict.fromkeys(Channel, world), 60.0)
     communicator._watchdog = None
     block = tuple(torch.zeros(1, LOCAL, 1, 1) for _ in range(tensors))
-    transfers = communicator.begin("forward", plan, lambda _: block)
+    transfers = Transfers(communicator, "forward", plan, lambda _: block)
 
     class Outgoing(dict[Item, Block]):
         def __missing__(self, _: Item) -> Block:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.attention.merge import PartialResults
-from megatron_burst.plans.layout import Interval
+from megatron_burst.attention.sums import PartialOutputs
+from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import OneRank, Sizes
@@ -98,10 +98,10 @@ def _merge(device: Device) -> tuple[float, float]:
     sizes = Sizes(65536, 32, 32, 128) if device.is_gpu else Sizes(64, 4, 2, 32)
     q, *_, part = sizes.draw(device.device, DTYPE)
     lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
-    results, rows = PartialResults(q, sizes.head_dim), Interval(0, sizes.tokens)
+    results, item = PartialOutputs(0, q, sizes.head_dim), Item(Kind.OUTPUT, 0)
 
     def merge() -> None:
-        results.merge(rows, part, lse)
+        results.take(item, (part, lse), {})
 
     first = device.once(merge)
     return first, _MERGE_BYTES * q.numel() / device.seconds(merge)

@@ -1,0 +1,67 @@
+"""The loop over a plan, the same for every layout, mask and ring: the plan says what happens."""
+
+from collections.abc import Callable, Mapping
+
+from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
+from megatron_burst.attention.sums import Sums
+from megatron_burst.plans.plan import Item, Kind, Plan
+from megatron_burst.transport.comm import Block, Transfers
+from megatron_burst.transport.profiling import span
+
+type Blocks = Mapping[Item, Block]
+
+
+def run(
+    name: str,
+    plan: Plan,
+    calls: DeviceCalls,
+    own: Mapping[Kind, Block],
+    sums: Sums,
+    call: AttentionCall,
+    compute: Callable[[DeviceCall, Blocks, bool], Block],
+) -> None:
+    """Add up what `compute` makes of blocks that arrive meanwhile, and what others send of it.
+
+    Args:
+        name: of the pass, for errors and profiles.
+        plan: who sends what when.
+        calls: of the kernel, by step.
+        own: the blocks of this rank.
+        sums: where results are added, its own and those that go to others.
+        call: whose transport and parts these are.
+        compute: makes a kernel call, of which it is told whether to leave room for messages.
+    """
+    blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
+    blocks |= _parts_to_send(plan, blocks, call.parts)
+
+    def template(item: Item) -> Block:
+        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.packed)
+
+    transfers = Transfers(call.communicator, name, plan, template)
+    for number, step in enumerate(plan.steps):
+        transfers.post(number, step, blocks | sums.hand_on(step.sends))
+        for some in calls[number]:
+            sums.make_room(some)
+            with span(name, number, "tile", some.tile.query_owner, some.tile.key_owner):
+                results = compute(some, blocks, call.leaves_room and transfers.are_under_way)
+            with span(name, number, "merge"):
+                sums.collect(some, results, plan.chunk)
+            del results  # else they would live beside the next call's
+        sums.end_step()
+        for item, block in transfers.land(number):
+            if item.kind.is_result:
+                with span(name, number, "merge"):
+                    sums.take(item, block, call.parts)
+            else:
+                blocks[item] = block
+
+
+def _parts_to_send(plan: Plan, blocks: Blocks, parts: Parts) -> dict[Item, Block]:
+    """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
+    items = {send.item for send in plan.sends if not send.item.kind.is_result}
+    return {
+        item: tuple(t.contiguous() for t in rows_of(blocks[Item(*item[:2])], parts[item.part]))
+        for item in items
+        if item.owner == plan.rank and item.part
+    }

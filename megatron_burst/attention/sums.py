@@ -1,0 +1,198 @@
+"""What a rank adds up of what kernel calls return, of its own tokens and of those that visit it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.attention.rows import (
+    DeviceCall,
+    Parts,
+    Rows,
+    by_key_block,
+    rows_of,
+    views_of,
+    write_rows,
+)
+from megatron_burst.attention.sink import add_sink
+from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.in_triton import triton_kernels
+from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.plan import Item, Kind, Send
+from megatron_burst.transport.comm import Block
+
+
+class WireDtypes(NamedTuple):
+    """The dtypes in which gradients travel; None is that of sums, as which nothing is rounded."""
+
+    partials: torch.dtype | None = None  # of what one kernel call returned
+    sums: torch.dtype | None = None
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What has been added up of an item; what a single call returned stays as it came."""
+
+    rows: Rows
+    block: Block
+
+
+class Sums:
+    """Sums of gradients by item, in float32 (float64 for float64 inputs)."""
+
+    nothing = 0.0, 0.0  # what is in either tensor where nothing was added
+
+    def __init__(
+        self,
+        rank: int,  # what belongs to another rank is a visitor's
+        shaped: Mapping[Kind, Block],  # tensors of the shapes of one rank's sums
+        wire: WireDtypes,
+    ) -> None:
+        self._rank, self._shaped, self._wire = rank, shaped, wire
+        self._sums: dict[Item, _Sum] = {}
+
+    def template(self, item: Item) -> Block:
+        """Return tensors without storage of the shapes and dtypes in which an item arrives."""
+        dtype = self._wire.sums if item == item.sum else self._wire.partials
+        return tuple(
+            t.new_empty((1,), dtype=dtype or accumulation_dtype(t.dtype)).expand(t.shape)
+            for t in self._shape(item)
+        )
+
+    def make_room(self, call: DeviceCall) -> None:
+        """Do before a kernel call what must not wait until its results are there, too."""
+
+    def collect(self, call: DeviceCall, results: Block, chunk: int) -> None:
+        """Add what a kernel call has returned; the tensors become ours. `chunk` is the plan's."""
+        dq, *of_keys = results
+        self.add(call.tile.gradients[0], call.queries, (dq,))
+        for gradient in by_key_block(call, tuple(of_keys), chunk):
+            self.add(*gradient)
+
+    def end_step(self) -> None:
+        """The tiles of a step, or of a block, have added all that they had."""
+
+    def add(self, item: Item, rows: Rows, parts: Block) -> None:
+        """Add results to these rows of the item; the tensors become ours."""
+        if item in self._sums:
+            self.accumulate(self._whole(item), rows, parts)
+        else:
+            self._sums[item] = _Sum(rows, parts)
+
+    def take(self, item: Item, block: Block, parts: Parts) -> None:
+        """Add what has arrived; it is not looked at again."""
+        rows: Rows = self._all_rows(item)
+        if item.owner == self._rank and item.part:
+            rows, item = parts[item.part], item._replace(part=())
+        self.accumulate(self._whole(item.sum), rows, block)
+
+    def accumulate(self, total: Block, rows: Rows, parts: Block) -> None:
+        """Add parts, which stay as they are, to these rows of a total."""
+        if (fused := triton_kernels(parts[0])) is not None:
+            views, index = views_of(total, rows)
+            for view, part in zip(views, parts, strict=True):
+                fused.add(view, part, index)
+            return
+        sums = rows_of(total, rows)
+        for some, part in zip(sums, parts, strict=True):
+            some += part
+        write_rows(total, rows, sums)
+
+    def pop(self, item: Item) -> tuple[Rows, Block]:
+        """Return what was added up of an item, and to which rows; it starts anew."""
+        found = self._sums.pop(item)
+        return found.rows, found.block
+
+    def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
+        """Return, as they are sent, the sums among `sends`; they start anew."""
+        made: dict[Item, Block] = {}
+        for item in (send.item for send in sends if send.item.kind.is_result):
+            dtypes = [t.dtype for t in self.template(item)]
+            made[item] = tuple(t.contiguous() for t in self._pop_all(item.sum, dtypes))
+        return made
+
+    def total(self, item: Item) -> Block:
+        """Return the item's sum, or what a single call returned where that covers all rows."""
+        found = self._sums.get(item)
+        if found is not None and found.rows == self._all_rows(item):
+            return found.block
+        return self._whole(item)
+
+    def _whole(self, item: Item) -> Block:
+        """Return the sum of all rows in the dtype of sums."""
+        dtypes = [accumulation_dtype(t.dtype) for t in self._shape(item)]
+        block = self._pop_all(item, dtypes)
+        self._sums[item] = _Sum(self._all_rows(item), block)
+        return block
+
+    def _pop_all(self, item: Item, dtypes: Sequence[torch.dtype]) -> Block:
+        """Return all rows of a sum in these dtypes; what is narrow is not made wide in between."""
+        found = self._sums.pop(item, None)
+        if found is not None and found.rows == self._all_rows(item):
+            return tuple(t.to(dtype) for t, dtype in zip(found.block, dtypes, strict=True))
+        empty = zip(self._shape(item), self.nothing, dtypes, strict=False)
+        total = tuple(torch.full(t.shape, x, dtype=d, device=t.device) for t, x, d in empty)
+        if found is not None:
+            self.accumulate(total, found.rows, found.block)
+        return total
+
+    def _all_rows(self, item: Item) -> Interval:
+        return Interval(0, self._shape(item)[0].shape[1])
+
+    def _shape(self, item: Item) -> Block:
+        return rows_of(self._shaped[item.kind.sum], item.packed)
+
+
+class PartialOutputs(Sums):
+    """Sums of (out, lse) of queries against some of the keys.
+
+    Equal softmax over all keys seen so far: with m = logaddexp of the lse's,
+    out = Σ exp(lse_i - m) out_i. A row without a tile has out = 0 and lse = -inf. An output is
+    rounded to the queries' dtype when it is sent, once; the log-sum-exp stays wide.
+    """
+
+    nothing = 0.0, float("-inf")
+
+    def __init__(self, rank: int, q: Tensor, value_head_dim: int) -> None:
+        batch, tokens, heads, _ = q.shape
+        out = q.new_empty((1,)).expand(batch, tokens, heads, value_head_dim)
+        lse = q.new_empty((1,), dtype=accumulation_dtype(q.dtype)).expand(batch, heads, tokens)
+        super().__init__(rank, {Kind.OUTPUT: (out, lse)}, WireDtypes())
+        self._own = Item(Kind.OUTPUT, rank)
+
+    def template(self, item: Item) -> Block:
+        """Return tensors without storage of the shapes and dtypes in which an output arrives."""
+        return self._shape(item)
+
+    def make_room(self, call: DeviceCall) -> None:
+        """Widen a first result before a second one is computed, not while it waits to be added."""
+        if call.tile.output in self._sums:
+            self._whole(call.tile.output)
+
+    def collect(self, call: DeviceCall, results: Block, chunk: int) -> None:
+        """Add (out, lse) of a kernel call; the tensors become ours."""
+        self.add(call.tile.output, call.queries, results)
+
+    def accumulate(self, total: Block, rows: Rows, parts: Block) -> None:
+        """Merge results in which rows may have seen nothing; they stay as they are."""
+        out_BSHD, lse_BHS = parts
+        if (fused := triton_kernels(out_BSHD)) is not None:
+            views, index = views_of(total, rows)
+            fused.merge(*views, out_BSHD, lse_BHS, index)
+            return
+        total_out, total_lse = some = rows_of(total, rows)
+        merged = torch.logaddexp(total_lse, lse_BHS)
+        finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
+        total_out.mul_((total_lse - finite).exp().mT[..., None])  # [B, S, H, 1]
+        total_out.addcmul_((lse_BHS - finite).exp().mT[..., None], out_BSHD)
+        total_lse.copy_(merged)
+        write_rows(total, rows, some)
+
+    def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the rank's own queries, each head's sink among the scores."""
+        out_BSHD, lse_BHS = self.total(self._own)
+        if sink is not None:
+            out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
+        return out_BSHD.to(self.template(self._own)[0].dtype), lse_BHS
