@@ -13,8 +13,9 @@ from megatron_burst.config import (
     LayoutName,
 )
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.model import Model, model_of
+from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import memory, step, timing
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
 from megatron_burst.tools.plan.reading import config_of
 from megatron_burst.tools.plan.workload import Workload
@@ -61,6 +62,35 @@ class Row:
     def predicted_gib(self, constants: dict[str, float]) -> float:
         """Return the memory that is predicted."""
         return memory.predict(self.load, constants["working_set"]).total / memory.GIB
+
+
+def attention_alone(
+    cluster: Cluster,
+    gpus: int,
+    tokens: int,
+    config: BurstConfig,
+    heads: tuple[int, int, int],
+    **more: Any,
+) -> Workload:
+    """Attention of one layer and nothing else, with so many tokens a GPU.
+
+    `heads` are those of queries and of keys, and their size.
+    """
+    queries, keys, dim = heads
+    flags = {"hybrid-layer-pattern": "*", "hidden-size": queries * dim, "vocab-size": 1}
+    flags |= {"num-attention-heads": queries, "kv-channels": dim}
+    flags |= {"group-query-attention": True, "num-query-groups": keys}
+    return Workload(
+        model=model_of(flags),
+        cluster=cluster,
+        gpus=gpus,
+        tensor=1,
+        context=gpus,
+        tokens=gpus * tokens,
+        config=config,
+        recompute=False,
+        **more,
+    )
 
 
 def rows_of(configs: Configs) -> list[Row]:
@@ -153,23 +183,14 @@ def _setting(configs: Configs, table: Table) -> BurstConfig:
 def _magi(configs: Configs) -> Iterator[Row]:
     """MagiAttention's: attention alone, a row a pass."""
     magi = configs.published["magi"]
-    heads = {name: magi[name] for name in ("heads", "kv_heads", "head_dim")}
-    model = Model(layers=1, hidden=8192, ffn=0, gated=False, vocabulary=0, **heads)
+    heads = magi["heads"], magi["kv_heads"], magi["head_dim"]
     for case, way in product(magi["case"], ("forward", "backward")):
         for (name, values), (place, gpus) in product(case[way].items(), enumerate(magi["gpus"])):
             given = configs.published["settings"][magi["settings"][name]]
             place_of = f"magi/{case['cluster']}/{case['mask']}/{gpus}"
-            load = Workload(
-                model=model,
-                cluster=configs.cluster(case["cluster"]),
-                gpus=gpus,
-                tensor=1,
-                context=gpus,
-                tokens=gpus * case["tokens"],
-                config=config_of(BurstConfig, given),
-                causal=case["mask"] == "causal",
-                recompute=False,
-            )
+            config, causal = config_of(BurstConfig, given), case["mask"] == "causal"
+            cluster = configs.cluster(case["cluster"])
+            load = attention_alone(cluster, gpus, case["tokens"], config, heads, causal=causal)
             yield Row(
                 id=f"{place_of}/{name}/{way}",
                 group=f"{place_of}/{way}",

@@ -8,11 +8,10 @@ from itertools import combinations, groupby, product
 from pathlib import Path
 from statistics import mean, median
 
-from rows import Row, row_of
+from rows import Row, attention_alone, row_of
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
@@ -210,16 +209,6 @@ def _two_nodes(
     What else a core does is `pace` times as fast as where its rates are from.
     """
     ranks, per_node, tokens, heads, kv_heads, head_dim = (int(row[name]) for name in _SIZES)
-    model = Model(
-        layers=1,
-        hidden=heads * head_dim,
-        ffn=0,
-        gated=False,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=0,
-    )
     cluster = Cluster(
         name="this machine",
         gpus_per_node=per_node,
@@ -236,17 +225,8 @@ def _two_nodes(
         step_seconds=1e-3 / pace * machine["step_ms"],
         peak=1.0,
     )
-    load = Workload(
-        model=model,
-        cluster=cluster,
-        gpus=ranks,
-        tensor=1,
-        context=ranks,
-        tokens=ranks * tokens,
-        config=config,
-        recompute=False,
-        element_bytes=4,
-    )
+    sizes = heads, kv_heads, head_dim
+    load = attention_alone(cluster, ranks, tokens, config, sizes, element_bytes=4)
     forward, _, backward = timing.attention_passes(load)
     cluster = replace(
         cluster,

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.command import main
-from megatron_burst.tools.model import Flags, Model
+from megatron_burst.tools.model import Flags, model_of
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan import command, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -40,18 +40,10 @@ def cluster(**changes: float) -> Cluster:
 
 
 def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
-    model = Model(
-        layers=1,
-        hidden=32,
-        ffn=128,
-        gated=False,
-        heads=HEADS,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        vocabulary=100,
-    )
+    flags = {"num-layers": 1, "hidden-size": HEADS * DIM, "num-attention-heads": HEADS}
+    flags |= {"vocab-size": 100, "make-vocab-size-divisible-by": 1}
     return Workload(
-        model=model,
+        model=model_of(flags | {"untie-embeddings-and-output-weights": True}),
         cluster=machine,
         gpus=ranks,
         tensor=1,

@@ -104,7 +104,7 @@ class Workload:
 
     def _check_model(self) -> None:
         """Check that heads and experts divide over their ranks."""
-        experts = self.model.experts.count if self.model.experts else 1
+        experts = max((part.experts for part in self.model.parts.values()), default=1)
         for name, size, what, count in (
             ("tensor-model-parallel-size", self.tensor, "attention heads", self.model.heads),
             ("expert-model-parallel-size", self.expert, "experts", experts),
