@@ -53,15 +53,16 @@ class Row:
         if self.unit == "% MFU":
             return 100 * step.predict(self.load).mfu
         if self.unit == "M tokens":
-            return _longest(self.load, constants["working_set"]) / 1e6
+            return _longest(self.load) / 1e6
         forward, _, backward = timing.attention_passes(self.load)
         one = {"TFLOP/s forward": ([forward], 1), "TFLOP/s backward": ([backward], 2.5)}
         passes, times = one.get(self.unit, ([forward, backward], 3.5))
         return times * _forward_flops(self.load) / sum(p.seconds for p in passes) / 1e12
 
-    def predicted_gib(self, constants: dict[str, float]) -> float:
-        """Return the memory that is predicted."""
-        return memory.predict(self.load, constants["working_set"]).total / memory.GIB
+    @property
+    def predicted_gib(self) -> float:
+        """The memory that is predicted."""
+        return memory.predict(self.load).total / memory.GIB
 
 
 def attention_alone(
@@ -115,13 +116,13 @@ def _forward_flops(load: Workload) -> float:
     return flops / load.gpus
 
 
-def _longest(load: Workload, working_set: float) -> int:
+def _longest(load: Workload) -> int:
     """Return how many tokens of a sequence fit."""
     least, most, usable = 1, 2**13, memory.usable(load.cluster)
     while most - least > 1:
         tokens = (least + most) // 2
         longer = replace(load, tokens=tokens * _CHUNK * load.context)
-        found = memory.predict(longer, working_set).total <= usable
+        found = memory.predict(longer).total <= usable
         least, most = (tokens, most) if found else (least, tokens)
     return least * _CHUNK * load.context
 

@@ -82,10 +82,10 @@ def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
 
 def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
     """Return the memory of every row that says it beside the prediction."""
-    fitted, constants = configs.published["fitted"]["working_set"]["row"], constants_of(configs)
+    fitted = configs.published["fitted"]["working_set"]["row"]
     return [
         Compared(
-            *(row.id, row.group, "GiB", row.gib, row.predicted_gib(constants), row.id == fitted),
+            *(row.id, row.group, "GiB", row.gib, row.predicted_gib, row.id == fitted),
             *(row.code, row.table),
         )
         for row in rows
@@ -196,7 +196,7 @@ def _too_much(configs: Configs, name: str) -> bool:
     row = row_of(configs, configs.published["fitted"][name]["row"])
     if name == "working_set":
         assert row.gib is not None
-        return row.predicted_gib(constants_of(configs)) > row.gib
+        return row.predicted_gib > row.gib
     faster = row.predicted(constants_of(configs)) > row.value
     return faster != (name in ("contention", "traffic"))
 

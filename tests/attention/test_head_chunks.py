@@ -119,14 +119,13 @@ def test_a_number_that_does_not_divide_is_refused() -> None:
 
 
 def test_the_planner_counts_one_chunk_and_the_same_time() -> None:
-    alone = attention_alone(
-        Configs.read().cluster("h100"), 64, 2**14, BurstConfig(head_chunks=1), (32, 32, 128)
-    )
+    machine = replace(Configs.read().cluster("h100"), working_set=1.0)
+    alone = attention_alone(machine, 64, 2**14, BurstConfig(head_chunks=1), (32, 32, 128))
     load = replace(alone, recompute=True)
     whole, auto = load, replace(load, config=AUTO)
     assert (whole.head_chunks, auto.head_chunks) == (1, 2)
     times = [sum(each.seconds for each in timing.attention_passes(x)) for x in (whole, auto)]
     assert times[0] < times[1] < 1.003 * times[0]
-    saved = memory.predict(whole, 1.0).layer - memory.predict(auto, 1.0).layer
+    saved = memory.predict(whole).layer - memory.predict(auto).layer
     q = load.local_tokens * 32 * 128 * 2
     assert 10 * q < saved < 15 * q

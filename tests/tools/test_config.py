@@ -46,7 +46,7 @@ def test_megatron_and_the_plug_in_accept_every_run_with_its_ranks(tmp_path: Path
 @pytest.mark.parametrize("name", PREDICTED)
 def test_the_predicted_memory_fits_the_card(name: str) -> None:
     load = load_of(CONFIGS.run(name))
-    found = memory.predict(load, CONFIGS.constant("working_set"))
+    found = memory.predict(load)
     assert found.fits(load.cluster), f"{found.total / 2**30:.1f} GiB"
 
 
@@ -63,7 +63,7 @@ def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> Non
     assert chunking.rows is None and chunking.products == 4
     assert chunking.tokens >= 2048
     if name in PREDICTED:
-        found = memory.predict(load_of(run), CONFIGS.constant("working_set"))
+        found = memory.predict(load_of(run))
         assert found.loss == chunking.peak <= 1.03 * found.layer  # on one GPU they are about equal
 
 

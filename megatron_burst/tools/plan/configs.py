@@ -68,8 +68,8 @@ class Configs:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])
 
-    def cluster(self, name: str) -> "Cluster":
-        """Return a cluster."""
+    def cluster(self, name: str, **rates: float) -> "Cluster":
+        """Return a cluster, with these in the place of its own rates, as its file names them."""
         from megatron_burst.tools.plan.cluster import cluster_of  # it needs torch; launchers do not
 
         tables = self.clusters
@@ -77,7 +77,9 @@ class Configs:
             tables = {**tables, **tomllib.loads(Path(name).read_text())}
             name = Path(name).stem
         _check("cluster", name, tables)
-        return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
+        table = _inherited(tables, name, "rates")
+        table["rates"] = {**table.get("rates", {}), **rates}
+        return cluster_of(name, table, self.constant)
 
 
 def as_asked(flags: Flags, own: Flags, *, gpt: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Wish:
 
 
 def search(
-    given: Flags, cluster: Cluster, gpus: int, wish: Wish, working_set: float, most: int = 10
+    given: Flags, cluster: Cluster, gpus: int, wish: Wish, most: int = 10
 ) -> list[Candidate]:
     """Return the fastest ways that fit, at most so many; sizes that are given stay as they are.
 
@@ -69,7 +69,7 @@ def search(
             # The host's memory is the last resort for the optimizer: its updates there take longer.
             if load.offload and fitting:
                 continue
-            each = _in_chunks_that_fit(candidate(flags, load, working_set), working_set)
+            each = _in_chunks_that_fit(candidate(flags, load))
             if each.fits:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
@@ -81,7 +81,7 @@ def search(
     return each_once(order)[:most]
 
 
-def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
+def _in_chunks_that_fit(found: Candidate) -> Candidate:
     """Return it with smaller chunks of the loss, if that is all that it takes to fit.
 
     Chunks that are given stay as they are.
@@ -96,7 +96,7 @@ def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
         smaller = workload_of(flags, load.cluster, load.gpus)
     except ValueError:  # too little for any chunk
         return found
-    return candidate(flags, smaller, working_set)
+    return candidate(flags, smaller)
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
