@@ -70,8 +70,7 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
     if given.search is None:
         found = rank(wanted, cluster, gpus, given.fractions)
     else:
-        wish = Wish(given.fractions, "pp" in given.search, "ep" in given.search)
-        found = search(wanted, cluster, gpus, wish, given.top)
+        found = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
     if given.plot:
         plot.draw(found, given.plot)
     if given.json:

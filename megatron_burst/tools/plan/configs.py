@@ -18,9 +18,8 @@ type Table = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run by name."""
+    """A named run."""
 
-    name: str
     cluster: str
     gpus: int
     flags: Flags
@@ -53,7 +52,7 @@ class Configs:
         table = _inherited(self.tables, name)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
-        return Run(name=name, cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
+        return Run(cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from math import ceil
 
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -32,10 +31,6 @@ class Memory:
         """The larger of two peaks: the loss, when no layer is at work, or a layer's backward."""
         states = self.weights + self.gradients + self.optimizer + self.gathered
         return states + self.inputs + self.saved + max(self.layer, self.loss)
-
-    def fits(self, cluster: Cluster) -> bool:
-        """Say whether it leaves room on a GPU for what is not counted."""
-        return self.total <= usable(cluster)
 
 
 def usable(cluster: Cluster) -> float:
@@ -76,9 +71,10 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     kept = 0.0 if load.config.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     of_loss = load.loss_bytes if load.chunked_loss else logits
-    largest = max(part.parameters for part in model.parts.values())
+    sizes = {name: part.parameters for name, part in model.parts.items()}
+    used = max(sizes.values()) + sizes.get("attention", 0)
     # Of ZeRO-3, with gradients: a layer that is used, one on its way, the embedding and the head.
-    others = 2 * e * (2 * (largest + _attention(model)) + 2 * model.head_parameters)
+    others = 2 * e * (2 * used + 2 * model.head_parameters)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -110,11 +106,6 @@ def _in_flight(load: Workload, stage: int) -> float:
         warm_up = (load.virtual - 1) * load.pipeline + 2 * (load.pipeline - stage) - 1
         waiting = warm_up / load.virtual
     return min(waiting, load.micro_batches)
-
-
-def _attention(model: Model) -> int:
-    attention = model.parts.get("attention")
-    return attention.parameters if attention else 0
 
 
 def _stored(load: Workload) -> int:

@@ -42,7 +42,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether its memory leaves room for what is not counted."""
-        return self.memory.fits(self.load.cluster)
+        return self.memory.total <= memory.usable(self.load.cluster)
 
     @property
     def name(self) -> str:
