@@ -30,9 +30,10 @@ _FIGURES = {
     "gib": "GiB",
 }
 _CHANGES = (  # of a workload, by the names of its fields
-    *("window", "recompute", "chunked_loss", "zero3", "gradient_bytes", "fp8"),
+    *("window", "recompute", "zero3", "gradient_bytes", "fp8"),
     *("offload", "offload_inputs", "mlp_chunks"),
 )
+_BURST = {"cluster": "a800", "zero3": True, "gradient_bytes": 2, "recompute": True}
 _CHUNK = 2**13  # the tokens that a longest sequence is a multiple of, on every rank
 
 
@@ -149,7 +150,8 @@ def _steps(configs: Configs, kind: str) -> Iterator[Row]:
         for row in group["rows"]:
             given = {**group, **row}  # it says what is its own
             code = given.get("code", "" if is_burst else group["id"])
-            load = (_burst if is_burst else _other)(configs, given)
+            config = _config(configs, given, is_burst=is_burst)
+            load = _load(configs, {**given, **(_BURST if is_burst else {})}, config)
             for figure, unit in _FIGURES.items():
                 if figure in given:
                     yield Row(
@@ -165,31 +167,22 @@ def _steps(configs: Configs, kind: str) -> Iterator[Row]:
                     )
 
 
-def _burst(configs: Configs, given: Table) -> Workload:
-    """BurstEngine's: ZeRO-3, bfloat16 gradients that return by a chain.
-
-    What keeps half of attention's results has a striped layout.
-    """
-    config = _setting(configs, given)
-    if config.algorithm is not Algorithm.ULYSSES:
-        share, wide = given.get("recompute", 1), given.get("code") == "InternEvo"
-        layout = LayoutName.STRIPED if 0 < share < 1 else LayoutName.ZIGZAG
-        config = replace(
-            config,
-            grad_dtype=GradDtype.FLOAT32 if wide else GradDtype.MODEL,
-            gradient_return=GradientReturn.CHAIN,
-            recompute_fraction=share if share < 1 else None,
-            layout=given.get("layout", layout),
-        )
-    chunked_loss = given.get("loss") != "megatron"
-    usual = {"cluster": "a800", "zero3": True, "gradient_bytes": 2, "chunked_loss": chunked_loss}
-    return _load(configs, {**given, **usual, "recompute": True}, config)
-
-
-def _other(configs: Configs, given: Table) -> Workload:
-    """A step of other code."""
-    config = replace(_setting(configs, given), recompute_fraction=given.get("fraction"))
-    return _load(configs, given, config)
+def _config(configs: Configs, given: Table, *, is_burst: bool) -> BurstConfig:
+    """What a row ran; BurstEngine's gradients return by a chain, half is kept in stripes."""
+    config = config_of(BurstConfig, configs.published["settings"][given["setting"]])
+    if not is_burst:
+        return replace(config, recompute_fraction=given.get("fraction"))
+    if config.algorithm is Algorithm.ULYSSES:
+        return config
+    share, wide = given.get("recompute", 1), given.get("code") == "InternEvo"
+    layout = LayoutName.STRIPED if 0 < share < 1 else LayoutName.ZIGZAG
+    return replace(
+        config,
+        grad_dtype=GradDtype.FLOAT32 if wide else GradDtype.MODEL,
+        gradient_return=GradientReturn.CHAIN,
+        recompute_fraction=share if share < 1 else None,
+        layout=given.get("layout", layout),
+    )
 
 
 def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
@@ -206,12 +199,9 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
         tokens=int(number) * _UNITS[unit],
         sequences=given["gpus"] // (tensor * context),
         config=config,
+        chunked_loss=given.get("loss") != "megatron",
         **{name: given[name] for name in _CHANGES if name in given},
     )
-
-
-def _setting(configs: Configs, given: Table) -> BurstConfig:
-    return config_of(BurstConfig, configs.published["settings"][given["setting"]])
 
 
 def _magi(configs: Configs) -> Iterator[Row]:

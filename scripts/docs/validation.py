@@ -33,6 +33,7 @@ _BOUNDS = {  # of the constants
     "other_code": (0.3, 1.5),
     "working_set": (0.5, 4.0),
 }
+_SLOWING = ("contention", "traffic")  # of them, the more the slower
 _SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
 
 type _Measured = Mapping[str, str]  # a row of a benchmark's table
@@ -125,18 +126,11 @@ def fit(configs: Configs) -> dict[str, float]:
     changed = replace(configs, published={**configs.published, "fitted": table})
     for _, (name, (low, high)) in product(range(_ROUNDS), _BOUNDS.items()):
         for _ in range(_BISECTIONS):
-            table[name]["value"] = (low + high) / 2
-            if _too_much(changed, name):
-                high = table[name]["value"]
-            else:
-                low = table[name]["value"]
+            middle = table[name]["value"] = (low + high) / 2
+            row = row_of(changed, name)
+            too_much = (row.predicted > row.value) != (name in _SLOWING)
+            low, high = (low, middle) if too_much else (middle, high)
     return {name: constant["value"] for name, constant in table.items()}
-
-
-def _too_much(configs: Configs, name: str) -> bool:
-    """Whether the constant's row is met with a smaller value; speed falls with two of them."""
-    row = row_of(configs, name)
-    return (row.predicted > row.value) != (name in ("contention", "traffic"))
 
 
 def _two_nodes(
