@@ -17,7 +17,7 @@ from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
-from megatron_burst.tools.plan.search import Wish, search
+from megatron_burst.tools.plan.search import Wish, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -194,6 +194,13 @@ def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -
     usual = load_of("llama3_8b", 8, context_parallel_size=8, recompute_attention_fraction=0)
     assert rates[0] >= step.predict(usual).tokens_per_gpu
     assert "--tensor-model-parallel-size" in found[0].command()
+
+
+@pytest.mark.parametrize("asked", [(), ("pp",), ("ep",), ("pp", "ep")])
+def test_pipelines_and_experts_are_tried_where_they_are_asked_for(asked: tuple[str, ...]) -> None:
+    names = {"pp": "pipeline-model-parallel-size", "ep": "expert-model-parallel-size"}
+    tried = {name for sizes in _sizes({}, 8, Wish([0], asked)) for name in sizes}
+    assert tried & {*names.values()} == {names[short] for short in asked}
 
 
 def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(
