@@ -25,21 +25,14 @@ class Part:
     saved: int  # numbers of a token that its backward needs
     other_flops: int = 0  # of a token's forward, beside the products with parameters
     exchanged: int = 0  # numbers of a token that an all-to-all moves in a forward
+    experts: int = 1  # of a layer
+    chosen: int = 1  # of them, for each token
+    of_experts: int = 0  # of the parameters, those that expert parallelism shares out
 
     @property
     def forward_flops(self) -> int:
         """Of a token in one layer."""
         return 2 * self.active + self.other_flops
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
-    """A mixture of experts in the place of an MLP."""
-
-    count: int
-    chosen: int  # for each token
-    ffn: int
-    shared: int = 0  # the MLP of all tokens beside them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,65 +45,32 @@ class Latents:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recurrent:
-    """Mamba-2 or gated delta net layers: what is projected in and out, and a token's scan."""
-
-    count: int = 0
-    projected: int = 0  # numbers of a token that the first projection makes
-    inner: int = 0  # that the last one takes
-    scan_flops: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """What of a model decides FLOPs and memory."""
 
     layers: int  # of attention, those of MTP's heads among them
     hidden: int
-    ffn: int
     gated: bool
     heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
+    value_head_dim: int
+    latents: Latents | None
     vocabulary: int  # padded
-    tied: bool = False
-    value_dim: int | None = None  # of a head, where it is not that of the keys
-    mlps: int | None = None  # layers with an MLP (default: all)
-    expert_layers: int = 0
-    experts: Experts | None = None
-    latents: Latents | None = None
-    mamba: Recurrent = Recurrent()
-    delta: Recurrent = Recurrent()
-    mtp: int = 0  # heads, each with a layer and losses of its own
-
-    @property
-    def value_head_dim(self) -> int:
-        """Of a head's values."""
-        return self.head_dim if self.value_dim is None else self.value_dim
+    tied: bool
+    mtp: int  # heads, each with a layer and losses of its own
+    others: Mapping[str, Part]  # layers that are not attention, by their kind
 
     @property
     def parts(self) -> dict[str, Part]:
         """The kinds of layers that there are."""
-        mlps = self.layers if self.mlps is None else self.mlps
-        matrices = (3 if self.gated else 2) * self.hidden
-        mlp, joined = matrices * self.ffn, 2 * self.hidden**2
-        found = {
-            "attention": self._attention(),
-            "mlp": Part(mlps, mlp, mlp, self._saved(self.ffn)),
-            "experts": self._experts(matrices),
-            "mamba": self._recurrent(self.mamba),
-            "delta": self._recurrent(self.delta),
-            "mtp": Part(self.mtp, joined, joined, 3 * self.hidden),
-        }
-        return {name: part for name, part in found.items() if part.count}
+        every = {"attention": self._attention(), **self.others}
+        return {name: part for name, part in every.items() if part.count}
 
     @property
     def expert_parameters(self) -> int:
-        """Of the experts alone, which expert parallelism shares out."""
-        if self.experts is None:
-            return 0
-        one = (3 if self.gated else 2) * self.hidden * self.experts.ffn
-        return self.expert_layers * self.experts.count * one
+        """Of the experts alone."""
+        return sum(part.count * part.of_experts for part in self.others.values())
 
     @property
     def head_parameters(self) -> int:
@@ -139,26 +99,6 @@ class Model:
         # Its norm and sum, q and k before and after rotary, v, the output.
         return Part(self.layers, parameters, parameters, 3 * self.hidden + saved + values)
 
-    def _saved(self, ffn: int) -> int:
-        """Of an MLP: its norm and sum, its first product, what the activation makes of it."""
-        return 2 * self.hidden + (3 if self.gated else 2) * ffn
-
-    def _experts(self, matrices: int) -> Part:
-        if not (experts := self.experts):
-            return Part(0, 0, 0, 0)
-        router = self.hidden * experts.count
-        every = matrices * (experts.count * experts.ffn + experts.shared) + router
-        active = matrices * (experts.chosen * experts.ffn + experts.shared) + router
-        saved = self._saved(experts.chosen * experts.ffn + experts.shared)
-        moved = 2 * experts.chosen * self.hidden  # to the experts and back
-        return Part(self.expert_layers, every, active, saved + moved, exchanged=moved)
-
-    def _recurrent(self, each: Recurrent) -> Part:
-        products = self.hidden * (each.projected + each.inner)
-        saved = 3 * self.hidden + 2 * each.projected + 2 * each.inner
-        moved = each.projected + each.inner  # heads for tokens, and back
-        return Part(each.count, products, products, saved, each.scan_flops, moved)
-
 
 def model_of(given: Flags) -> Model:
     """Read the shape of a model from Megatron's flags.
@@ -176,30 +116,32 @@ def model_of(given: Flags) -> Model:
     hidden, heads = number("hidden-size"), number("num-attention-heads")
     padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
     ffn, head_dim = number("ffn-hidden-size", 4 * hidden), number("kv-channels", hidden // heads)
-    latents = None
+    value_dim, latents = head_dim, None
     if given.get("multi-latent-attention"):
         rope = number("qk-pos-emb-head-dim", 64)
         latents = Latents(query=number("q-lora-rank", 0), kv=number("kv-lora-rank", 32), rope=rope)
-        head_dim = number("qk-head-dim", 128) + rope
+        head_dim, value_dim = number("qk-head-dim", 128) + rope, number("v-head-dim", 128)
     grouped = given.get("group-query-attention") and not latents
+    matrices = 3 if given.get("swiglu") else 2  # of an MLP
     return Model(
         layers=count["*"],
         hidden=hidden,
-        ffn=ffn,
-        gated=bool(given.get("swiglu")),
+        gated=matrices == 3,
         heads=heads,
         kv_heads=number("num-query-groups") if grouped else heads,
         head_dim=head_dim,
-        value_dim=number("v-head-dim", 128) if latents else None,
+        value_head_dim=value_dim,
+        latents=latents,
         vocabulary=-(-number("vocab-size") // padding) * padding,
         tied=not given.get("untie-embeddings-and-output-weights"),
-        mlps=count["-"],
-        expert_layers=count["E"],
-        experts=_experts_of(number, ffn) if count["E"] else None,
-        latents=latents,
-        mamba=_mamba_of(number, hidden, count["M"]),
-        delta=_delta_of(number, count["G"]),
         mtp=mtp,
+        others={
+            "mlp": _mlp(count["-"], matrices, hidden, ffn),
+            "experts": _experts(number, count["E"], matrices, hidden, ffn),
+            "mamba": _mamba(number, count["M"], hidden),
+            "delta": _delta(number, count["G"], hidden),
+            "mtp": Part(mtp, 2 * hidden**2, 2 * hidden**2, 3 * hidden),
+        },
     )
 
 
@@ -268,36 +210,52 @@ def cut(pattern: str, parts: int) -> list[str]:
     return [pattern[start:stop] for start, stop in pairwise(ends)]
 
 
-def _experts_of(number: Any, ffn: int) -> Experts:
-    return Experts(
-        count=number("num-experts", 1),
-        chosen=number("moe-router-topk", 2),
-        ffn=number("moe-ffn-hidden-size", ffn),
-        shared=number("moe-shared-expert-intermediate-size", 0),
+def _mlp(count: int, matrices: int, hidden: int, ffn: int) -> Part:
+    """It saves its norm and sum, its first product, what the activation makes of it."""
+    parameters = matrices * hidden * ffn
+    return Part(count, parameters, parameters, 2 * hidden + matrices * ffn)
+
+
+def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int) -> Part:
+    if not count:
+        return Part(0, 0, 0, 0)
+    experts, chosen = number("num-experts", 1), number("moe-router-topk", 2)
+    ffn = number("moe-ffn-hidden-size", ffn)
+    shared = number("moe-shared-expert-intermediate-size", 0)  # the MLP of all tokens beside them
+    met = _mlp(count, matrices, hidden, chosen * ffn + shared)
+    moved = 2 * chosen * hidden  # to the experts and back
+    router, of_experts = hidden * experts, experts * matrices * hidden * ffn
+    return Part(
+        count,
+        of_experts + matrices * hidden * shared + router,
+        met.active + router,
+        met.saved + moved,
+        exchanged=moved,
+        experts=experts,
+        chosen=chosen,
+        of_experts=of_experts,
     )
 
 
-def _mamba_of(number: Any, hidden: int, count: int) -> Recurrent:
+def _mamba(number: Any, count: int, hidden: int) -> Part:
     """Scan FLOPs are those that Megatron counts: 7 times the inner size times that of the state."""
     state, head_dim = number("mamba-state-dim", 128), number("mamba-head-dim", 64)
     heads = number("mamba-num-heads", 2 * hidden // head_dim)
     inner, groups = heads * head_dim, number("mamba-num-groups", 8)
-    return Recurrent(
-        count=count,
-        projected=2 * inner + 2 * groups * state + heads,
-        inner=inner,
-        scan_flops=7 * inner * state,
-    )
+    projected = 2 * inner + 2 * groups * state + heads
+    return _recurrent(count, hidden, projected, inner, scan_flops=7 * inner * state)
 
 
-def _delta_of(number: Any, count: int) -> Recurrent:
+def _delta(number: Any, count: int, hidden: int) -> Part:
     """The delta rule has, as Megatron counts, four products of a head's state with a vector."""
     keys = number("linear-num-key-heads", 16) * number("linear-key-head-dim", 128)
     heads, dim = number("linear-num-value-heads", 32), number("linear-value-head-dim", 128)
-    return Recurrent(
-        count=count,
-        projected=2 * keys + 2 * heads * dim + 2 * heads,
-        inner=heads * dim,
-        scan_flops=2 * (number("linear-conv-kernel-dim", 4) * (2 * keys + heads * dim))
-        + 8 * heads * dim**2,
-    )
+    inner = heads * dim
+    scan = 2 * number("linear-conv-kernel-dim", 4) * (2 * keys + inner) + 8 * inner * dim
+    return _recurrent(count, hidden, 2 * keys + 2 * inner + 2 * heads, inner, scan)
+
+
+def _recurrent(count: int, hidden: int, projected: int, inner: int, scan_flops: int) -> Part:
+    """The first product makes `projected` numbers of a token, the last one takes `inner`."""
+    products, moved = hidden * (projected + inner), projected + inner  # heads for tokens, and back
+    return Part(count, products, products, 3 * hidden + 2 * moved, scan_flops, moved)

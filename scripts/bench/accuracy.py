@@ -82,7 +82,6 @@ def rows(args: argparse.Namespace, found: Mapping[int, Mapping[Case, list[float]
     one = found[1]
     return [
         {
-            "benchmark": "accuracy",
             **case._asdict(),
             "tokens": args.tokens,
             "head_dim": args.head_dim,

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import Clock
+from harness import seconds
 from ranks import PATIENCE_SECONDS
-from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced
@@ -120,15 +118,21 @@ def layout_of(context: BurstContext, mask: Mask, sizes: Sizes) -> Layout | None:
 
 
 class Kernels:
-    """The kernel calls of this rank's plans, with the own block in place of every visitor's.
+    """The kernel calls of this rank's plans alone, with the own block in place of every visitor's.
 
     It stands as often side by side as a call takes blocks.
     """
 
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-        calls = chain(*call.forward_calls, *call.backward_calls)
+    def __init__(
+        self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
+    ) -> None:
+        shared = share_of_heads(sizes, context.heads.size)
+        q, k, v, dout = shared.draw(device, dtype, context.rank)
+        layout = layout_of(context, mask, sizes)
+        self.call = context.prepare(q, k, v, mask, sizes.head_dim**-0.5, layout=layout)
+        calls = chain(*self.call.forward_calls, *self.call.backward_calls)
         most = max(len(some.tile.key_blocks) for some in calls)
-        self.call, self.qkv = call, (q, *(x.repeat(1, most, 1, 1) for x in (k, v)))
+        self.qkv = q, *(x.repeat(1, most, 1, 1) for x in (k, v))
         batch, tokens, heads, _ = q.shape
         of_rows = (batch, heads, tokens)
         lse = torch.full(of_rows, math.log(tokens), device=q.device)  # about what it would be
@@ -151,21 +155,9 @@ def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:
     return Sizes(sizes.tokens * ranks, heads, kv_heads, sizes.head_dim)
 
 
-def kernels_alone(
-    context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
-) -> Kernels:
-    """The kernel calls of an algorithm and nothing else, on local tensors in place of messages."""
-    shared = share_of_heads(sizes, context.heads.size)
-    *qkv, dout = shared.draw(device, dtype, context.rank)
-    layout = layout_of(context, mask, sizes)
-    call = context.prepare(*qkv, mask, sizes.head_dim**-0.5, layout=layout)
-    return Kernels(call, *qkv, dout)
-
-
 def once(run: Attention | Kernels, device: str) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward, each after a barrier."""
-    clock = Clock(device, time.perf_counter)
     dist.barrier()
-    forward = clock.seconds(run.forward)
+    forward = seconds(run.forward, device, time.perf_counter)
     dist.barrier()
-    return forward, clock.seconds(run.backward)
+    return forward, seconds(run.backward, device, time.perf_counter)

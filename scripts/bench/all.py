@@ -37,6 +37,12 @@ def _measured(
     return Step(minutes, (f"{page}.md", picture), (command, draw))
 
 
+def _made(minutes: int, command: str, makes: str) -> Step:
+    """What a script of scripts/docs writes into docs."""
+    pages = tuple(f"docs/{name}" for name in makes.split())
+    return Step(minutes, pages, (f"scripts/docs/{command}",))
+
+
 LINKS = "--mbit 200 400 800 2000 inf --places 2x2 --heads 8:8 8:2 --masks causal --launches 5"
 MANY = "--mbit 100 200 inf --places 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal --launches 3"
 MANY += " --algorithms 'ring flat' 'ring double' 'burst query flat' 'burst query double'"
@@ -45,10 +51,8 @@ PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal doc
 PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
 STEPS = {
-    "plans": Step(1, ("docs/plan.svg", "docs/plan-double.svg"), ("scripts/docs/plan_figure.py",)),
-    "tables": Step(
-        1, ("docs/flags.md", "docs/api.md", "docs/support.md"), ("scripts/docs/tables.py",)
-    ),
+    "plans": _made(1, "plan_figure.py", "plan.svg plan-double.svg"),
+    "tables": _made(1, "tables.py", "flags.md api.md support.md"),
     "planning": _measured("planning", 1),
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
@@ -58,17 +62,9 @@ STEPS = {
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
     "packed": _measured("packed", 4, PACKED, "attention"),
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
-    "budgets": Step(3, ("docs/budgets.md", "docs/budgets.csv"), ("scripts/docs/budgets.py",)),
-    "schedules": Step(
-        3,
-        tuple(f"docs/schedules.{kind}" for kind in ("md", "csv", "svg")),
-        ("scripts/docs/schedules.py",),
-    ),
-    "planner": Step(
-        1,
-        ("docs/planner.md", "docs/planner.csv", "docs/planner.svg"),
-        ("scripts/docs/planner.py --write docs/planner.md",),
-    ),
+    "budgets": _made(3, "budgets.py", "budgets.md budgets.csv"),
+    "schedules": _made(3, "schedules.py", "schedules.md schedules.csv schedules.svg"),
+    "planner": _made(1, "planner.py --write docs/planner.md", "planner.md planner.csv planner.svg"),
 }
 
 

@@ -38,7 +38,6 @@ from algorithms import (
     Kernels,
     Place,
     Sizes,
-    kernels_alone,
     make_context,
     once,
     runs_here,
@@ -151,7 +150,7 @@ def measure_case(
         if runs_here(name, place, case.sizes):
             about = (context, case.sizes, mask, args.device, dtype)
             whole = Attention(*about)
-            runs[name, WHOLE], runs[name, KERNELS] = whole, kernels_alone(*about)
+            runs[name, WHOLE], runs[name, KERNELS] = whole, Kernels(*about)
             dist.barrier()
             sent[name] = whole.count_bytes()
     ways = {way: partial(once, run, args.device) for way, run in runs.items()}
@@ -216,7 +215,6 @@ def rows(
             if case.mask == MASKS[0]:
                 causal[key] = rate
             yield {
-                "benchmark": "two_nodes" if args.mbit else "attention",
                 "mask": case.mask,
                 "mbit": mbit,
                 "measured_mbit": median(rate for _, rate in launches),

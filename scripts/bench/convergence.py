@@ -125,7 +125,7 @@ def _verdict(ends: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
 def _rows(training: Curves, validation: Curves) -> list[Row]:
     rows: list[Row] = []
     for (name, seed), series in training.items():
-        key = {"benchmark": "convergence", "run": name, "seed": seed}
+        key = {"run": name, "seed": seed}
         for first in range(0, len(series), EVERY):
             part = series[first : first + EVERY]
             loss = fmean(loss for _, loss in part)

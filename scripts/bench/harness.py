@@ -84,18 +84,15 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_s": middle, "q1_s": q1, "q3_s": q3, "least_s": min(seconds)}
 
 
-class Clock:
-    """Seconds of a call: CPU time of this process, or on a GPU the time between events."""
-
-    def __init__(self, device: str, cpu: Callable[[], float] = time.process_time) -> None:
-        self._on_cpu, self._cpu = device == "cpu", cpu
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        if not self._on_cpu:
-            return between_events(run)
-        started = self._cpu()
-        run()
-        return self._cpu() - started
+def seconds(
+    run: Callable[[], object], device: str = "cpu", cpu: Callable[[], float] = time.process_time
+) -> float:
+    """Return how long a call takes: CPU time of this process, on a GPU the time between events."""
+    if device != "cpu":
+        return between_events(run)
+    started = cpu()
+    run()
+    return cpu() - started
 
 
 def wait_until_quiet(force: bool) -> None:
@@ -182,12 +179,14 @@ def publish(
     before = path.read_text() if path.exists() else ""
     _, notes, by_hand = before.partition(NOTES)
     path.write_text(f"{text}{notes}{by_hand}")
-    columns = dict.fromkeys(name for row in rows for name in row)
+    columns = dict.fromkeys(column for row in rows for column in row)
     with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, *given], lineterminator="\n")
+        names = ["benchmark", *columns, *given]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: _cell(value) for name, value in row.items()} | given)
+            cells = {column: _cell(value) for column, value in row.items()}
+            writer.writerow({"benchmark": name, **cells, **given})
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], words: int = 1) -> str:

@@ -66,18 +66,17 @@ def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, 
 def time_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all ways at all shapes."""
     found: list[Row] = []
-    clock = harness.Clock(args.device)
     for shape in args.shapes:
         inputs = make_inputs(shape, args.device, getattr(torch, args.dtype))
 
         def once(way: Way, inputs: Any = inputs) -> float:
             inputs[0].grad = inputs[1].grad = None
-            return clock.seconds(lambda: way(*inputs).backward())
+            return harness.seconds(lambda: way(*inputs).backward(), args.device)
 
         calls = {name: partial(once, way) for name, way in ways(args).items()}
         times = {n: harness.spread(t) for n, t in harness.in_turns(calls, args.repetitions).items()}
         for name, one in times.items():
-            row = {"benchmark": "loss", "measured": "time", **shape._asdict(), "way": name, **one}
+            row = {"measured": "time", **shape._asdict(), "way": name, **one}
             row["ratio_of_median"] = one["median_s"] / times[ALL_LOGITS]["median_s"]
             found.append({**row, "repetitions": args.repetitions})
     return found
@@ -100,7 +99,6 @@ def memory_rows(args: argparse.Namespace) -> list[Row]:
     """Count the peaks of both ways for all vocabularies and numbers of tokens."""
     return [
         {
-            "benchmark": "loss",
             "measured": "memory",
             **shape._asdict(),
             "way": name,

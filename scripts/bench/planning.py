@@ -7,13 +7,12 @@ CPU time of one thread, of which the counting loop beside it says how fast the m
 """
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-from harness import Clock, Flags, Row, origin, publish, spread, table, wait_until_quiet
+from harness import Flags, Row, origin, publish, seconds, spread, table, wait_until_quiet
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.rows import device_calls
@@ -113,11 +112,11 @@ def main() -> None:
     jobs |= {what: (run, 1) for what, run in plans()}
     for documents in (1, 4000):
         jobs[f"a layer seen before, {documents} document(s)"] = (seen_before(documents), CALLS)
-    clock, rows = Clock("cpu", time.process_time), list[Row]()
+    rows = list[Row]()
     for what, (run, calls) in jobs.items():
         run()
-        seconds = [clock.seconds(run) / calls for _ in range(args.repetitions)]
-        rows.append({"benchmark": "planning", "what": what, **spread(seconds)})
+        times = [seconds(run) / calls for _ in range(args.repetitions)]
+        rows.append({"what": what, **spread(times)})
     cells = ([r["what"], f"{1e3 * r['median_s']:.4g}", f"{1e3 * r['least_s']:.4g}"] for r in rows)
     publish(args, "planning", PAGE, rows, here, body=table(["what", "median", "least"], cells))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from harness import MIB, Clock, Flags, Row, in_turns, origin, publish, spread, table
+from harness import MIB, Flags, Row, in_turns, origin, publish, seconds, spread, table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,12 +81,11 @@ class Bench:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    bench, clock = Bench(args), Clock("cpu")
-    ways = {f: partial(clock.seconds, partial(bench.step, f)) for f in FRACTIONS}
+    bench = Bench(args)
+    ways = {f: partial(seconds, partial(bench.step, f)) for f in FRACTIONS}
     sizes = {n: getattr(args, n) for n in ("layers", "tokens", "hidden", "heads", "repetitions")}
     return [
         {
-            "benchmark": "recompute",
             **sizes,
             "fraction": "none" if fraction is None else fraction,
             **spread(times),

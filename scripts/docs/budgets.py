@@ -32,6 +32,7 @@ PARTS = {
     "head_chunks": "copies of a chunk's heads, and what is joined of all",
     "backward": "gradients that are returned",
 }
+WAYS = ("forward", "backward")
 SHOWN = ("calls", "kernels", "bytes", "peak")
 type Row = dict[str, str]
 
@@ -93,12 +94,9 @@ def mask_of(case: Case) -> Mask:
 
 def row(case: Case, found: Counted) -> Row:
     cells = {name: str(value) for name, value in case._asdict().items()}
-    calls, passes = (
-        (found.call.forward_calls, found.call.backward_calls),
-        (found.forward, found.backward),
-    )
     chunks = int(case.ring.partition(" / ")[2] or 1)
-    for way, made, steps in zip(("forward", "backward"), passes, calls, strict=True):
+    for way in WAYS:
+        made, steps = getattr(found, way), getattr(found.call, f"{way}_calls")
         cells |= {
             f"{way}_calls": str(chunks * sum(map(len, steps))),
             f"{way}_kernels": str(made.kernels),
@@ -116,15 +114,14 @@ def _parts(made: Pass) -> list[str]:
 
 def parts(rows: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
-    ways = ("forward", "backward")
-    shown = [f"{way}_{what}" for way, what in product(ways, SHOWN)]
+    shown = [f"{way}_{what}" for way, what in product(WAYS, SHOWN)]
     lines = [[_place(each), *(each[name] for name in (*Case._fields[2:], *shown))] for each in rows]
     causal = [each for each in rows if (each["heads"], each["mask"]) == ("4:4", "causal")]
     causal = [each for each in causal if " / " not in each["ring"]]  # which the text explains
     peaks = [
         f"* {_place(each)} {each['ring']}, {way}, {each[f'{way}_peak']}: "
         f"{each[f'{way}_at_the_peak']}."
-        for each, way in product(causal, ways)
+        for each, way in product(causal, WAYS)
     ]
     head = ["ranks", *Case._fields[2:], *(name.replace("_", " ") for name in shown)]
     return {"table": table(head, lines), "peaks": "\n".join(peaks)}

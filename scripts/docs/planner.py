@@ -14,8 +14,7 @@ import validation
 from matplotlib.figure import Figure
 from pages import fill, write_csv
 from plot import save
-from rows import rows_of
-from validation import Compared
+from rows import Row, rows_of
 
 from megatron_burst.tools.plan.configs import Configs
 
@@ -23,37 +22,36 @@ from megatron_burst.tools.plan.configs import Configs
 def write_page(configs: Configs, page: Path) -> None:
     """Replace what stands between the markers of `page`; beside it lie its .csv and its .svg."""
     rows, table = rows_of(configs), page.with_suffix(".csv").name
-    of_gpus = [*validation.compare_speed(configs, rows), *validation.compare_memory(configs, rows)]
     lines = [f"* {line}" for line in validation.messages(configs, rows)]
     lines.append(f"* every row, measured and predicted: [{table}]({table})")
     fill(page, {"predictions": "\n".join(lines)})
-    write_csv(page, [*map(csv_row, [*of_gpus, *validation.compare_two_nodes(configs)])])
-    draw(of_gpus, page.with_suffix(".svg"))
+    write_csv(page, [*map(csv_row, [*rows, *validation.two_nodes(configs)])])
+    draw(rows, page.with_suffix(".svg"))
 
 
-def csv_row(each: Compared) -> dict[str, str]:
+def csv_row(each: Row) -> dict[str, str]:
     return {
         **{"row": each.id, "code": each.code, "unit": each.unit},
-        "measured": f"{each.measured:.5g}",
+        "measured": f"{each.value:.5g}",
         "predicted": f"{each.predicted:.5g}",
         "fitted": "fitted" if each.fitted else "",
     }
 
 
-def draw(found: Sequence[Compared], path: Path) -> None:
+def draw(found: Sequence[Row], path: Path) -> None:
     """Draw the predictions over the measurements, a colour a table; memory as triangles."""
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
     for number, table in enumerate(dict.fromkeys(each.table for each in found)):
         for fitted, mark in product((False, True), "o^"):
-            some = [e for e in found if (e.table, e.fitted) == (table, fitted)]
+            some = [e for e in found if (e.table, bool(e.fitted)) == (table, fitted)]
             some = [e for e in some if (e.unit == "GiB") == (mark == "^")]
-            points = [e.measured for e in some], [e.predicted for e in some]
+            points = [e.value for e in some], [e.predicted for e in some]
             face, label = "white" if fitted else f"C{number}", None
             if mark == "o" and not fitted:
                 label = f"{table} (hollow: fitted)"
             axes.plot(*points, mark, color=f"C{number}", mfc=face, markersize=4, label=label)
-    ends = [0.8 * min(e.measured for e in found), 1.25 * max(e.measured for e in found)]
+    ends = [0.8 * min(e.value for e in found), 1.25 * max(e.value for e in found)]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
     axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)

@@ -8,7 +8,6 @@ versions and the command, all from the CSV.
 """
 
 import argparse
-import csv
 import math
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pages import read_csv
 
 MIB = 2**20
 # Text stays text, and equal figures make equal files.
@@ -149,8 +149,7 @@ def draw(table: Path, path: Path) -> None:
     Raises:
         ValueError: the CSV has no rows, or its benchmark no picture.
     """
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     kind = rows[0].get("benchmark", "") if rows else ""
     if kind not in PICTURES:
         raise ValueError(f"{table}: pictures are made of {', '.join(PICTURES)}, not of '{kind}'")

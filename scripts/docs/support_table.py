@@ -27,17 +27,14 @@ from megatron_burst.plugin.limits import (
 YES = "yes"
 RANKS, TOKENS = 4, 64
 GRIDS = {Topology.FLAT: Grid(((0, 1, 2, 3),)), Topology.DOUBLE: Grid(((0, 1), (2, 3)))}
+DOCUMENTS, BLOCKS = (0, 3, 17, 50, TOKENS), torch.arange(16).view(4, 4) % 3 != 1
 MASKS: Mapping[str, Mask] = {
     "causal": Mask.causal(),
     "full": Mask.full(),
     "sliding window": Mask.causal(window=9),
-    "documents": Mask.causal(documents=(0, 3, 17, 50, TOKENS)),
-    "blocks": Mask.causal(block_table=torch.arange(16).view(4, 4) % 3 != 1),
-    "all of them": Mask.causal(
-        window=9,
-        documents=(0, 3, 17, 50, TOKENS),
-        block_table=torch.arange(16).view(4, 4) % 3 != 1,
-    ),
+    "documents": Mask.causal(documents=DOCUMENTS),
+    "blocks": Mask.causal(block_table=BLOCKS),
+    "all of them": Mask.causal(window=9, documents=DOCUMENTS, block_table=BLOCKS),
 }
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "--burst-backward query": {"backward": "query"},
@@ -81,10 +78,10 @@ type Table = tuple[list[str], Iterable[list[str]]]  # its head and its rows
 
 def tables() -> dict[str, Table]:
     """Return the tables of the page, by their names there."""
-    algorithms, limits = [*Algorithm], ["argument", "why"]
+    limits = ["argument", "why"]
     return {
-        "masks": (["mask, layout", *algorithms], _mask_rows(algorithms)),
-        "settings": (["setting", *algorithms], _setting_rows(algorithms)),
+        "masks": (["mask, layout", *Algorithm], _mask_rows()),
+        "settings": (["setting", *Algorithm], _setting_rows()),
         "kernels": (["request", *KERNELS], _kernel_rows()),
         "layers": (["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()),
         "attention": (limits, _limit_rows(LIMITS)),
@@ -93,10 +90,10 @@ def tables() -> dict[str, Table]:
     }
 
 
-def _mask_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:
+def _mask_rows() -> Iterator[list[str]]:
     for layout, (name, mask) in product(LayoutName, MASKS.items()):
         if layout is not LayoutName.BALANCED or name == "documents":
-            yield [f"{name}, {layout}", *(_planned(a, layout, mask) for a in algorithms)]
+            yield [f"{name}, {layout}", *(_planned(a, layout, mask) for a in Algorithm)]
 
 
 def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
@@ -118,9 +115,9 @@ def choices(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> Iterator[Ch
         yield choose(config, Tiling(held, mask), grid, shape, nodes)
 
 
-def _setting_rows(algorithms: Sequence[Algorithm]) -> Iterator[list[str]]:
+def _setting_rows() -> Iterator[list[str]]:
     for name, settings in SETTINGS.items():
-        yield [f"`{name}`", *(_accepted(a, settings) for a in algorithms)]
+        yield [f"`{name}`", *(_accepted(a, settings) for a in Algorithm)]
 
 
 def _accepted(algorithm: Algorithm, settings: Mapping[str, Any]) -> str:

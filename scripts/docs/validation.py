@@ -1,18 +1,17 @@
 """Predictions beside what was measured elsewhere and here, and the fit of the constants."""
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 from statistics import mean, median
 
-from rows import Row, row_of
+from pages import read_csv
+from rows import Row, attention_alone, row_of
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
@@ -34,75 +33,21 @@ _BOUNDS = {  # of the constants
     "other_code": (0.3, 1.5),
     "working_set": (0.5, 4.0),
 }
+_SLOWING = ("contention", "traffic")  # of them, the more the slower
 _SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
 
 type _Measured = Mapping[str, str]  # a row of a benchmark's table
 type _Place = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A row with its prediction."""
-
-    id: str
-    group: str
-    unit: str
-    measured: float
-    predicted: float
-    fitted: bool  # whether a constant was fitted on it
-    code: str = ""
-    table: str = ""
-
-    @property
-    def error(self) -> float:
-        """Relative."""
-        return self.predicted / self.measured - 1
-
-
-def constants_of(configs: Configs) -> dict[str, float]:
-    """Return all fitted constants."""
-    return {name: float(each["value"]) for name, each in configs.published["fitted"].items()}
-
-
-def compare_speed(configs: Configs, rows: list[Row]) -> list[Compared]:
-    """Return every row's speed, or longest sequence, beside the prediction."""
-    fitted = {
-        constant["row"]
-        for name, constant in configs.published["fitted"].items()
-        if name != "working_set"
-    }
-    constants = constants_of(configs)
-    return [
-        Compared(
-            *(row.id, row.group, row.unit, row.value, row.predicted(constants), row.id in fitted),
-            *(row.code, row.table),
-        )
-        for row in rows
-    ]
-
-
-def compare_memory(configs: Configs, rows: list[Row]) -> list[Compared]:
-    """Return the memory of every row that says it beside the prediction."""
-    fitted, constants = configs.published["fitted"]["working_set"]["row"], constants_of(configs)
-    return [
-        Compared(
-            *(row.id, row.group, "GiB", row.gib, row.predicted_gib(constants), row.id == fitted),
-            *(row.code, row.table),
-        )
-        for row in rows
-        if row.gib is not None
-    ]
-
-
-def compare_two_nodes(configs: Configs) -> list[Compared]:
-    """Return the share of a step that is not kernels, measured on this machine and predicted.
+def two_nodes(configs: Configs) -> list[Row]:
+    """Return the share of a step that is not kernels, measured on this machine.
 
     Measured within launches, which the machine's own changes from one to the next disturb least.
     """
     rows = []
     for results in configs.published["two_nodes"]["results"]:
-        with (ROOT / results).open(newline="") as file:
-            rows += [*csv.DictReader(file)]
+        rows += read_csv(ROOT / results)
     rates = _kernel_rates(rows)
     cases = groupby(rows, lambda row: [row[n] for n in ("mbit", *_SIZES, "algorithm")])
     return [_exposed(configs, {row["phase"]: row for row in each}, rates) for _, each in cases]
@@ -129,30 +74,27 @@ def _place(row: _Measured) -> _Place:
 
 def _exposed(
     configs: Configs, phases: Mapping[str, _Measured], rates: Mapping[_Place, float]
-) -> Compared:
+) -> Row:
     machine, step = configs.published["two_nodes"], phases["step"]
     seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
     setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
     pace = rates[_place(step)] / (1e9 * machine["kernels_gflop_s"])
     load = _two_nodes(machine, step, seconds, config_of(BurstConfig, setting), pace)
-    forward, _, backward = timing.attention_passes(load)
-    kernels = seconds["forward"] + seconds["backward"]
-    share = 1 - kernels / (forward.seconds + backward.seconds)
     exposed = 1 - float(step["kernels_share"])
     rate = {"0": "loopback", "inf": "no limit"}.get(step["mbit"], f"{step['mbit']} Mbit/s")
     nodes = int(step["ranks"]) // int(step["ranks_per_node"])
     place = f"{rate}, {step['tokens']} tokens, {step['kv_heads']} KV heads"
     place = place if nodes <= 2 else f"{step['ranks']} ranks on {nodes} nodes, {place}"
     name = f"{place}: {step['algorithm']}"
-    return Compared(name, place, "exposed share", exposed, share, False)
+    return Row(id=name, group=place, load=load, value=exposed, unit="exposed share")
 
 
-def median_error(found: list[Compared]) -> float:
+def median_error(found: list[Row]) -> float:
     """Return the median of the held-out rows' errors."""
     return median(abs(each.error) for each in found if not each.fitted)
 
 
-def _summary(found: list[Compared]) -> str:
+def _summary(found: list[Row]) -> str:
     held = [each for each in found if not each.fitted]
     beyond = [each.id for each in held if abs(each.error) > BEYOND]
     return (
@@ -161,7 +103,7 @@ def _summary(found: list[Compared]) -> str:
     )
 
 
-def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
+def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
     """Compare the order of every two rows of a group that were measured more than `GAP` apart.
 
     Of two code bases, or of one: returns how many pairs there are, and those that are predicted the
@@ -172,9 +114,9 @@ def order(found: list[Compared], *, across_codes: bool) -> tuple[int, list[tuple
         for a, b in combinations(found, 2)
         if a.group == b.group
         and (a.code != b.code) == across_codes
-        and max(a.measured, b.measured) > GAP * min(a.measured, b.measured)
+        and max(a.value, b.value) > GAP * min(a.value, b.value)
     ]
-    wrong = [(a, b) for a, b in pairs if (a.measured > b.measured) != (a.predicted > b.predicted)]
+    wrong = [(a, b) for a, b in pairs if (a.value > b.value) != (a.predicted > b.predicted)]
     return len(pairs), [(a.id, b.id) for a, b in wrong]
 
 
@@ -184,22 +126,11 @@ def fit(configs: Configs) -> dict[str, float]:
     changed = replace(configs, published={**configs.published, "fitted": table})
     for _, (name, (low, high)) in product(range(_ROUNDS), _BOUNDS.items()):
         for _ in range(_BISECTIONS):
-            table[name]["value"] = (low + high) / 2
-            if _too_much(changed, name):
-                high = table[name]["value"]
-            else:
-                low = table[name]["value"]
+            middle = table[name]["value"] = (low + high) / 2
+            row = row_of(changed, name)
+            too_much = (row.predicted > row.value) != (name in _SLOWING)
+            low, high = (low, middle) if too_much else (middle, high)
     return {name: constant["value"] for name, constant in table.items()}
-
-
-def _too_much(configs: Configs, name: str) -> bool:
-    """Whether the constant's row is met with a smaller value; speed falls with two of them."""
-    row = row_of(configs, configs.published["fitted"][name]["row"])
-    if name == "working_set":
-        assert row.gib is not None
-        return row.predicted_gib(constants_of(configs)) > row.gib
-    faster = row.predicted(constants_of(configs)) > row.value
-    return faster != (name in ("contention", "traffic"))
 
 
 def _two_nodes(
@@ -210,16 +141,6 @@ def _two_nodes(
     What else a core does is `pace` times as fast as where its rates are from.
     """
     ranks, per_node, tokens, heads, kv_heads, head_dim = (int(row[name]) for name in _SIZES)
-    model = Model(
-        layers=1,
-        hidden=heads * head_dim,
-        ffn=0,
-        gated=False,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=0,
-    )
     cluster = Cluster(
         name="this machine",
         gpus_per_node=per_node,
@@ -236,17 +157,8 @@ def _two_nodes(
         step_seconds=1e-3 / pace * machine["step_ms"],
         peak=1.0,
     )
-    load = Workload(
-        model=model,
-        cluster=cluster,
-        gpus=ranks,
-        tensor=1,
-        context=ranks,
-        tokens=ranks * tokens,
-        config=config,
-        recompute=False,
-        element_bytes=4,
-    )
+    sizes = heads, kv_heads, head_dim
+    load = attention_alone(cluster, ranks, tokens, config, sizes, element_bytes=4)
     forward, _, backward = timing.attention_passes(load)
     cluster = replace(
         cluster,
@@ -258,18 +170,16 @@ def _two_nodes(
 
 def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     """Say how far the predictions hold, a line for each question."""
-    speed, gib = compare_speed(configs, rows), compare_memory(configs, rows)
-    every = [*speed, *gib]
-    held = [each for each in every if not each.fitted]
-    yield f"all tables: median error of {len(held)} held-out rows {median_error(every):.1%}"
-    for what, found in (("speed", speed), ("memory", gib)):
-        for table, of_table in groupby(found, lambda each: each.table):
-            yield f"{table}, {what}: {_summary([*of_table])}"
+    held = [each for each in rows if not each.fitted]
+    yield f"all tables: median error of {len(held)} held-out rows {median_error(rows):.1%}"
+    for (is_memory, table), found in groupby(rows, lambda row: (row.unit == "GiB", row.table)):
+        yield f"{table}, {'memory' if is_memory else 'speed'}: {_summary([*found])}"
+    speed = [each for each in rows if each.unit != "GiB"]
     for across, of in ((False, "one code base"), (True, "two code bases")):
         count, wrong = order(speed, across_codes=across)
         said = "; ".join(" and ".join(pair) for pair in wrong) or "none"
         yield f"order of {count} pairs of {of} more than 10 % apart, wrong: {said}"
-    points = [100 * abs(each.predicted - each.measured) for each in compare_two_nodes(configs)]
+    points = [100 * abs(each.predicted - each.value) for each in two_nodes(configs)]
     near = sum(each <= 10 for each in points)
     yield (
         f"two to eight nodes on this machine: {near} of {len(points)} exposed shares within 10 "

@@ -1,17 +1,17 @@
 """Heads in chunks, one after the other, against the float64 dense oracle. (few fast, all slow)"""
 
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.head_chunks import choose_head_chunks
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.workload import Workload
 from tests.attention import test_latent_ring as latents
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, answer, errors, logged, run_cases
 from tests.attention.test_latent_ring import Case as LatentCase
@@ -19,6 +19,9 @@ from tests.attention.test_recompute import twice
 from tests.plans.masks import Masking
 from tests.tier import slow_if
 from tests.workers import Team, WorkerPool
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+from rows import attention_alone  # noqa: E402
 
 PLACES = [*product(range(1, 9), (8,)), (4, 2), (8, 2), (8, 4)]
 AUTO = BurstConfig()
@@ -30,7 +33,6 @@ WAYS: list[dict[str, Any]] = [
     {"config": {"backward": "kv"}, "masking": Masking(documents=(0, 2, 6)), "has_sink": True},
     {"config": {"backward": "query", "layout": "contiguous"}, "masking": Masking(False)},
 ]
-HEADS = {"heads": 32, "kv_heads": 32, "head_dim": 128}
 MESH: dict[str, Any] = {"config": {"topology": "mesh"}, "heads": (4, 4)}
 
 
@@ -117,19 +119,13 @@ def test_a_number_that_does_not_divide_is_refused() -> None:
 
 
 def test_the_planner_counts_one_chunk_and_the_same_time() -> None:
-    load = Workload(
-        model=Model(layers=1, hidden=4096, ffn=0, gated=False, vocabulary=0, **HEADS),
-        cluster=Configs.read().cluster("h100"),
-        gpus=64,
-        tensor=1,
-        tokens=2**20,
-        config=BurstConfig(head_chunks=1),
-        context=64,
-    )
+    machine = replace(Configs.read().cluster("h100"), working_set=1.0)
+    alone = attention_alone(machine, 64, 2**14, BurstConfig(head_chunks=1), (32, 32, 128))
+    load = replace(alone, recompute=True)
     whole, auto = load, replace(load, config=AUTO)
     assert (whole.head_chunks, auto.head_chunks) == (1, 2)
     times = [sum(each.seconds for each in timing.attention_passes(x)) for x in (whole, auto)]
     assert times[0] < times[1] < 1.003 * times[0]
-    saved = memory.predict(whole, 1.0).layer - memory.predict(auto, 1.0).layer
+    saved = memory.predict(whole).layer - memory.predict(auto).layer
     q = load.local_tokens * 32 * 128 * 2
     assert 10 * q < saved < 15 * q

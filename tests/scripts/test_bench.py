@@ -225,7 +225,7 @@ def test_a_page_says_where_it_comes_from_and_keeps_notes(
     assert file.read_text() == made + notes
     with file.with_suffix(".csv").open() as table:
         found = list(csv.DictReader(table))
-    assert [*found[0]][:4] == ["way", "median_s", "bytes", "date"]
+    assert [*found[0]][:5] == ["benchmark", "way", "median_s", "bytes", "date"]
     assert (found[0]["median_s"], found[1]["bytes"]) == ("0.333333", str(2**40))
 
 

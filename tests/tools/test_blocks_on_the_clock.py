@@ -1,15 +1,18 @@
 """How many blocks a call are chosen, on the planner's clock. (fast tier)"""
 
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes
-from megatron_burst.tools.plan.workload import Workload
 from tests.tier import slow_if
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+from rows import attention_alone  # noqa: E402
 
 CLUSTERS = ("h100", "a800", "b200")
 WAYS = ((8, "double"), (32, "double"), (32, "mesh"))  # GPUs
@@ -20,19 +23,9 @@ def seconds(
 ) -> list[float]:
     """Of the forward and the backward of a layer's attention, keys going around."""
     gpus, topology = way
-    heads = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
-    load = Workload(
-        model=Model(layers=1, hidden=4096, ffn=0, gated=False, vocabulary=0, **heads),
-        cluster=Configs.read().cluster(cluster),
-        gpus=gpus,
-        tensor=1,
-        tokens=gpus * tokens,
-        config=BurstConfig(
-            backward="kv", topology=topology, blocks_per_call=blocks, memory_mb=2**20
-        ),
-        context=gpus,
-        recompute=False,
-    )
+    config = {"topology": topology, "blocks_per_call": blocks, "memory_mb": 2**20}
+    machine, ring = Configs.read().cluster(cluster), BurstConfig(backward="kv", **config)
+    load = attention_alone(machine, gpus, tokens, ring, (32, kv_heads, 128))
     forward, _, backward = attention_passes(load)
     return [forward.seconds, backward.seconds]
 

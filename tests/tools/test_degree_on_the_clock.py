@@ -1,18 +1,21 @@
 """The Ulysses degree that bytes choose, on the planner's clock. (fast tier; most places slow)"""
 
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.degree import choose_degree
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes
-from megatron_burst.tools.plan.workload import Workload
 from tests.tier import slow_if
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+from rows import attention_alone  # noqa: E402
 
 CONFIGS = Configs.read()
 H100, A100, A800 = (CONFIGS.cluster(name) for name in ("h100", "a100", "a800"))
@@ -37,28 +40,10 @@ def by_degree(
 ) -> tuple[dict[int, float], int]:
     """Return the seconds of a layer's attention with every degree, and the chosen one."""
     ranks, on_a_node = place
-    model = Model(
-        layers=1,
-        hidden=4096,
-        ffn=16384,
-        gated=True,
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=128,
-        vocabulary=32000,
-    )
-    load = Workload(
-        model=model,
-        cluster=replace(
-            cluster, gpus_per_node=on_a_node, gpus_per_nic=min(cluster.gpus_per_nic, on_a_node)
-        ),
-        gpus=ranks,
-        tensor=1,
-        context=ranks,
-        tokens=tokens * ranks,
-        config=BurstConfig(head_parallel_size=None, head_chunks=1),
-        recompute=False,
-    )
+    a_nic = min(cluster.gpus_per_nic, on_a_node)
+    machine = replace(cluster, gpus_per_node=on_a_node, gpus_per_nic=a_nic)
+    config = BurstConfig(head_parallel_size=None, head_chunks=1)
+    load = attention_alone(machine, ranks, tokens, config, (*heads, 128))
     nodes = [rank // on_a_node for rank in range(ranks)]
     sizes = [u for u in (1, 2, 4, 8) if on_a_node % u == 0 and heads[1] % u == 0]
     found = {}

@@ -17,7 +17,7 @@ from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
-from megatron_burst.tools.plan.search import Wish, search
+from megatron_burst.tools.plan.search import Wish, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -70,7 +70,7 @@ def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:
     both = load_of("llama3_8b", 8, global_batch_size=64, **parts)
     seconds = [step.predict(each).seconds for each in (flat, deep, both)]
     assert seconds[0] < seconds[2] < seconds[1]
-    inputs = [memory.predict(each, 1.0).inputs for each in (flat, deep, both)]
+    inputs = [memory.predict(each).inputs for each in (flat, deep, both)]
     # The first of four stages has a quarter of the layers and four micro-batches.
     assert inputs[1] == inputs[0] < inputs[2]
 
@@ -81,7 +81,7 @@ def test_stages_of_a_hybrid_model_are_written_into_its_pattern() -> None:
         whole = hybrid_form(FLAGS | CONFIGS.model("llama3_8b")) | {"global-batch-size": 64} | given
         load = workload_of(whole, H100, 8)
         assert load.virtual == virtual
-        words = shlex.split(candidate(whole, load, 1.0).command())
+        words = shlex.split(candidate(whole, load).command())
         found = parsed(words[words.index("megatron_burst.pretrain") + 1 :])
         assert not any("virtual" in name for name in found), "Megatron refuses them"
         return found
@@ -143,7 +143,7 @@ def test_chunks_of_the_loss_are_those_that_a_gpu_takes(parallel: dict[str, bool]
 def test_experts_are_shared_out_and_their_tokens_are_sent() -> None:
     alone, spread = (load_of("qwen3_30b_a3b", 8, expert_model_parallel_size=n) for n in (1, 8))
     model = alone.model
-    weights = [memory.predict(each, 1.0).weights for each in (alone, spread)]
+    weights = [memory.predict(each).weights for each in (alone, spread)]
     assert weights[0] - weights[1] == pytest.approx(2 * 7 / 8 * model.expert_parameters, rel=1e-6)
     waits = [step.weights_seconds(each, 0.0) for each in (alone, spread)]
     assert waits[1] < 0.3 * waits[0], "each rank has an eighth of the experts"
@@ -158,7 +158,7 @@ def test_what_saves_memory_or_time_does() -> None:
     base = load_of("llama3_8b", 8)
     whole = replace(base, recompute=False)
     mlp = replace(whole, selective=frozenset({"mlp"}))
-    assert memory.predict(mlp, 1.0).inputs < memory.predict(whole, 1.0).inputs
+    assert memory.predict(mlp).inputs < memory.predict(whole).inputs
     times = [step.layers_seconds(each) for each in (whole, mlp, base)]
     assert times == sorted(times) and len(set(times)) == 3
     assert step.layers_seconds(replace(base, fp8=True)) < times[2]
@@ -166,10 +166,10 @@ def test_what_saves_memory_or_time_does() -> None:
     attention = [sum(p.seconds for p in timing.attention_passes(x)) for x in (base, two)]
     assert attention[1] == pytest.approx(2 * attention[0], rel=0.01)
     hosted = replace(base, offload_inputs=True)
-    assert memory.predict(hosted, 1.0).inputs < memory.predict(base, 1.0).inputs
+    assert memory.predict(hosted).inputs < memory.predict(base).inputs
     apart = load_of("llama3_8b", 8, tensor_model_parallel_size=2)
     together = load_of("llama3_8b", 8, tensor_model_parallel_size=2, sequence_parallel=True)
-    inputs = [memory.predict(each, 1.0).inputs for each in (apart, together)]
+    inputs = [memory.predict(each).inputs for each in (apart, together)]
     assert inputs[0] == 2 * inputs[1]
 
 
@@ -187,13 +187,20 @@ def test_documents_are_less_work_and_balance_spreads_it() -> None:
 
 def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -> None:
     given = {name: value for name, value in FLAGS.items() if name != "global-batch-size"}
-    found = search(given | CONFIGS.model("llama3_8b"), H100, 8, Wish([0, 1]), 1.68)
+    found = search(given | CONFIGS.model("llama3_8b"), H100, 8, Wish([0, 1]))
     assert 1 < len(found) <= 10 and all(each.fits for each in found)
     rates = [each.time.tokens_per_gpu for each in found]
     assert rates == sorted(rates, reverse=True)
     usual = load_of("llama3_8b", 8, context_parallel_size=8, recompute_attention_fraction=0)
     assert rates[0] >= step.predict(usual).tokens_per_gpu
     assert "--tensor-model-parallel-size" in found[0].command()
+
+
+@pytest.mark.parametrize("asked", [(), ("pp",), ("ep",), ("pp", "ep")])
+def test_pipelines_and_experts_are_tried_where_they_are_asked_for(asked: tuple[str, ...]) -> None:
+    names = {"pp": "pipeline-model-parallel-size", "ep": "expert-model-parallel-size"}
+    tried = {name for sizes in _sizes({}, 8, Wish([0], asked)) for name in sizes}
+    assert tried & {*names.values()} == {names[short] for short in asked}
 
 
 def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(
@@ -222,15 +229,15 @@ def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int
     given = {**FLAGS, **CONFIGS.model("llama3_8b"), **sizes, "context-parallel-algo": "ulysses"}
     asked = given | {"lm-head-memory-mb": 5120}
     del given["lm-head-memory-mb"]
-    usual = memory.predict(workload_of(given, H100, 8), 1.68)
+    usual = memory.predict(workload_of(given, H100, 8))
     assert usual.loss > usual.layer + 1200 * MIB
     less = replace(H100, memory=(usual.total - missing * MIB) / memory.usable(H100) * H100.memory)
-    found = search(given, less, 8, Wish([0]), 1.68)[0]
+    found = search(given, less, 8, Wish([0]))[0]
     limit = int(found.flags["lm-head-memory-mb"])
     assert usual.loss / MIB - missing - 2 < limit <= usual.loss / MIB - missing
     assert found.fits and found.load.head_products == 5  # logits are made three times
     assert f"--lm-head-memory-mb {limit}" in found.command()
-    kept = search(asked, less, 8, Wish([0]), 1.68)
+    kept = search(asked, less, 8, Wish([0]))
     assert kept and all(each.flags["lm-head-memory-mb"] == 5120 for each in kept), "as it is given"
 
 
@@ -244,7 +251,7 @@ def test_what_fits_nowhere_is_told_what_would(capsys: pytest.CaptureFixture[str]
 def test_hosts_smaller_than_a_node_are_told_where_the_node_ends() -> None:
     flags = FLAGS | CONFIGS.model("llama3_8b") | {"context-parallel-size": 8}
     given = {name: value for name, value in flags.items() if name != "global-batch-size"}
-    (best, *_) = search(given, CONFIGS.cluster("gb200"), 8, Wish([0]), 1.68)
+    (best, *_) = search(given, CONFIGS.cluster("gb200"), 8, Wish([0]))
     assert "--nnodes 2" in best.command() and "--burst-ranks-per-node 8" in best.command()
 
 

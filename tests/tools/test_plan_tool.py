@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.command import main
-from megatron_burst.tools.model import Flags, Model
+from megatron_burst.tools.model import Flags, model_of
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan import command, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -40,18 +40,10 @@ def cluster(**changes: float) -> Cluster:
 
 
 def workload(machine: Cluster, ranks: int, **config: object) -> Workload:
-    model = Model(
-        layers=1,
-        hidden=32,
-        ffn=128,
-        gated=False,
-        heads=HEADS,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        vocabulary=100,
-    )
+    flags = {"num-layers": 1, "hidden-size": HEADS * DIM, "num-attention-heads": HEADS}
+    flags |= {"vocab-size": 100, "make-vocab-size-divisible-by": 1}
     return Workload(
-        model=model,
+        model=model_of(flags | {"untie-embeddings-and-output-weights": True}),
         cluster=machine,
         gpus=ranks,
         tensor=1,
@@ -152,22 +144,23 @@ def test_a_part_of_the_forward_runs_again() -> None:
 
 def test_memory_is_counted_part_by_part() -> None:
     load = replace(workload(cluster(), 4, algorithm="ring"), recompute=True)
-    found = memory.predict(load, working_set=1.0)
+    found = memory.predict(load)
     parameters = 32 * (4 * HEADS * DIM) + 2 * 32 * 128 + 2 * 32 * 100
     assert found.weights == 2 * parameters and found.gradients == 4 * parameters
     assert found.optimizer == 12 * parameters // 4
     assert found.inputs == TOKENS * 32 * 2 and found.saved == 0
-    sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2), 1.0)
+    sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2))
     assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
-    whole = memory.predict(replace(load, sharded=False, element_bytes=4), 1.0)
+    whole = memory.predict(replace(load, sharded=False, element_bytes=4))
     assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
-    assert memory.predict(kept, 1.0).saved == TOKENS * HEADS * (DIM * 2 + 4)
-    logits = memory.predict(replace(load, chunked_loss=False), 1.0)
+    assert memory.predict(kept).saved == TOKENS * HEADS * (DIM * 2 + 4)
+    logits = memory.predict(replace(load, chunked_loss=False))
     assert logits.loss == TOKENS * 100 * 6
-    stored = memory.predict(replace(load, recompute=False), 1.0).inputs
+    stored = memory.predict(replace(load, recompute=False)).inputs
     assert stored == TOKENS * 2 * (5 * 32 + 6 * HEADS * DIM + 2 * 128)
-    assert memory.predict(load, 2.0).layer == 2 * found.layer
+    twice = replace(load, cluster=cluster(working_set=2.0))
+    assert memory.predict(twice).layer == 2 * found.layer
 
 
 FLAGS: Flags = {
@@ -187,7 +180,7 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
     sharded = workload_of(single, machine, 16)
     whole = workload_of({**single, "use-distributed-optimizer": False}, machine, 16)
     assert (sharded.sharded, whole.sharded) == (True, False)
-    optimizers = [memory.predict(load, 1.0).optimizer for load in (sharded, whole)]
+    optimizers = [memory.predict(load).optimizer for load in (sharded, whole)]
     assert optimizers[1] == pytest.approx(16 * optimizers[0])
     assert step.weights_seconds(whole, 0.0) > step.weights_seconds(sharded, 0.0)
     # Float32 gradients go twice, or once and 16-bit weights once.
@@ -198,7 +191,7 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
 
 
 def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
-    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 1], CONFIGS.constant("working_set"))
+    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 1])
     keys = [(not each.fits, each.time.seconds) for each in found]
     assert keys == sorted(keys) and found[0].fits
     ways = {(str(each), each.load.head_parallel, each.fraction) for each in found}
@@ -224,7 +217,7 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
 
 
 def test_a_plan_with_two_names_has_one_row() -> None:
-    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 0.5], CONFIGS.constant("working_set"))
+    found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 0.5])
     flat = [e for e in found if e.name == "burst kv flat" and e.load.head_parallel == 1]
     # Over two nodes its gradients return by the chain, as those of the baseline.
     assert flat and {str(e) for e in flat} == {"burst kv flat = ring flat"}
@@ -232,16 +225,16 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     plans = [(e.load.head_parallel, e.fraction, c.plans(3 % c.tiling.ranks)) for e, c in chosen]
     assert not any(a == b for a, b in combinations(plans, 2))
     # In one node burst sends them straight home, as the kernel made them: other bytes.
-    inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0], 1.0)
+    inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0])
     assert not any(e.twins for e in inside)
 
 
 def test_what_does_not_fit_comes_last_however_fast() -> None:
-    machine, factor = CONFIGS.cluster("a800"), CONFIGS.constant("working_set")
+    machine = CONFIGS.cluster("a800")
     small = {**FLAGS, "seq-length": 65536, "context-parallel-size": 2}
-    fast, *_ = (each for each in rank(small, machine, 2, [0], factor))
+    fast, *_ = (each for each in rank(small, machine, 2, [0]))
     tight = replace(machine, memory=0.99 * fast.memory.total / 0.92)
-    found = rank(small, tight, 2, [0, 0.5, 1], factor)
+    found = rank(small, tight, 2, [0, 0.5, 1])
     assert {each.fits for each in found} == {True, False}
     assert found[0].fits and not found[-1].fits
     assert found[0].time.seconds > min(each.time.seconds for each in found if not each.fits)
@@ -396,7 +389,7 @@ def test_an_all_to_all_runs_again_even_where_all_results_are_kept() -> None:
 
 def test_flags_from_a_command_line_have_their_types() -> None:
     flags = asked("--run toy -- --burst-ranks-per-node 4 --burst-segments 4")
-    found = rank(flags, CONFIGS.cluster("h100"), 4, [], 1.0)
+    found = rank(flags, CONFIGS.cluster("h100"), 4, [])
     assert found[0].load.config.ranks_per_node == 4
     assert "burst-segments" not in found[0].flags
     assert found[0].command().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")

@@ -3,17 +3,22 @@
 P ranks are M nodes of L; KV, Q, dKV, dQ are the bytes of a rank's blocks and of their gradients.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.config import GradientReturn
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport.comm import Communicator
 from tests.plans.simulator import bytes_sent
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
+from rows import attention_alone  # noqa: E402
 
 CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
 GRIDS = [(1, 2), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (3, 2), (2, 8), (4, 3), (3, 5)]
@@ -38,23 +43,8 @@ def workload(nodes: int, length: int, heads: int, kv_heads: int, **config: objec
         gpus_per_nic=1,
         contention=0.0,
     )
-    model = Model(
-        **{"layers": 1, "hidden": 8, "ffn": 8, "gated": False, "vocabulary": 8},
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=DIM,
-    )
-    ranks = nodes * length
-    return Workload(
-        model=model,
-        cluster=cluster,
-        gpus=ranks,
-        tensor=1,
-        context=ranks,
-        tokens=TOKENS * ranks,
-        config=BurstConfig(**config),
-        recompute=False,
-    )
+    sizes = heads, kv_heads, DIM
+    return attention_alone(cluster, nodes * length, TOKENS, BurstConfig(**config), sizes)
 
 
 def blocks(tokens: int, heads: int, kv_heads: int) -> dict[str, int]:

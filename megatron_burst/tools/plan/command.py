@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.tools import options, terminal
@@ -20,13 +20,12 @@ _ABOUT = """Predicts memory, bytes, exposed communication and time of a training
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
 those of the run or the model."""
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
-# What of a cluster can be given as measured, with what a unit of it is.
-_RATES = {
-    "within-gb-s": ("within_rate", 1e9, "from a GPU into its node"),
-    "nic-gb-s": ("nic_rate", 1e9, "of a NIC"),
-    "forward-tflops": ("forward_rate", 1e12, "of attention's forward"),
-    "backward-tflops": ("backward_rate", 1e12, "of attention's backward"),
-    "linear-tflops": ("linear_rate", 1e12, "of matrix products"),
+_RATES = {  # of a cluster, that can be given as measured
+    "within_gb_s": "from a GPU into its node",
+    "nic_gb_s": "of a NIC",
+    "forward_tflops": "of attention's forward",
+    "backward_tflops": "of attention's backward",
+    "linear_tflops": "of matrix products",
 }
 # The columns of numbers: the figure, in what unit and form.
 _COLUMNS = {
@@ -68,12 +67,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
     wanted, cluster, gpus = _asked(configs, given, flags)
-    factor = configs.constant("working_set")
     if given.search is None:
-        found = rank(wanted, cluster, gpus, given.fractions, factor)
+        found = rank(wanted, cluster, gpus, given.fractions)
     else:
-        wish = Wish(given.fractions, "pp" in given.search, "ep" in given.search)
-        found = search(wanted, cluster, gpus, wish, factor, given.top)
+        found = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
     if given.plot:
         plot.draw(found, given.plot)
     if given.json:
@@ -164,16 +161,13 @@ def _asked(
     flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
-    measured = {
-        field: unit * value
-        for flag, (field, unit, _) in _RATES.items()
-        if (value := getattr(given, flag.replace("-", "_"))) is not None
-    }
+    rates = {rate: vars(given)[rate] for rate in _RATES if vars(given)[rate] is not None}
+    cluster = configs.cluster(name, **rates)
     if given.search is not None:  # sizes stay if they are among the flags behind the dashes
         flags = {
             name: value for name, value in flags.items() if name not in SEARCHED or name in own
         }
-        return flags, replace(configs.cluster(name), **measured), gpus
+        return flags, cluster, gpus
     # All GPUs take part, with a sequence for each data-parallel rank.
     ranks = whole(flags, "tensor-model-parallel-size")
     ranks *= whole(flags, "pipeline-model-parallel-size")
@@ -183,7 +177,7 @@ def _asked(
         data = max(1, gpus // (ranks * whole(flags, "context-parallel-size")))
         data *= whole(flags, "micro-batch-size")
         flags["global-batch-size"] = data * -(-whole(flags, "global-batch-size") // data)
-    return flags, replace(configs.cluster(name), **measured), gpus
+    return flags, cluster, gpus
 
 
 def _parser() -> options.Parser:
@@ -217,7 +211,7 @@ def _parser() -> options.Parser:
     add("--plot", metavar="FILE", help="draw tokens/s over memory")
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
-    for flag, (_, _, what) in _RATES.items():
-        add(f"--{flag}", type=float, metavar="X", help=f"measured: {what}")
+    for rate, what in _RATES.items():
+        add(f"--{rate.replace('_', '-')}", type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
     return parser

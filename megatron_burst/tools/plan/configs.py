@@ -18,9 +18,8 @@ type Table = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run by name."""
+    """A named run."""
 
-    name: str
     cluster: str
     gpus: int
     flags: Flags
@@ -53,7 +52,7 @@ class Configs:
         table = _inherited(self.tables, name)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
-        return Run(name=name, cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
+        return Run(cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""
@@ -68,8 +67,8 @@ class Configs:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])
 
-    def cluster(self, name: str) -> "Cluster":
-        """Return a cluster."""
+    def cluster(self, name: str, **rates: float) -> "Cluster":
+        """Return a cluster, with these in the place of its own rates, as its file names them."""
         from megatron_burst.tools.plan.cluster import cluster_of  # it needs torch; launchers do not
 
         tables = self.clusters
@@ -77,7 +76,9 @@ class Configs:
             tables = {**tables, **tomllib.loads(Path(name).read_text())}
             name = Path(name).stem
         _check("cluster", name, tables)
-        return cluster_of(name, _inherited(tables, name, "rates"), self.constant)
+        table = _inherited(tables, name, "rates")
+        table["rates"] = {**table.get("rates", {}), **rates}
+        return cluster_of(name, table, self.constant)
 
 
 def as_asked(flags: Flags, own: Flags, *, gpt: bool) -> dict[str, Any]:

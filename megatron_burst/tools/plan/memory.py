@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from math import ceil
 
-from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -33,66 +32,57 @@ class Memory:
         states = self.weights + self.gradients + self.optimizer + self.gathered
         return states + self.inputs + self.saved + max(self.layer, self.loss)
 
-    def fits(self, cluster: Cluster) -> bool:
-        """Say whether it leaves room on a GPU for what is not counted."""
-        return self.total <= usable(cluster)
-
 
 def usable(cluster: Cluster) -> float:
     """Return the bytes of a GPU that may be counted."""
     return _USABLE * cluster.memory
 
 
-def predict(load: Workload, working_set: float) -> Memory:
-    """Predict the peak; `working_set` is the memory of attention at work over what is counted."""
+def predict(load: Workload) -> Memory:
+    """Predict the peak."""
     stages = {0, load.pipeline - 1}
-    return max((_of_stage(load, stage, working_set) for stage in stages), key=lambda m: m.total)
+    return max((_of_stage(load, stage) for stage in stages), key=lambda m: m.total)
 
 
-def states(load: Workload) -> float:
+def states(load: Workload) -> int:
     """Return the bytes of weights, gradients and optimizer, the least that a way needs."""
-    own, of_experts = _own(load, load.pipeline - 1)
-    return _weights(load, own) + _gradients(load, own) + _optimizer(load, own, of_experts)
+    return sum(_states(load, load.pipeline - 1))
 
 
-def _weights(load: Workload, own: int) -> int:
-    return own * load.element_bytes // (load.shards if load.zero3 else 1)
-
-
-def _gradients(load: Workload, own: int) -> int:
-    if load.zero3:
-        return 0 if load.offload else own * load.gradient_bytes // load.shards
-    return own * load.gradient_bytes
-
-
-def _optimizer(load: Workload, own: int, of_experts: int) -> int:
-    """Experts' states are spread over the ranks that have the same experts."""
+def _states(load: Workload, stage: int) -> tuple[int, int, int]:
+    """Of weights, gradients and optimizer, each."""
+    own, of_experts = _own(load, stage)
+    ranks = load.shards if load.zero3 else 1
+    weights, gradients = own * load.element_bytes // ranks, own * load.gradient_bytes // ranks
     if load.offload:
-        return 0
+        return weights, 0 if load.zero3 else gradients, 0
     wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
     spread = load.shards if load.sharded else 1
-    return int(wide * ((own - of_experts) / spread + of_experts / max(1, spread // load.expert)))
+    # Experts' are spread over the ranks that have the same experts.
+    numbers = (own - of_experts) / spread + of_experts / max(1, spread // load.expert)
+    return weights, gradients, int(wide * numbers)
 
 
-def _of_stage(load: Workload, stage: int, working_set: float) -> Memory:
+def _of_stage(load: Workload, stage: int) -> Memory:
     model, tensor, e, tokens = load.model, load.tensor, load.element_bytes, load.local_tokens
-    own, of_experts = _own(load, stage)
+    weights, gradients, optimizer = _states(load, stage)
     fraction, (heads, _) = load.config.recompute_fraction, load.heads
     saved = 0.0 if fraction is None or not load.recompute else 1 - fraction
     kept = 0.0 if load.config.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     of_loss = load.loss_bytes if load.chunked_loss else logits
-    largest = max(part.parameters for part in model.parts.values())
+    sizes = {name: part.parameters for name, part in model.parts.items()}
+    used = max(sizes.values()) + sizes.get("attention", 0)
     # Of ZeRO-3, with gradients: a layer that is used, one on its way, the embedding and the head.
-    others = 2 * e * (2 * (largest + _attention(model)) + 2 * model.head_parameters)
+    others = 2 * e * (2 * used + 2 * model.head_parameters)
     return Memory(
-        weights=_weights(load, own),
-        gradients=_gradients(load, own),
-        optimizer=_optimizer(load, own, of_experts),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
         gathered=others if load.zero3 and load.shards > 1 else 0,
         inputs=int(_stored(load) * _in_flight(load, stage) / load.pipeline),
         saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
-        layer=_working_set(load, working_set),
+        layer=_working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
     )
 
@@ -116,11 +106,6 @@ def _in_flight(load: Workload, stage: int) -> float:
         warm_up = (load.virtual - 1) * load.pipeline + 2 * (load.pipeline - stage) - 1
         waiting = warm_up / load.virtual
     return min(waiting, load.micro_batches)
-
-
-def _attention(model: Model) -> int:
-    attention = model.parts.get("attention")
-    return attention.parameters if attention else 0
 
 
 def _stored(load: Workload) -> int:
@@ -154,7 +139,7 @@ def _saved(load: Workload, name: str) -> float:
     return around / (load.tensor if load.sequence_parallel else 1) + inside / load.tensor
 
 
-def _working_set(load: Workload, factor: float) -> int:
+def _working_set(load: Workload) -> int:
     """The tensors of one layer in its backward: at its MLP or, when that is done, at attention.
 
     There they are the buffers of its plan, and float32 sums of dQ, dK and dV; where it cuts its
@@ -176,4 +161,4 @@ def _working_set(load: Workload, factor: float) -> int:
     others = [part.saved for name, part in parts.items() if name != "attention"]
     at_mlp = max((2 * (saved - 2 * load.model.hidden) for saved in others), default=0)
     at_mlp = a_token * (around + ceil(at_mlp / load.mlp_chunks)) // load.tensor
-    return gathered + max(at_mlp, int(factor * at_attention))
+    return gathered + max(at_mlp, int(load.cluster.working_set * at_attention))

@@ -42,7 +42,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether its memory leaves room for what is not counted."""
-        return self.memory.fits(self.load.cluster)
+        return self.memory.total <= memory.usable(self.load.cluster)
 
     @property
     def name(self) -> str:
@@ -81,21 +81,19 @@ class Candidate:
         )
 
 
-def candidate(flags: Flags, load: Workload, working_set: float) -> Candidate:
+def candidate(flags: Flags, load: Workload) -> Candidate:
     """Predict a way."""
-    return Candidate(flags, load, step.predict(load), memory.predict(load, working_set))
+    return Candidate(flags, load, step.predict(load), memory.predict(load))
 
 
-def rank(
-    given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float], working_set: float
-) -> list[Candidate]:
+def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) -> list[Candidate]:
     """Predict every way; those that fit come first, and of them the fastest.
 
     Ways of which the same is predicted are one: most of them make the same plans.
 
     A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
     ways that are best without it. Fractions have an effect where layers are recomputed; flags that
-    `unchosen` leaves out are replaced. `working_set` is that of `memory.predict`.
+    `unchosen` leaves out are replaced.
     """
     flags = unchosen(given)
     if flags.get("recompute-granularity") != "full":
@@ -103,7 +101,7 @@ def rank(
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
         wanted = {**flags, **way, **recomputing(fraction)}
-        return candidate(wanted, workload_of(wanted, cluster, gpus), working_set)
+        return candidate(wanted, workload_of(wanted, cluster, gpus))
 
     def place(found: Candidate) -> tuple[bool, float]:
         return not found.fits, found.time.seconds

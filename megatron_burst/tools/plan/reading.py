@@ -226,15 +226,12 @@ def _refuse(given: Flags) -> None:
             raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     # Attention and the MLP are layers of their own in a HybridModel.
     layers = 2 if "hybrid-layer-pattern" in given else 1
-    if (recomputed := whole(given, "recompute-num-layers", layers)) != layers:
-        raise ValueError(
-            f"--recompute-num-layers {recomputed} cannot be predicted here: {layers} alone"
-        )
     tensor = whole(given, "tensor-model-parallel-size")
-    if (apart := whole(given, "expert-tensor-parallel-size", tensor)) != tensor:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {apart} cannot be predicted here: experts are cut as "
-            f"all else, over {tensor}"
-        )
+    for name, usual, reason in (
+        ("recompute-num-layers", layers, f"{layers} alone"),
+        ("expert-tensor-parallel-size", tensor, f"experts are cut as all else, over {tensor}"),
+    ):
+        if (value := whole(given, name, usual)) != usual:
+            raise ValueError(f"--{name} {value} cannot be predicted here: {reason}")
     if "seq-length" not in given:
         raise ValueError("--seq-length is missing")

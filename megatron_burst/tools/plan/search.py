@@ -5,8 +5,7 @@ message. Ways are put on the clock by their bounds until no bound is below what 
 the clocks of a search are used up.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from megatron_burst.tools.plan.workload import Workload
 
 _CLOCKS = 60_000_000
 """What a search may compute: a plan of P ranks on the clock counts P² and as much as 128 ranks."""
-_SIZES = {
-    "tensor-model-parallel-size": (1, 2, 4, 8),
-    "pipeline-model-parallel-size": (1, 2, 4, 8, 16),
-    "expert-model-parallel-size": (1, 2, 4, 8, 16, 32, 64),
+_SIZES = {  # with what asks for them
+    "tensor-model-parallel-size": ("", (1, 2, 4, 8)),
+    "pipeline-model-parallel-size": ("pp", (1, 2, 4, 8, 16)),
+    "expert-model-parallel-size": ("ep", (1, 2, 4, 8, 16, 32, 64)),
 }
 _CHUNKS = {"lm-head-memory-mb", "lm-head-chunk-size"}
 SEARCHED = (
@@ -35,17 +34,15 @@ SEARCHED = (
 _DEGREES = (1, 2, 4, 8)  # of head parallelism
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a search may change: sizes that are not given, and what is asked for."""
+class Wish(NamedTuple):
+    """What a search may change beside sizes that are not given."""
 
     fractions: Sequence[float]
-    pipelines: bool = False
-    experts: bool = False
+    sizes: Collection[str] = ()  # pp, ep
 
 
 def search(
-    given: Flags, cluster: Cluster, gpus: int, wish: Wish, working_set: float, most: int = 10
+    given: Flags, cluster: Cluster, gpus: int, wish: Wish, most: int = 10
 ) -> list[Candidate]:
     """Return the fastest ways that fit, at most so many; sizes that are given stay as they are.
 
@@ -69,7 +66,7 @@ def search(
             # The host's memory is the last resort for the optimizer: its updates there take longer.
             if load.offload and fitting:
                 continue
-            each = _in_chunks_that_fit(candidate(flags, load, working_set), working_set)
+            each = _in_chunks_that_fit(candidate(flags, load))
             if each.fits:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
@@ -81,7 +78,7 @@ def search(
     return each_once(order)[:most]
 
 
-def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
+def _in_chunks_that_fit(found: Candidate) -> Candidate:
     """Return it with smaller chunks of the loss, if that is all that it takes to fit.
 
     Chunks that are given stay as they are.
@@ -96,7 +93,7 @@ def _in_chunks_that_fit(found: Candidate, working_set: float) -> Candidate:
         smaller = workload_of(flags, load.cluster, load.gpus)
     except ValueError:  # too little for any chunk
         return found
-    return candidate(flags, smaller, working_set)
+    return candidate(flags, smaller)
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
@@ -156,11 +153,9 @@ def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Wor
 
 def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
     """The sizes of all dimensions, those that are given as they are; what is left is data's."""
-    asked = {"pipeline-model-parallel-size": wish.pipelines}
-    asked["expert-model-parallel-size"] = wish.experts
     choices = [
-        (whole(flags, name),) if name in flags else sizes if asked.get(name, True) else (1,)
-        for name, sizes in _SIZES.items()
+        (whole(flags, name),) if name in flags else sizes if asked in ("", *wish.sizes) else (1,)
+        for name, (asked, sizes) in _SIZES.items()
     ]
     for tensor, pipeline, expert in product(*choices):
         left, remainder = divmod(gpus, tensor * pipeline)

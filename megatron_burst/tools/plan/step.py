@@ -64,7 +64,7 @@ def layers_seconds(load: Workload) -> float:
     rate = machine.linear_rate * (machine.fp8_speedup if load.fp8 else 1)
     seconds = 0.0
     for name, part in load.model.parts.items():
-        times, filled = _times(load, name), _filled(load) if name == "experts" else 1.0
+        times, filled = _times(load, name), _filled(load, part) if name == "experts" else 1.0
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
         seconds += part.count * times * tokens * (products + moved)
@@ -78,11 +78,9 @@ def _times(load: Workload, name: str) -> int:
     return 4 if load.recompute or modules.get(name) in load.selective else 3
 
 
-def _filled(load: Workload) -> float:
+def _filled(load: Workload, part: Part) -> float:
     """The share of the rows of experts' products that are tokens: each has whole tiles of rows."""
-    assert load.model.experts
-    experts = load.model.experts
-    rows = load.local_tokens * load.expert * experts.chosen / experts.count
+    rows = load.local_tokens * load.expert * part.chosen / part.experts
     return rows / (math.ceil(rows / _BLOCK) * _BLOCK)
 
 

@@ -104,21 +104,15 @@ class Workload:
 
     def _check_model(self) -> None:
         """Check that heads and experts divide over their ranks."""
-        experts = self.model.experts.count if self.model.experts else 1
-        for name, size, what, count in (
-            ("tensor-model-parallel-size", self.tensor, "attention heads", self.model.heads),
-            ("expert-model-parallel-size", self.expert, "experts", experts),
-            (
-                "expert-model-parallel-size",
-                self.expert,
-                "data- x context-parallel ranks",
-                self.shards,
-            ),
+        experts = max((part.experts for part in self.model.parts.values()), default=1)
+        for kind, size, what, count in (
+            ("tensor", self.tensor, "attention heads", self.model.heads),
+            ("expert", self.expert, "experts", experts),
+            ("expert", self.expert, "data- x context-parallel ranks", self.shards),
         ):
-            if size > 1 and count % size:
-                raise ValueError(
-                    f"--{name}: {count} {what} do not divide over {size}; {_of(count)}"
-                )
+            if count % size:
+                text = f"{count} {what} do not divide over {size}; {_of(count)}"
+                raise ValueError(f"--{kind}-model-parallel-size: {text}")
 
     @property
     def data(self) -> int:
