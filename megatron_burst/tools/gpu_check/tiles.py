@@ -17,7 +17,7 @@ from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.layout import Interval
 from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
-from megatron_burst.tools.one_rank import OneRank, Sizes
+from megatron_burst.tools.one_rank import Sizes, silent_rank
 
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
 _EFFICIENCY, _OF_COPY = 0.95, 0.85
@@ -53,7 +53,7 @@ def _waits(device: Device) -> Check:
     sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
     found: list[str] = []
     for ring in ("kv", "query"):
-        rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
+        rank = silent_rank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), backward=ring)
         rank.backward()  # what is compiled may wait
         with (
             profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen,
