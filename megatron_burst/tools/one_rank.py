@@ -66,7 +66,7 @@ def context_of(
 
 
 class OneRank:
-    """Both passes of one rank's attention, causal if there is no mask.
+    """Both passes of one rank's attention, causal if there is no mask; `pairs` are of a forward.
 
     Raises:
         ValueError: no kernel serves the tensors.
@@ -76,12 +76,8 @@ class OneRank:
         self._q, k, v, self._dout = tensors
         self.call = context.prepare(self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = Keys(self.call.forward_plan.rank, k, v)
+        self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)
         self.result: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def pairs(self) -> int:
-        """How many pairs of a query and a key it computes in a forward."""
-        return sum(tile.pairs for tile in self.call.forward_plan.tiles)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_burst.kernels import Request, select_kernel
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.gpu_check.stage import DTYPE, Device
 from megatron_burst.tools.one_rank import OneCall, Sizes, silent_rank
@@ -42,13 +43,14 @@ def _ways(device: Device, sizes: Sizes) -> dict[str, Any]:
     """Return what is timed: each has `pairs` of a forward, `forward` and `backward`."""
     # On so many tokens that the FLOPs are about those of one rank.
     whole = sizes._replace(tokens=round(sizes.tokens * RANKS**0.5 / 64) * 64 or sizes.tokens)
-    one = OneCall(device.kernel(*sizes[1:]), whole, device.device, DTYPE)
+    request = Request(device.device, DTYPE, *sizes[1:], sizes.head_dim)
+    one = OneCall(select_kernel("auto", request), whole, device.device, DTYPE)
     tokens = f"{whole.tokens} tokens"
     ways: dict[str, Any] = {f"one call, {tokens}": one}
     tensors = sizes.draw(device.device, DTYPE)
     for ring in ("kv", "query"):
-        rank = silent_rank([0] * RANKS, tensors, backward=ring, topology="flat")
-        ways[f"{A_RANK}, {ring} ring"] = rank
+        way = silent_rank([0] * RANKS, tensors, backward=ring, topology="flat")
+        ways[f"{A_RANK}, {ring} ring"] = way
     if device.is_gpu and find_spec("transformer_engine"):
         ways[f"TransformerEngine, {tokens}"] = _transformer_engine(device, whole, one.pairs)
     return ways

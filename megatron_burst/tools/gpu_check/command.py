@@ -79,14 +79,7 @@ def _run(number: int, device: Device, console: Console) -> Result:
             state = "FAILED" if not check.passed else "ok" if check.allowed else ""
             console.print(f"  {state:<6} {check.name}: {check.found} {check.allowed}".rstrip())
     seconds = time.perf_counter() - begun
-    result = Result(
-        number=number,
-        name=name,
-        about=about,
-        remedy=module.REMEDY,
-        seconds=seconds,
-        checks=checks,
-    )
+    result = Result(number, name, about, module.REMEDY, seconds, checks)
     console.print(f"  {result.verdict} in {seconds:.0f} s")
     return result
 

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import KERNELS, Kernel, Request, select_kernel
+from megatron_burst.kernels import KERNELS, Kernel, Request
 from megatron_burst.tools.live_bytes import LiveBytes
 
 DTYPE = torch.bfloat16
@@ -69,10 +69,6 @@ class Device:
         request = Request(self.device, DTYPE, heads, kv_heads, dim, dim)
         names = (name for name in KERNELS if name != "reference")
         return {n: KERNELS[n] for n in names if not KERNELS[n].reasons_against(request)}
-
-    def kernel(self, heads: int, kv_heads: int, dim: int) -> Kernel:
-        """Return the one that `auto` takes for causal tiles."""
-        return select_kernel("auto", Request(self.device, DTYPE, heads, kv_heads, dim, dim))
 
     def synchronize(self) -> None:
         """Wait for the device; an error of a kernel shows here."""

@@ -5,17 +5,17 @@ The loops of a rank in the middle of a ring, with its kernels, merges and sums, 
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.merge import PartialResults
 from megatron_burst.plans.layout import Interval
 from megatron_burst.tools.compare import tiles
+from megatron_burst.tools.gpu_check.loss import inputs
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import Sizes, silent_rank
 
@@ -70,17 +70,13 @@ def _waits(device: Device) -> Check:
 @contextmanager
 def _warnings_of_waits(device: Device) -> Iterator[list[warnings.WarningMessage]]:
     """Let torch warn where the host waits for a GPU, and as before afterwards."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, ExitStack() as afterwards:
         warnings.simplefilter("always")
-        if not device.is_gpu:
-            yield said
-            return
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield said
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        if device.is_gpu:
+            before = torch.cuda.get_sync_debug_mode()
+            afterwards.callback(torch.cuda.set_sync_debug_mode, before)
+            torch.cuda.set_sync_debug_mode("warn")
+        yield said
 
 
 def _copy_speed(device: Device) -> float:
@@ -113,20 +109,13 @@ def _loss(device: Device) -> Iterator[tuple[str, float, int]]:
     Hidden states are short, so that products take little of the time.
     """
     tokens, rows, hidden, chunk = (8192, 131072, 128, 2048) if device.is_gpu else (32, 256, 16, 16)
-    states, weight, dlogits = (
-        torch.randn(shape, device=device.device).to(DTYPE)
-        for shape in ((tokens, hidden), (rows, hidden), (chunk, rows))
-    )
-    targets = torch.arange(tokens, device=device.device) % rows
-    some = states[:chunk]
-    logits = device.seconds(lambda: torch.mm(some, weight.t(), out=dlogits)) * (tokens // chunk)
-    of_states = device.seconds(lambda: dlogits @ weight) * (tokens // chunk)
+    states, weight, targets = inputs(device, tokens, rows, hidden)
+    some, fixed = states[:chunk].detach(), weight.detach()
+    dlogits = some @ fixed.t()
+    logits = device.seconds(lambda: torch.mm(some, fixed.t(), out=dlogits)) * (tokens // chunk)
+    of_states = device.seconds(lambda: dlogits @ fixed) * (tokens // chunk)
     of_weight = device.seconds(lambda: dlogits.t() @ some) * (tokens // chunk)
-    states, weight = states.requires_grad_(), weight.requires_grad_()
-
-    def forward() -> Tensor:
-        return linear_cross_entropy(states, weight, targets, chunk_size=chunk)
-
+    forward = partial(linear_cross_entropy, states, weight, targets, chunk_size=chunk)
     loss = forward()
     ones = torch.ones_like(loss)
     backward = partial(torch.autograd.grad, loss, (states, weight), ones, retain_graph=True)
