@@ -68,21 +68,17 @@ class Variant:
 
 def variants(job: Job) -> list[Variant]:
     """Return every variant, those that cannot run here with the reason; the references first."""
-
-    def made(name: str, algorithm: str, flags: str, why_not: str = "") -> Variant:
-        words = f"--context-parallel-algo {algorithm} {flags}"
-        return Variant(name=name, flags=tuple(words.split()), ranks=job.ranks, why_not=why_not)
-
-    # One context-parallel rank and no data parallelism: as few ranks as the model allows.
-    fewest = job.tensor * job.pipeline
-    alone = (made(name, name.split()[1], *rest) for name, *rest in _alone(job))
     size = f"--context-parallel-size {job.context}" + f" {DOCUMENTS}" * job.has_documents
     place = f"{size} --burst-ranks-per-node {job.ranks_per_node}" if job.ranks_per_node else size
-    return [
-        *(replace(variant, ranks=fewest) for variant in alone),
-        *(made(name, "megatron", flags, why) for name, flags, why in _megatrons(job, size)),
-        *(made(name, name.split()[0], f"{place} {more}", why) for name, more, why in _ours(job)),
-    ]
+    ours = ((name, f"{place} {more}", why_not) for name, more, why_not in _ours(job))
+    found = []
+    for name, flags, why_not in (*_alone(job), *_megatrons(job, size), *ours):
+        algorithm = name.removeprefix("CP=1 ").split()[0]
+        words = f"--context-parallel-algo {algorithm} {flags}".split()
+        # One context-parallel rank and no data parallelism: as few ranks as the model allows.
+        ranks = job.tensor * job.pipeline if name in REFERENCES else job.ranks
+        found.append(Variant(name=name, flags=tuple(words), ranks=ranks, why_not=why_not))
+    return found
 
 
 def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
