@@ -91,10 +91,8 @@ def commit(directory: Path) -> str:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:(.*)", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def gpus() -> list[dict[str, str]]:

@@ -54,8 +54,8 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
 @contextlib.contextmanager
 def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
     """Be the first rank of the job; yield what Megatron prints, which the report leaves out."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
-    ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(target.ranks_per_node)}
+    ranks["WORLD_SIZE"] = str(target.nodes * target.ranks_per_node)
     flags = list(line.flags)
     if target.is_cluster and line.is_attached:
         flags += ["--burst-check-files", "off"]  # the data of a cluster need not be here
