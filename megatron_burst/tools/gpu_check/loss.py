@@ -32,8 +32,7 @@ def check(device: Device) -> Iterator[Check]:
     gradients = sum(x.nbytes for x in tensors[:2]) / 2**20
     said = f" MiB, {peaks[1] / 2**20:.0f} with all logits"
     yield at_most("memory", peaks[0] / 2**20 - gradients, allowed, "{:.0f}", more=said)
-    ratio = at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER)
-    yield device.judged(ratio)
+    yield device.judged(at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER))
     yield Check("forward and backward", f"{seconds[0] * 1e3:.1f} ms, {seconds[1] * 1e3:.1f} ms")
 
 

@@ -140,8 +140,7 @@ def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected
     _, visibility = verify.masks(case.mask, tokens)
     q, k, v, dout = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
     spread = Spread([torch.arange(tokens)], None)
-    scale = case.sizes.head_dim**-0.5
-    reference = Reference(spread, visibility, scale, q, k, v, margin=margin)
+    reference = Reference(spread, visibility, case.sizes.head_dim**-0.5, q, k, v, margin=margin)
     return [*reference.expect(), *reference.expect(dout)]
 
 
