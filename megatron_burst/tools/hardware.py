@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,6 @@ def describe(run: str, command: Sequence[str]) -> dict[str, object]:
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that NCCL, torch, CUDA and the launchers read, sorted."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(SETTINGS)}
-
-
-def installed(distribution: str) -> str:
-    """Return the version of one package, "" where it is missing."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def versions() -> dict[str, str]:
