@@ -35,11 +35,6 @@ class LaunchLine:
         """Whether the plug-in is there when it runs: a script of Megatron's has to ask for it."""
         return self.starts_us and (self.program in OUR_ENTRIES or asks_for_us(self.flags))
 
-    @property
-    def folder(self) -> Path | None:
-        """Where the script lies: what is beside it is imported first."""
-        return Path(self.program).resolve().parent if self.program.endswith(".py") else None
-
 
 def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
     """Take the words of a command apart.
