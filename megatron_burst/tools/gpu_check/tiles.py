@@ -95,10 +95,7 @@ def _merge(device: Device) -> tuple[float, float]:
     q, *_, part = sizes.draw(device.device, DTYPE)
     lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
     results, rows = PartialResults(q, sizes.head_dim), Interval(0, sizes.tokens)
-
-    def merge() -> None:
-        results.merge(rows, part, lse)
-
+    merge = partial(results.merge, rows, part, lse)
     first = device.once(merge)
     return first, _MERGE_BYTES * q.numel() / device.seconds(merge)
 
