@@ -1,8 +1,8 @@
 """Which ways of context parallelism are compared, by which flags, and why one cannot run here."""
 
+import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 
 from megatron_burst.config import Topology
 from megatron_burst.plans.head_parallel import head_groups, kv_head_copies
@@ -88,15 +88,15 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
         ValueError: a pattern matches none.
     """
     names = [variant.name for variant in every]
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in names):
+    kept: list[str] = []
+    for pattern in patterns or ["*"]:
+        if not (found := fnmatch.filter(names, pattern)):
             known = "', '".join(names)
             raise ValueError(f"--variants '{pattern}' matches none of '{known}'")
+        kept += found
     return [
-        variant
-        if any(fnmatch(variant.name, pattern) for pattern in patterns or ["*"])
-        else replace(variant, why_not=variant.why_not or "left out by --variants")
-        for variant in every
+        v if v.name in kept else replace(v, why_not=v.why_not or "left out by --variants")
+        for v in every
     ]
 
 
@@ -114,14 +114,12 @@ def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
     # Over several levels the heads go over a node's ranks, or on one node over half of them.
     local = job.nodes.count(0)
     spread = local if local < job.context else max(1, job.context // 2)
+    levels = f" --hierarchical-context-parallel-sizes {spread} {job.context // spread}"
     ways = {
         "p2p": ("", ""),
         "all_gather": ("", ""),
         "a2a": ("", _why_no_a2a(job, job.context)),
-        "a2a+p2p": (
-            f" --hierarchical-context-parallel-sizes {spread} {job.context // spread}",
-            _why_no_a2a(job, spread),
-        ),
+        "a2a+p2p": (levels, _why_no_a2a(job, spread)),
     }
     none = _OTHER_ZIGZAG if job.has_documents else job.without_megatrons
     for way, (more, why_not) in ways.items():
