@@ -168,8 +168,8 @@ def main(argv: list[str]) -> int:
 def _print(content: dict[str, Any]) -> None:
     steps, ranks = content["steps"], content["ranks"]
     numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
-    title = f"attention in a training step, mean of {steps} steps"
-    table = terminal.table(("rank", "pass"), numbers, title)
+    table = terminal.table(("rank", "pass"), numbers)
+    table.title = f"attention in a training step, mean of {steps} steps"
     for row in content["rows"]:
         if row["rank"] in ranks[:_MOST_RANKS]:
             times = (row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed"))

@@ -225,15 +225,10 @@ def _line(result: Result) -> str:
 
 
 def _show(comparison: Comparison, page: Path, console: Console) -> None:
-    table = terminal.table(("",), COLUMNS)
-    for cells in rows(comparison):
-        table.add_row(*cells)
-    console.print(table)
+    console.print(terminal.table(("",), COLUMNS, rows(comparison)))
     if comparison.shares:
-        table = terminal.table((f"a share of {tiles.RANKS}",), tiles.COLUMNS)
-        for cells in tiles.cells(comparison.shares):
-            table.add_row(*cells)
-        console.print(table)
+        first, cells = f"a share of {tiles.RANKS}", tiles.cells(comparison.shares)
+        console.print(terminal.table((first,), tiles.COLUMNS, cells))
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")
