@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_burst.kernels import Kernel, Request, TileCall
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools.doctor.attention import served
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
 from megatron_burst.tools.one_rank import Sizes
 
 REMEDY = "install another kernel (docs/install.md)"
@@ -21,7 +21,7 @@ def check(device: Device) -> Iterator[Check]:
         yield Check(f"kernel {answer.kernel}", state)
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
-        yield from guarded(_first_call(device, name, kernel), f"first call of {name}: ")
+        yield from device.guarded(_first_call(device, name, kernel), f"first call of {name}: ")
 
 
 def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:

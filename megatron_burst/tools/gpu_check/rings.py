@@ -19,14 +19,7 @@ from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
-from megatron_burst.tools.gpu_check.stage import (
-    DTYPE,
-    Check,
-    Device,
-    at_most,
-    guarded,
-    relative_error,
-)
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import OneRank, Sizes, context_of, drawing
 
 REMEDY = "--burst-kernel takes another kernel; if all are wrong, --context-parallel-algo megatron"
@@ -71,7 +64,7 @@ def check(device: Device) -> Iterator[Check]:
             for nodes in dict.fromkeys(_placed(setting, *grid) for grid in grids):
                 cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
                 found = _of_setting(device, kernel, cases, expected)
-                yield from guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
+                yield from device.guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
     yield from _latents(device)
 
 
@@ -97,10 +90,9 @@ def _of_setting(
                 raise
             yield Check(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
-        worst[case.mask] = max(found, key=lambda finding: finding.share)
-    for mask, finding in worst.items():
+        worst[case.mask] = finding = max(found, key=lambda finding: finding.share)
         if finding.where:
-            yield Check(f"{name}, {mask}", str(finding), passed=False)
+            yield Check(f"{name}, {case.mask}", str(finding), passed=False)
     if worst:
         mask = max(worst, key=lambda m: worst[m].share)
         more = f" of what is allowed ({worst[mask].tensor}, {mask})"

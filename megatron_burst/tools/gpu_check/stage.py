@@ -39,15 +39,6 @@ def at_least(name: str, found: float, allowed: float, *, more: str = "") -> Chec
     return Check(name, f"{found:.3f}{more}", f">= {allowed:g}", found >= allowed)
 
 
-def guarded(checks: Iterable[Check], name: str = "") -> Iterator[Check]:
-    """Yield checks, and as a failure what making them raises: what follows runs all the same."""
-    try:
-        yield from checks
-    except Exception as error:
-        where = traceback.format_exc(limit=-3).strip()
-        yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Device:
     """What is looked at, and how: on a GPU sizes that say something, elsewhere small ones."""
@@ -74,6 +65,15 @@ class Device:
         """Wait for the device; an error of a kernel shows here."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
+
+    def guarded(self, checks: Iterable[Check], name: str = "") -> Iterator[Check]:
+        """Yield checks, and as a failure what making them raises: the rest runs all the same."""
+        try:
+            yield from checks
+            self.synchronize()
+        except Exception as error:
+            where = traceback.format_exc(limit=-3).strip()
+            yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
 
     def once(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call, with what it compiles."""
