@@ -103,18 +103,11 @@ def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneR
 class OneCall:
     """One call of a kernel; `pairs` is how many of a query and a key it computes."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        sizes: Sizes,
-        device: str | torch.device,
-        dtype: torch.dtype,
-        band: Band = Band.CAUSAL,
-    ) -> None:
-        self.pairs = band.pairs(sizes.tokens, sizes.tokens)
-        q, k, v, self._dout = sizes.draw(device, dtype)
+    def __init__(self, kernel: Kernel, tensors: Tensors, band: Band = Band.CAUSAL) -> None:
+        q, k, v, self._dout = tensors
+        self.pairs = band.pairs(q.shape[1], k.shape[1])
         self._kernel = kernel
-        self._tile = TileCall(q, k, v, band, sizes.head_dim**-0.5)
+        self._tile = TileCall(q, k, v, band, k.shape[-1] ** -0.5)
         self._result = self.forward()
 
     def forward(self) -> tuple[Tensor, Tensor]:

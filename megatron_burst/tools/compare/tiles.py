@@ -44,7 +44,7 @@ def _ways(device: Device, sizes: Sizes) -> dict[str, Any]:
     # On so many tokens that the FLOPs are about those of one rank.
     whole = sizes._replace(tokens=round(sizes.tokens * RANKS**0.5 / 64) * 64 or sizes.tokens)
     request = Request(device.device, DTYPE, *sizes[1:], sizes.head_dim)
-    one = OneCall(select_kernel("auto", request), whole, device.device, DTYPE)
+    one = OneCall(select_kernel("auto", request), whole.draw(device.device, DTYPE))
     tokens = f"{whole.tokens} tokens"
     ways: dict[str, Any] = {f"one call, {tokens}": one}
     tensors = sizes.draw(device.device, DTYPE)
