@@ -121,8 +121,7 @@ def _parser() -> options.Parser:
 def _fill(args: argparse.Namespace) -> None:
     """Replace what was not given by its default."""
     name = "-toy" if args.toy else f"-{args.run}" if args.run else ""
-    args.output = args.output or Path("runs") / f"compare{name}"
-    args.output = args.output.resolve()
+    args.output = (args.output or Path("runs") / f"compare{name}").resolve()
     if args.toy:
         if not args.ranks:  # four, or the power of two that the GPUs allow
             args.ranks = 2 ** min(gpus().bit_length() - 1, 2) if gpus() else 4

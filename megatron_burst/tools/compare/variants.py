@@ -132,10 +132,8 @@ def _why_no_a2a(job: Job, spread: int) -> str:
     if spread < 2 or job.context % spread:
         return f"{job.context} context-parallel ranks do not divide into groups of {spread}"
     if (heads := job.heads_of_a_rank) and any(count % spread for count in heads):
-        return (
-            f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank do not divide by "
-            f"{spread}"
-        )
+        of_a_rank = f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank"
+        return f"{of_a_rank} do not divide by {spread}"
     return ""
 
 
