@@ -108,12 +108,15 @@ class OneCall:
         self.pairs = band.pairs(q.shape[1], k.shape[1])
         self._kernel = kernel
         self._tile = TileCall(q, k, v, band, k.shape[-1] ** -0.5)
-        self._result = self.forward()
+        self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        return self._kernel.forward(self._tile)
+        self.result = None  # as above
+        self.result = self._kernel.forward(self._tile)
+        return self.result
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
-        return self._kernel.backward(self._tile, self._dout, *self._result)
+        """Return (dq, dk, dv) of the last forward."""
+        out, lse = self.result or self.forward()
+        return self._kernel.backward(self._tile, self._dout, out, lse)
