@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.arguments import burst_config_from_args
+from megatron_burst.plugin.arguments import burst_config_from_args, settle_dropouts
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.target import Target
@@ -118,8 +118,6 @@ def _missing_checkpoint(args: Namespace, target: Target) -> str:
 def _add_from_checkpoint(args: Namespace) -> None:
     """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
     from megatron.training.checkpointing import load_args_from_checkpoint
-
-    from megatron_burst.plugin.arguments import settle_dropouts
 
     if args.use_checkpoint_args:
         if args.load is None and args.pretrained_checkpoint is None:
