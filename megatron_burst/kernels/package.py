@@ -20,7 +20,7 @@ class Package:
 
     def reasons_against(self) -> list[str]:
         """Return why the package cannot be used: it is missing, or of another version."""
-        found = _installed_version(self.distribution)
+        found = installed_version(self.distribution)
         wanted = f"at least {self.at_least} and below {self.below}"
         if found is None:
             return [f"the package {self.distribution} ({wanted}) is not installed"]
@@ -43,7 +43,8 @@ class Package:
 
 
 @cache
-def _installed_version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a package; None where it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,6 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if name.startswith(SETTINGS)}
 
 
-def installed(distribution: str) -> str:
-    """Return the version of one package, "" where it is missing."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
 def versions() -> dict[str, str]:
     """Return the packages that training runs on; of one installed twice that which is imported."""
     found: dict[str, str] = {}
@@ -91,10 +83,8 @@ def commit(directory: Path) -> str:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:(.*)", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def gpus() -> list[dict[str, str]]:

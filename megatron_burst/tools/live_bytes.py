@@ -20,9 +20,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: set[int] = set()
         self._kept = [tensor.untyped_storage() for tensor in existing]
-        self._seen.update(storage._cdata for storage in self._kept)
+        self._seen = {storage._cdata for storage in self._kept}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,6 +1,6 @@
-"""One rank of a ring by itself: its own plans, loops, kernels and sums, and no messages."""
+"""What one rank of a ring computes: its own plans, loops, kernels and sums; and a single call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +10,19 @@ from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
-from megatron_burst.config import Backward, Topology
 from megatron_burst.kernels import Kernel, TileCall
 from megatron_burst.plans.mask import Band
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator, Message
 
 type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
+
+
+def drawing(device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Callable[..., Tensor]:
+    """Return what draws a tensor of the shape that it is given, normal with variance 1."""
+    is_meta = torch.device(device).type == "meta"
+    generator = None if is_meta else torch.Generator(device).manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 class Sizes(NamedTuple):
@@ -33,15 +39,9 @@ class Sizes(NamedTuple):
 
     def draw(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Tensors:
         """Return q, k, v and dout [1, tokens, heads, head_dim], normal with variance 1."""
-        is_meta = torch.device(device).type == "meta"
-        generator = None if is_meta else torch.Generator(device).manual_seed(seed)
-
-        def drawn(heads: int) -> Tensor:
-            shape = 1, self.tokens, heads, self.head_dim
-            return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-        q, k, v = drawn(self.heads), drawn(self.kv_heads), drawn(self.kv_heads)
-        return q, k, v, drawn(self.heads)
+        drawn = drawing(device, dtype, seed)
+        queries, keys = ((1, self.tokens, n, self.head_dim) for n in (self.heads, self.kv_heads))
+        return drawn(*queries), drawn(*keys), drawn(*keys), drawn(*queries)
 
 
 class Silence(Communicator):
@@ -66,34 +66,18 @@ def context_of(
 
 
 class OneRank:
-    """Causal attention of the rank in the middle of those that are on some nodes.
-
-    The values of what would arrive say nothing.
+    """Both passes of one rank's attention, causal if there is no mask; `pairs` are of a forward.
 
     Raises:
         ValueError: no kernel serves the tensors.
     """
 
-    def __init__(
-        self,
-        nodes: Sequence[int],
-        tensors: Tensors,
-        backward: str,
-        topology: str = "auto",
-        kernel: str = "auto",
-    ) -> None:
-        kind, shape = Backward(backward), Topology(topology)
-        config = BurstConfig(backward=kind, topology=shape, kernel=kernel, blocks_per_call=1)
-        context = context_of(len(nodes) // 2, nodes, config, Silence(len(nodes)))
+    def __init__(self, context: BurstContext, tensors: Tensors, mask: Mask | None = None) -> None:
         self._q, k, v, self._dout = tensors
-        self.call = context.prepare(self._q, k, v, Mask.causal(), k.shape[-1] ** -0.5)
+        self.call = context.prepare(self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = Keys(self.call.forward_plan.rank, k, v)
+        self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)
         self.result: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def pairs(self) -> int:
-        """How many pairs of a query and a key it computes in a forward."""
-        return sum(tile.pairs for tile in self.call.forward_plan.tiles)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -107,27 +91,32 @@ class OneRank:
         return backward(self._dout, self._q, self._keys, out, lse, self.call)
 
 
+def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneRank:
+    """Return the rank in the middle of those that are on some nodes, by itself.
+
+    The values of what would arrive say nothing.
+    """
+    config = BurstConfig(blocks_per_call=1, **settings)
+    return OneRank(context_of(len(nodes) // 2, nodes, config, Silence(len(nodes))), tensors)
+
+
 class OneCall:
     """One call of a kernel; `pairs` is how many of a query and a key it computes."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        sizes: Sizes,
-        device: str | torch.device,
-        dtype: torch.dtype,
-        band: Band = Band.CAUSAL,
-    ) -> None:
-        self.pairs = band.pairs(sizes.tokens, sizes.tokens)
-        q, k, v, self._dout = sizes.draw(device, dtype)
+    def __init__(self, kernel: Kernel, tensors: Tensors, band: Band = Band.CAUSAL) -> None:
+        q, k, v, self._dout = tensors
+        self.pairs = band.pairs(q.shape[1], k.shape[1])
         self._kernel = kernel
-        self._tile = TileCall(q, k, v, band, sizes.head_dim**-0.5)
-        self._result = self.forward()
+        self._tile = TileCall(q, k, v, band, k.shape[-1] ** -0.5)
+        self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        return self._kernel.forward(self._tile)
+        self.result = None  # as above
+        self.result = self._kernel.forward(self._tile)
+        return self.result
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
-        return self._kernel.backward(self._tile, self._dout, *self._result)
+        """Return (dq, dk, dv) of the last forward."""
+        out, lse = self.result or self.forward()
+        return self._kernel.backward(self._tile, self._dout, out, lse)

@@ -5,11 +5,6 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LOSS = "lm loss"
-ITERATION_SECONDS = "iteration-time"
-BYTES_SENT = "burst/bytes-sent-per-rank"
-PEAK_MEMORY = "burst/peak-memory-bytes"
-DOCUMENTS = "burst/documents"
-IMBALANCE = "burst/imbalance"
 
 Series = list[tuple[int, float]]
 

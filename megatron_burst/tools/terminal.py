@@ -1,7 +1,7 @@
 """What the tools print: tables and lines that no terminal's width cuts, and errors in red."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -15,13 +15,15 @@ def console() -> Console:
     return Console(highlight=False, markup=False, soft_wrap=True, width=_WIDTH)
 
 
-def table(left: Iterable[str], right: Iterable[str], title: str | None = None) -> Table:
+def table(left: Iterable[str], right: Iterable[str], rows: Iterable[Sequence[str]] = ()) -> Table:
     """Return a table of columns of words, then of columns of numbers; plain where it is piped."""
-    made = Table(title=title, title_justify="left", box=SIMPLE if sys.stdout.isatty() else None)
+    made = Table(title_justify="left", box=SIMPLE if sys.stdout.isatty() else None)
     for name in left:
         made.add_column(name, no_wrap=True)
     for name in right:
         made.add_column(name, no_wrap=True, justify="right")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_burst.tools import terminal
 from megatron_burst.tools.options import Parser
@@ -36,6 +36,8 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 type Event = dict[str, Any]
 type Span = tuple[float, float]
 """When something started and stopped, in microseconds."""
+type _Call = tuple[float, float, float, int]
+"""Of one call: microseconds in all, of communication and exposed ones; bytes sent."""
 
 
 def summary(directory: Path) -> dict[str, Any]:
@@ -79,24 +81,13 @@ def _load(directory: Path) -> dict[int, list[Event]]:
     return dict(sorted(found.items()))
 
 
-class _Call(NamedTuple):
-    """One rank's part in a forward, backward, head exchange or wait; times in microseconds."""
-
-    name: str
-    time: float
-    communication: float
-    exposed: float
-    bytes_sent: int
-
-
 def _rows(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """A row for each pass, and one for all of them."""
     calls = list(_calls(events))
-    for name in (*dict.fromkeys(call.name for call in calls), *([ATTENTION] if calls else ())):
-        ours = [call for call in calls if name in (call.name, ATTENTION)]
-        seconds = sum(call.time for call in ours) / 1e6
-        communication = sum(call.communication for call in ours) / 1e6
-        exposed = sum(call.exposed for call in ours) / 1e6
+    for name in (*dict.fromkeys(name for name, _ in calls), *([ATTENTION] if calls else ())):
+        ours = [call for its_name, call in calls if name in (its_name, ATTENTION)]
+        *times, sent = map(sum, zip(*ours, strict=True))
+        seconds, communication, exposed = (time / 1e6 for time in times)
         yield {
             "rank": rank,
             "name": name,
@@ -106,12 +97,12 @@ def _rows(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
             "exposed": exposed,
             "share": exposed / seconds if seconds else 0.0,
             "hidden": 1 - exposed / communication if communication else 1.0,
-            "bytes_sent": sum(call.bytes_sent for call in ours),
+            "bytes_sent": sent,
         }
 
 
-def _calls(events: Sequence[Event]) -> Iterator[_Call]:
-    """Read one rank's calls, from the device's kernels where there are any."""
+def _calls(events: Sequence[Event]) -> Iterator[tuple[str, _Call]]:
+    """Read one rank's calls and their names, from the device's kernels where there are any."""
     named = (event for event in events if event.get("cat") == "user_annotation")
     ranges = [(event, found) for event in named if (found := _RANGE.match(event["name"]))]
     known = [event for event in events if "correlation" in event.get("args", {})]
@@ -131,7 +122,7 @@ def _calls(events: Sequence[Event]) -> Iterator[_Call]:
             beside = [span for span in busy if span[1] > window[0] and span[0] < window[1]]
             exposed = _length([*spans, *beside]) - _length(beside)
         sent = sum(int(found[5]) for _, found in posts)
-        yield _Call(name, window[1] - window[0], _length(spans), exposed, sent)
+        yield name, (window[1] - window[0], _length(spans), exposed, sent)
 
 
 def _in(call: Event, event: Event) -> bool:
@@ -177,8 +168,8 @@ def main(argv: list[str]) -> int:
 def _print(content: dict[str, Any]) -> None:
     steps, ranks = content["steps"], content["ranks"]
     numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
-    title = f"attention in a training step, mean of {steps} steps"
-    table = terminal.table(("rank", "pass"), numbers, title)
+    table = terminal.table(("rank", "pass"), numbers)
+    table.title = f"attention in a training step, mean of {steps} steps"
     for row in content["rows"]:
         if row["rank"] in ranks[:_MOST_RANKS]:
             times = (row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed"))

@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.backward import backward
-from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
-from megatron_burst.tools.one_rank import context_of
+from megatron_burst.tools.one_rank import OneRank, context_of
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, errors, logged, run_cases
 from tests.plans.masks import Masking
@@ -52,12 +49,10 @@ def run(case: Case, ranks: int, on_a_node: int) -> tuple[oracle.Result, list[int
         communicator = ThreadedCommunicator(rank, ranks, post)
         context = context_of(rank, nodes, config, communicator)
         q, k, v, dout = (layout.shard(x, rank, 1).contiguous() for x in whole)
-        call = context.prepare(q, k, v, case.mask, case.dim**-0.5)
-        keys = Keys(call.forward_plan.rank, k, v)
-        out, lse = forward(q, keys, call)
-        dq, dk, dv, _ = backward(dout, q, keys, out, lse, call)
+        one = OneRank(context, (q, k, v, dout), case.mask)
+        (out, lse), (dq, dk, dv, _) = one.forward(), one.backward()
         sent.append(communicator.bytes_sent)
-        for way, steps in enumerate((call.forward_calls, call.backward_calls)):
+        for way, steps in enumerate((one.call.forward_calls, one.call.backward_calls)):
             calls[way] = max(calls[way], sum(map(len, steps)))
         return [out, lse.transpose(1, 2), dq, dk, dv]
 

@@ -21,7 +21,7 @@ from megatron_burst.kernels import (
     passed_over,
     select_kernel,
 )
-from megatron_burst.kernels.package import Package, _import_error, _installed_version
+from megatron_burst.kernels.package import Package, _import_error, installed_version
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.comm import Communicator
 from tests.kernels import test_kernels as contract
@@ -136,7 +136,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         forget()
 
     def forget() -> None:
-        _installed_version.cache_clear()
+        installed_version.cache_clear()
         _import_error.cache_clear()
 
     yield make
@@ -302,7 +302,7 @@ def test_a_flash_attn_3_with_the_largest_heads_is_not_deterministic(machine) -> 
 
 
 def test_versions_are_compared_as_versions() -> None:
-    _installed_version.cache_clear()
+    installed_version.cache_clear()
     torch_itself = Package("torch", "torch", "2.6", "99")
     assert torch_itself.reasons_against() == [] == torch_itself.import_reasons()
     assert torch_itself.functions() is torch

@@ -27,7 +27,6 @@ from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
-from megatron_burst.tools.compare.toy import ranks as ranks_of_the_toy
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
@@ -100,17 +99,14 @@ def _parser() -> options.Parser:
     add("--gpt", action="store_true", help=text)
     text = "a directory (default: runs/compare, -toy or -NAME behind it)"
     add("--output", type=Path, metavar="PATH", help=text)
-    text = "default: as many as GPUs; with --toy up to 4"
-    add("--ranks", type=number, metavar="N", help=text)
+    add("--ranks", type=number, metavar="N", help="default: as many as GPUs; with --toy up to 4")
     text = "take the ranks as nodes of L, as --burst-ranks-per-node does (default: one node)"
     add("--gpus-per-node", type=number, metavar="L", help=text)
-    text = "only these, as 'CP=1*,burst*,ring flat'"
-    add("--variants", default="", metavar="NAMES", help=text)
+    add("--variants", default="", metavar="NAMES", help="only these, as 'CP=1*,burst*,ring flat'")
     text = "starts the ranks in place of torchrun on this machine, as 'srun torchrun --nnodes 2 "
     text += "...'; what a variant runs is put behind it"
     add("--launcher", default="", metavar="COMMAND", help=text)
-    text = "of one device, for the MFU (default: by its name)"
-    add("--peak-tflops", type=float, help=text)
+    add("--peak-tflops", type=float, help="of one device, for the MFU (default: by its name)")
     add("--judged-steps", type=int, default=20, metavar="N", help="default: 20")
     add("--tolerance", type=float, help="default: 1e-4, under --bf16 and --fp16 1e-2")
     text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
@@ -125,10 +121,10 @@ def _parser() -> options.Parser:
 def _fill(args: argparse.Namespace) -> None:
     """Replace what was not given by its default."""
     name = "-toy" if args.toy else f"-{args.run}" if args.run else ""
-    args.output = args.output or Path("runs") / f"compare{name}"
-    args.output = args.output.resolve()
+    args.output = (args.output or Path("runs") / f"compare{name}").resolve()
     if args.toy:
-        args.ranks = args.ranks or ranks_of_the_toy()
+        if not args.ranks:  # four, or the power of two that the GPUs allow
+            args.ranks = 2 ** min(gpus().bit_length() - 1, 2) if gpus() else 4
         if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
         toy = make_toy(args.output / "corpus", args.input, paragraphs=DOCUMENTS in args.flags)
@@ -228,15 +224,10 @@ def _line(result: Result) -> str:
 
 
 def _show(comparison: Comparison, page: Path, console: Console) -> None:
-    table = terminal.table(("",), COLUMNS)
-    for cells in rows(comparison):
-        table.add_row(*cells)
-    console.print(table)
+    console.print(terminal.table(("",), COLUMNS, rows(comparison)))
     if comparison.shares:
-        table = terminal.table((f"a share of {tiles.RANKS}",), tiles.COLUMNS)
-        for cells in tiles.cells(comparison.shares):
-            table.add_row(*cells)
-        console.print(table)
+        first, cells = f"a share of {tiles.RANKS}", tiles.cells(comparison.shares)
+        console.print(terminal.table((first,), tiles.COLUMNS, cells))
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")

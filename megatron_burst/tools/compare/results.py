@@ -83,7 +83,7 @@ def measure(
     arguments = runlog.read_arguments(directory / "tensorboard")
     if not (losses := scalars.get(runlog.LOSS)):
         raise ValueError(f"{name}: the run logged no {runlog.LOSS!r}; it has {sorted(scalars)}")
-    times = [value for _, value in scalars.get(runlog.ITERATION_SECONDS, [])]
+    times = [value for _, value in scalars.get("iteration-time", [])]
     times = times[WARM_UP:] if len(times) >= 2 * WARM_UP else times
     last = {name: series[-1][1] for name, series in scalars.items()}
     ranks, seconds = int(arguments["world_size"]), median(times) if times else None
@@ -102,10 +102,10 @@ def measure(
         mfu=flops / (seconds * ranks * peak_tflops * 1e12)
         if flops and seconds and peak_tflops
         else None,
-        peak_memory_bytes=last.get(runlog.PEAK_MEMORY),
-        bytes_sent_per_rank_per_step=last.get(runlog.BYTES_SENT),
-        documents=last.get(runlog.DOCUMENTS),
-        imbalance=last.get(runlog.IMBALANCE),
+        peak_memory_bytes=last.get("burst/peak-memory-bytes"),
+        bytes_sent_per_rank_per_step=last.get("burst/bytes-sent-per-rank"),
+        documents=last.get("burst/documents"),
+        imbalance=last.get("burst/imbalance"),
         exposed=_exposed(directory / "torch_profile"),
     )
 

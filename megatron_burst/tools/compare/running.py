@@ -15,6 +15,7 @@ from megatron_burst.tools.compare.variants import Variant
 from megatron_burst.tools.launch import site
 from megatron_burst.tools.launch.processes import Signals, supervise
 
+_MARK = "finished.json"
 _LONGEST = 1000  # characters of a reason
 _TRACE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
 _LOG = "--log-interval 1 --tensorboard-log-interval 1 --log-timers-to-tensorboard".split()
@@ -60,7 +61,7 @@ class Series:
 
     def is_finished(self, variant: Variant) -> bool:
         """Whether the same command ran to its end here before, with the same versions."""
-        file = self._mark(variant)
+        file = self.folder(variant) / _MARK
         return file.is_file() and json.loads(file.read_text()) == self._what(variant)
 
     def run(self, variant: Variant, signals: Signals) -> Result:
@@ -72,14 +73,11 @@ class Series:
             folder.mkdir(parents=True)
             if status := _train(command, folder / "log.txt", signals):
                 return replace(failed, reason=_reason(status, folder / "log.txt"))
-            self._mark(variant).write_text(json.dumps(self._what(variant), indent=2) + "\n")
+            (folder / _MARK).write_text(json.dumps(self._what(variant), indent=2) + "\n")
         try:
             return measure(variant.name, folder, self.peak_tflops, command)
         except ValueError as error:
             return replace(failed, reason=str(error))
-
-    def _mark(self, variant: Variant) -> Path:
-        return self.folder(variant) / "finished.json"
 
     def _what(self, variant: Variant) -> dict[str, object]:
         return {"machine": machine(), "command": self.command(variant)}

@@ -9,23 +9,17 @@ OURS = "burst"
 _FIGURES = ("step ms", "tokens/s a rank", "memory GiB")
 
 
-def stock(ran: Sequence[Result]) -> Result | None:
-    """Return Megatron's own context parallelism: of its variants that ran the fastest."""
-    timed = [r for r in ran if r.name.startswith("megatron ") and r.seconds_per_step]
-    return min(timed, key=lambda result: result.seconds_per_step or 0.0, default=None)
-
-
 def switching(ran: Sequence[Result]) -> tuple[str, list[list[str]]]:
     """Return a sentence that says what is compared, and the table's lines; none without both."""
-    theirs, found = stock(ran), {result.name: result for result in ran}
-    if theirs is None or OURS not in found:
+    found = {result.name: result for result in ran}
+    stock = [r for r in ran if r.name.startswith("megatron ") and r.seconds_per_step]
+    if not stock or OURS not in found:
         return "Megatron's own context parallelism or `burst` did not run: nothing to weigh.", []
+    theirs = min(stock, key=lambda result: result.seconds_per_step or 0.0)
     ours = found[OURS]
     step, loss = theirs.losses[-1]
-    text = (
-        f"`yours` is `{theirs.name}`, the fastest of Megatron's own that ran. After {step} steps "
-    )
-    text += f"the losses are {abs(ours.losses[-1][1] / loss - 1):.1e} apart."
+    text = f"`yours` is `{theirs.name}`, the fastest of Megatron's own that ran. After {step} "
+    text += f"steps the losses are {abs(ours.losses[-1][1] / loss - 1):.1e} apart."
     return text, [_line(name, theirs, ours) for name in _FIGURES]
 
 

@@ -1,21 +1,22 @@
 """One rank's share of a ring, on one device, beside single calls of as many FLOPs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_burst.kernels import Request, select_kernel
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.gpu_check.stage import DTYPE, Device
-from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes
+from megatron_burst.tools.one_rank import OneCall, Sizes, silent_rank
 
 RANKS = 8
 A_RANK = f"a rank of {RANKS}"
 COLUMNS = ("tokens a rank", "pass", "ms", "TFLOP/s", "speed over one call")
 
-type Way = tuple[int, Mapping[str, Callable[[], object]]]  # pairs of a forward, and both passes
 type Row = Mapping[str, Any]
 
 
@@ -28,36 +29,34 @@ def measure(device: Device, tokens: Sequence[int] = (16384, 65536)) -> Iterator[
 
 
 def _rows(device: Device, sizes: Sizes) -> Iterator[Row]:
-    ways = _ways(device, sizes)
     speeds: dict[str, float] = {}
-    for (name, (pairs, passes)), phase in product(ways.items(), ("forward", "backward")):
-        seconds = device.seconds(passes[phase], 3)
+    for (name, way), phase in product(_ways(device, sizes).items(), ("forward", "backward")):
+        seconds = device.seconds(getattr(way, phase), 3)
         dims = sizes.heads, sizes.head_dim, sizes.head_dim
-        flops = attention_flops(pairs, *dims, backward=phase == "backward") / seconds
+        flops = attention_flops(way.pairs, *dims, backward=phase == "backward") / seconds
         speeds.setdefault(phase, flops)  # of one call, the first
         row = {"name": name, "tokens": sizes.tokens, "phase": phase, "seconds": seconds}
         yield row | {"tflops": flops / 1e12, "speed": flops / speeds[phase]}
 
 
-def _ways(device: Device, sizes: Sizes) -> dict[str, Way]:
+def _ways(device: Device, sizes: Sizes) -> dict[str, Any]:
+    """Return what is timed: each has `pairs` of a forward, `forward` and `backward`."""
     # On so many tokens that the FLOPs are about those of one rank.
     whole = sizes._replace(tokens=round(sizes.tokens * RANKS**0.5 / 64) * 64 or sizes.tokens)
-    one = OneCall(device.kernel(*sizes[1:]), whole, device.device, DTYPE)
+    request = Request(device.device, DTYPE, *sizes[1:], sizes.head_dim)
+    one = OneCall(select_kernel("auto", request), whole.draw(device.device, DTYPE))
     tokens = f"{whole.tokens} tokens"
-    ways: dict[str, Way] = {
-        f"one call, {tokens}": (one.pairs, {"forward": one.forward, "backward": one.backward})
-    }
+    ways: dict[str, Any] = {f"one call, {tokens}": one}
     tensors = sizes.draw(device.device, DTYPE)
     for ring in ("kv", "query"):
-        rank = OneRank([0] * RANKS, tensors, ring, "flat")
-        passes = {"forward": rank.forward, "backward": rank.backward}
-        ways[f"{A_RANK}, {ring} ring"] = rank.pairs, passes
+        way = silent_rank([0] * RANKS, tensors, backward=ring, topology="flat")
+        ways[f"{A_RANK}, {ring} ring"] = way
     if device.is_gpu and find_spec("transformer_engine"):
-        ways[f"TransformerEngine, {tokens}"] = one.pairs, _transformer_engine(device, whole)
+        ways[f"TransformerEngine, {tokens}"] = _transformer_engine(device, whole, one.pairs)
     return ways
 
 
-def _transformer_engine(device: Device, sizes: Sizes) -> dict[str, Callable[[], object]]:
+def _transformer_engine(device: Device, sizes: Sizes, pairs: int) -> SimpleNamespace:
     """Return both passes of TransformerEngine's causal attention, as Megatron's stock layers."""
     from transformer_engine.pytorch import DotProductAttention
 
@@ -73,18 +72,14 @@ def _transformer_engine(device: Device, sizes: Sizes) -> dict[str, Callable[[], 
     qkv = [x.requires_grad_() for x in qkv]
     out = attention(*qkv)
     dout = dout.reshape(out.shape)
-    return {
-        "forward": lambda: attention(*qkv),
-        "backward": lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
-    }
+    return SimpleNamespace(
+        pairs=pairs,
+        forward=lambda: attention(*qkv),
+        backward=lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
+    )
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """Return the lines of a table: the name, then `COLUMNS`."""
-    return [
-        [
-            *(row["name"], f"{row['tokens']}", row["phase"], f"{row['seconds'] * 1e3:.2f}"),
-            *(f"{row['tflops']:.4g}", f"{row['speed']:.3f}"),
-        ]
-        for row in rows
-    ]
+    form = "{name};{tokens};{phase};{ms:.2f};{tflops:.4g};{speed:.3f}"
+    return [form.format(ms=row["seconds"] * 1e3, **row).split(";") for row in rows]

@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_burst.tools.compare.results import gpus
 from megatron_burst.tools.corpus import prepare
 
-_RANKS = 4
 _FLAGS = """
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
     --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope
@@ -17,11 +16,6 @@ _FLAGS = """
     --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
     --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0
 """.split()
-
-
-def ranks() -> int:
-    """Return how many ranks the toy takes here: four, or the power of two that the GPUs allow."""
-    return 2 ** min(gpus().bit_length() - 1, 2) if gpus() else _RANKS
 
 
 def make_toy(directory: Path, inputs: Sequence[Path], *, paragraphs: bool = False) -> list[str]:

@@ -1,8 +1,8 @@
 """Which ways of context parallelism are compared, by which flags, and why one cannot run here."""
 
+import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 
 from megatron_burst.config import Topology
 from megatron_burst.plans.head_parallel import head_groups, kv_head_copies
@@ -68,21 +68,17 @@ class Variant:
 
 def variants(job: Job) -> list[Variant]:
     """Return every variant, those that cannot run here with the reason; the references first."""
-
-    def made(name: str, algorithm: str, flags: str, why_not: str = "") -> Variant:
-        words = f"--context-parallel-algo {algorithm} {flags}"
-        return Variant(name=name, flags=tuple(words.split()), ranks=job.ranks, why_not=why_not)
-
-    # One context-parallel rank and no data parallelism: as few ranks as the model allows.
-    fewest = job.tensor * job.pipeline
-    alone = (made(name, name.split()[1], *rest) for name, *rest in _alone(job))
     size = f"--context-parallel-size {job.context}" + f" {DOCUMENTS}" * job.has_documents
     place = f"{size} --burst-ranks-per-node {job.ranks_per_node}" if job.ranks_per_node else size
-    return [
-        *(replace(variant, ranks=fewest) for variant in alone),
-        *(made(name, "megatron", flags, why) for name, flags, why in _megatrons(job, size)),
-        *(made(name, name.split()[0], f"{place} {more}", why) for name, more, why in _ours(job)),
-    ]
+    ours = ((name, f"{place} {more}", why_not) for name, more, why_not in _ours(job))
+    found = []
+    for name, flags, why_not in (*_alone(job), *_megatrons(job, size), *ours):
+        algorithm = name.removeprefix("CP=1 ").split()[0]
+        words = f"--context-parallel-algo {algorithm} {flags}".split()
+        # One context-parallel rank and no data parallelism: as few ranks as the model allows.
+        ranks = job.tensor * job.pipeline if name in REFERENCES else job.ranks
+        found.append(Variant(name=name, flags=tuple(words), ranks=ranks, why_not=why_not))
+    return found
 
 
 def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
@@ -92,15 +88,15 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
         ValueError: a pattern matches none.
     """
     names = [variant.name for variant in every]
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in names):
+    kept: list[str] = []
+    for pattern in patterns or ["*"]:
+        if not (found := fnmatch.filter(names, pattern)):
             known = "', '".join(names)
             raise ValueError(f"--variants '{pattern}' matches none of '{known}'")
+        kept += found
     return [
-        variant
-        if any(fnmatch(variant.name, pattern) for pattern in patterns or ["*"])
-        else replace(variant, why_not=variant.why_not or "left out by --variants")
-        for variant in every
+        v if v.name in kept else replace(v, why_not=v.why_not or "left out by --variants")
+        for v in every
     ]
 
 
@@ -118,14 +114,12 @@ def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
     # Over several levels the heads go over a node's ranks, or on one node over half of them.
     local = job.nodes.count(0)
     spread = local if local < job.context else max(1, job.context // 2)
+    levels = f" --hierarchical-context-parallel-sizes {spread} {job.context // spread}"
     ways = {
         "p2p": ("", ""),
         "all_gather": ("", ""),
         "a2a": ("", _why_no_a2a(job, job.context)),
-        "a2a+p2p": (
-            f" --hierarchical-context-parallel-sizes {spread} {job.context // spread}",
-            _why_no_a2a(job, spread),
-        ),
+        "a2a+p2p": (levels, _why_no_a2a(job, spread)),
     }
     none = _OTHER_ZIGZAG if job.has_documents else job.without_megatrons
     for way, (more, why_not) in ways.items():
@@ -138,10 +132,8 @@ def _why_no_a2a(job: Job, spread: int) -> str:
     if spread < 2 or job.context % spread:
         return f"{job.context} context-parallel ranks do not divide into groups of {spread}"
     if (heads := job.heads_of_a_rank) and any(count % spread for count in heads):
-        return (
-            f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank do not divide by "
-            f"{spread}"
-        )
+        of_a_rank = f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank"
+        return f"{of_a_rank} do not divide by {spread}"
     return ""
 
 

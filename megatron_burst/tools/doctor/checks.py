@@ -53,8 +53,7 @@ def launcher_findings(line: LaunchLine, target: Target) -> Iterator[Finding]:
         here = target.ranks_per_node  # any number
     if not target.is_cluster and (one_a_gpu or target.ranks_per_node > here):
         text = f"{ranks}, but this machine has {here} GPUs"
-        remedy = "--nproc-per-node, or --gpus-per-node for a cluster"
-        yield Finding("ranks", _ERROR, text, remedy)
+        yield Finding("ranks", _ERROR, text, "--nproc-per-node, or --gpus-per-node for a cluster")
     said = (line.nodes or target.nodes, line.ranks_per_node or target.ranks_per_node)
     if said != (target.nodes, target.ranks_per_node):
         text = f"torchrun starts {said[0]} x {said[1]} ranks, the options say: {target}"

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -46,11 +46,9 @@ def _parser() -> options.Parser:
         "megatron-burst doctor --gpus-per-node 8 --nodes 4 -- torchrun ... -m "
         "megatron_burst.pretrain FLAGS",
     )
-    add = parser.add_argument
-    number: dict[str, Any] = {"type": options.positive}
-    add("--nodes", metavar="M", help="nodes of the cluster", **number)
-    text = "GPUs, and ranks, of a node"
-    add("--gpus-per-node", metavar="L", help=text, **number)
+    add, number = parser.add_argument, options.positive
+    add("--nodes", type=number, metavar="M", help="nodes of the cluster")
+    add("--gpus-per-node", type=number, metavar="L", help="GPUs, and ranks, of a node")
     text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
     add("--compute-capability", type=_capability, default="9.0", metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
@@ -82,8 +80,9 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     here = hardware.read()
     environment = {**os.environ, **(line.environment if line else {})}
     findings += machine.variable_findings(environment)
-    if line is not None and line.folder is not None:
-        sys.path.insert(0, str(line.folder))  # a checkout before the wheel, as Python does
+    if line is not None and line.program.endswith(".py"):
+        # What is beside a script is imported first: a checkout before the wheel.
+        sys.path.insert(0, str(Path(line.program).resolve().parent))
     parts = machine.parts()  # before the CPU platform hides some
     request, kernel = None, "auto"
     if given.shape is not None:

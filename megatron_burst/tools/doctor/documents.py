@@ -87,8 +87,7 @@ def _ours(
         yield Finding("blocks-of-samples", _WARNING, text, f"drop one of it and {DOCUMENTS}")
     if indexes and (found := _imbalance(args, config, indexes)) > BOUND:
         text = f"with this data's documents the busiest rank computes {found:.2f} times the mean"
-        remedy = f"--burst-layout {LayoutName.BALANCED}"
-        yield Finding("uneven-documents", _WARNING, text, remedy)
+        yield Finding("uneven-documents", _WARNING, text, f"--burst-layout {LayoutName.BALANCED}")
 
 
 def _imbalance(args: Namespace, config: BurstConfig, indexes: list[tuple[str, Any]]) -> float:

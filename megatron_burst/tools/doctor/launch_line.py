@@ -35,11 +35,6 @@ class LaunchLine:
         """Whether the plug-in is there when it runs: a script of Megatron's has to ask for it."""
         return self.starts_us and (self.program in OUR_ENTRIES or asks_for_us(self.flags))
 
-    @property
-    def folder(self) -> Path | None:
-        """Where the script lies: what is beside it is imported first."""
-        return Path(self.program).resolve().parent if self.program.endswith(".py") else None
-
 
 def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
     """Take the words of a command apart.
@@ -85,15 +80,9 @@ def _of_torchrun(words: Sequence[str], gpus_here: int) -> LaunchLine:
 
 def _program(name: str, *flags: str) -> LaunchLine:
     if name != OUR_RUNNER:
-        return LaunchLine(name, flags, _runs_with_us(name))
+        file = Path(name)  # which may have been patched to start us
+        is_patched = file.is_file() and "megatron_burst" in file.read_text(errors="replace")
+        return LaunchLine(name, flags, name.startswith("megatron_burst.") or is_patched)
     if not flags:
         raise ValueError(f"{OUR_RUNNER} wants a script: {OUR_RUNNER} PATH/pretrain_gpt.py")
     return LaunchLine(flags[0], flags[1:])
-
-
-def _runs_with_us(program: str) -> bool:
-    """Whether it is ours, or a script that was patched to start us."""
-    if program.startswith("megatron_burst."):
-        return True
-    script = Path(program)
-    return script.is_file() and "megatron_burst" in script.read_text(errors="replace")

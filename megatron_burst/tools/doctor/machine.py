@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_burst.kernels import flash2, flash3, flash4
+from megatron_burst.kernels.package import installed_version
 from megatron_burst.plugin import compat
 from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.hardware import Devices, installed
+from megatron_burst.tools.hardware import Devices
 
 _OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 nvidia-resiliency-ext rich "
 _OTHERS += "matplotlib"
@@ -45,12 +46,12 @@ def parts() -> list[Part]:
     uses |= {name: "; ".join(why) or "an attention kernel" for name, why in reasons.items()}
     return [
         Part("Python", platform.python_version(), ""),
-        Part("megatron-burst", installed("megatron-burst") or "from its folder", ""),
+        Part("megatron-burst", installed_version("megatron-burst") or "from its folder", ""),
         Part("torch", torch.__version__, f"{cuda}; {torch.cuda.device_count()} GPUs here"),
         Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
         Part("cuDNN", str(torch.backends.cudnn.version() or ""), "an attention kernel"),
         Part("megatron-core", megatron, where),
-        *(Part(name, installed(name), use) for name, use in uses.items()),
+        *(Part(name, installed_version(name) or "", use) for name, use in uses.items()),
     ]
 
 

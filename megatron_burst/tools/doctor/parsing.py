@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.arguments import burst_config_from_args
+from megatron_burst.plugin.arguments import burst_config_from_args, settle_dropouts
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.target import Target
@@ -54,8 +54,8 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
 @contextlib.contextmanager
 def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
     """Be the first rank of the job; yield what Megatron prints, which the report leaves out."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(target.ranks)}
-    ranks["LOCAL_WORLD_SIZE"] = str(target.ranks_per_node)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(target.ranks_per_node)}
+    ranks["WORLD_SIZE"] = str(target.nodes * target.ranks_per_node)
     flags = list(line.flags)
     if target.is_cluster and line.is_attached:
         flags += ["--burst-check-files", "off"]  # the data of a cluster need not be here
@@ -118,8 +118,6 @@ def _missing_checkpoint(args: Namespace, target: Target) -> str:
 def _add_from_checkpoint(args: Namespace) -> None:
     """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
     from megatron.training.checkpointing import load_args_from_checkpoint
-
-    from megatron_burst.plugin.arguments import settle_dropouts
 
     if args.use_checkpoint_args:
         if args.load is None and args.pretrained_checkpoint is None:

@@ -35,8 +35,7 @@ class Report:
 
     def as_json(self, strict: bool) -> str:
         """Return one JSON object."""
-        content = dataclasses.asdict(self) | {"verdict": self.verdict(strict)}
-        return json.dumps(content, indent=2)
+        return json.dumps(dataclasses.asdict(self) | {"verdict": self.verdict(strict)}, indent=2)
 
     def as_text(self, strict: bool) -> str:
         """Return the sections with their headings, the verdict last."""

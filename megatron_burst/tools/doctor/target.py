@@ -1,8 +1,8 @@
 """The machines that a command line is judged for."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -17,11 +17,6 @@ class Target:
     nodes: int
     ranks_per_node: int  # processes that each node starts, one a GPU
     capability: tuple[int, int] | None = None  # of a cluster's GPUs; None: this machine
-
-    @property
-    def ranks(self) -> int:
-        """The processes of the job."""
-        return self.nodes * self.ranks_per_node
 
     @property
     def is_cluster(self) -> bool:
@@ -40,19 +35,15 @@ class Target:
         major, minor = self.capability
         return f"for the cluster: {ranks}, GPUs of compute capability {major}.{minor}"
 
-    @contextmanager
-    def pretended(self) -> Iterator[None]:
+    def pretended(self) -> AbstractContextManager[object]:
         """Let torch answer as on a cluster's GPUs."""
         if self.capability is None:
-            yield
-            return
+            return nullcontext()
         major, minor = self.capability
-        properties = type("Properties", (), {"major": major, "minor": minor})
-        with patch.multiple(
+        return patch.multiple(
             torch.cuda,
             is_available=lambda: True,
             device_count=lambda: 1,  # cuDNN's version comes after a look at every device
             get_device_capability=lambda *_: (major, minor),
-            get_device_properties=lambda *_: properties,
-        ):
-            yield
+            get_device_properties=lambda *_: SimpleNamespace(major=major, minor=minor),
+        )

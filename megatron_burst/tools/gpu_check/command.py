@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_burst.tools import hardware, options, terminal
 from megatron_burst.tools.gpu_check.report import Report, Result
-from megatron_burst.tools.gpu_check.stage import Check, Device, guarded
+from megatron_burst.tools.gpu_check.stage import Check, Device
 
 # Modules with a `check(device)`, whose first line says what it proves, and a `REMEDY`.
 STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
@@ -79,14 +79,7 @@ def _run(number: int, device: Device, console: Console) -> Result:
             state = "FAILED" if not check.passed else "ok" if check.allowed else ""
             console.print(f"  {state:<6} {check.name}: {check.found} {check.allowed}".rstrip())
     seconds = time.perf_counter() - begun
-    result = Result(
-        number=number,
-        name=name,
-        about=about,
-        remedy=module.REMEDY,
-        seconds=seconds,
-        checks=checks,
-    )
+    result = Result(number, name, about, module.REMEDY, seconds, checks)
     console.print(f"  {result.verdict} in {seconds:.0f} s")
     return result
 
@@ -99,11 +92,6 @@ def _checks(module: Any, device: Device) -> Iterator[Check]:
         text = f"{error}; run --stage with this number alone"
         yield Check("an earlier stage has left the device in error", text, passed=False)
         return
-    yield from guarded(_to_its_end(module, device))
+    yield from device.guarded(module.check(device))
     with suppress(RuntimeError):  # of a device in error, which the next stage says
         device.free()
-
-
-def _to_its_end(module: Any, device: Device) -> Iterator[Check]:
-    yield from module.check(device)
-    device.synchronize()

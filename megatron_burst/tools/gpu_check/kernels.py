@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, select_ke
 from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.mask import Band
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
+from megatron_burst.tools.one_rank import drawing
 
 REMEDY = "do not train with the kernel that the lines name; --burst-kernel takes another"
 ALLOWED = 2e-2  # of the norm; a right kernel in bfloat16 is at a third of it
@@ -42,12 +44,10 @@ class Case(NamedTuple):
 
     def tile(self, device: torch.device) -> tuple[TileCall, Tensor]:
         """Draw q, k, v and dout; the first three are slices, as in a ring."""
-        generator = torch.Generator(device).manual_seed(0)
+        draw = drawing(device, self.dtype)
 
         def drawn(tokens: int, heads: int, dim: int) -> Tensor:
-            shape = 1, tokens + 1, heads, dim
-            x = torch.randn(shape, generator=generator, device=device).to(self.dtype)
-            return x[:, 1:]
+            return draw(1, tokens + 1, heads, dim)[:, 1:]
 
         q, k = drawn(self.queries, self.heads, self.dim), drawn(self.keys, self.kv_heads, self.dim)
         v = drawn(self.keys, self.kv_heads, self.value_dim)
@@ -126,7 +126,8 @@ def errors(device: Device, kernel: Kernel, case: Case) -> Iterator[tuple[float, 
     tile, dout = case.tile(device.device)
     out, lse = kernel.forward(tile)
     found = out, lse, *kernel.backward(tile, dout, out, lse)
-    exact, reference = _in_float64(tile), KERNELS["reference"]
+    q, k, v = (x.double() for x in tile.qkv)
+    exact, reference = replace(tile, q=q, k=k, v=v), KERNELS["reference"]
     out, lse = reference.forward(exact)
     expected = out, lse, *reference.backward(exact, dout.double(), out, lse)
     for name, mine, right in zip(_NAMES, found, expected, strict=True):
@@ -134,8 +135,3 @@ def errors(device: Device, kernel: Kernel, case: Case) -> Iterator[tuple[float, 
             yield (0.0 if mine.isfinite().all() else torch.inf), name
             mine, right = mine[..., 1:], right[..., 1:]
         yield relative_error(mine, right), name
-
-
-def _in_float64(tile: TileCall) -> TileCall:
-    q, k, v = (x.double() for x in tile.qkv)
-    return TileCall(q, k, v, tile.band, tile.scale, tile.soft_cap, tile.packing)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
+from megatron_burst.tools.one_rank import drawing
 
 REMEDY = "train with --lm-head-loss megatron"
 _ERROR = 1e-2  # of the norm, in bfloat16
@@ -23,22 +24,21 @@ def check(device: Device) -> Iterator[Check]:
     yield from _numbers(device)
     shape = (8192, 131072, 4096) if device.is_gpu else (256, 2048, 32)
     limit = 6144 if device.is_gpu else 1
-    inputs = _inputs(device, *shape)
+    tensors = inputs(device, *shape)
     chunked = partial(linear_cross_entropy, memory_mb=limit)
-    costs = [_cost(device, way, inputs) for way in (chunked, _all_logits)]
+    costs = [_cost(device, way, tensors) for way in (chunked, _all_logits)]
     seconds, peaks = zip(*costs, strict=True)
     allowed = limit + _TOKEN_BYTES * shape[0] / 2**20
-    gradients = sum(x.nbytes for x in inputs[:2]) / 2**20
+    gradients = sum(x.nbytes for x in tensors[:2]) / 2**20
     said = f" MiB, {peaks[1] / 2**20:.0f} with all logits"
     yield at_most("memory", peaks[0] / 2**20 - gradients, allowed, "{:.0f}", more=said)
-    ratio = at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER)
-    yield device.judged(ratio)
+    yield device.judged(at_most("time over that of all logits", seconds[0] / seconds[1], _SLOWER))
     yield Check("forward and backward", f"{seconds[0] * 1e3:.1f} ms, {seconds[1] * 1e3:.1f} ms")
 
 
 def _numbers(device: Device) -> Iterator[Check]:
     shape = (512, 4096, 256) if device.is_gpu else (64, 256, 32)
-    hidden, weight, targets = _inputs(device, *shape)
+    hidden, weight, targets = inputs(device, *shape)
     targets[::7] = -100
     chunked = partial(linear_cross_entropy, chunk_size=48)
     found = _losses_and_gradients(chunked, hidden, weight, targets)
@@ -62,20 +62,19 @@ def _losses_and_gradients(
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), scale)
 
 
-def _inputs(device: Device, tokens: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(device: Device, tokens: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw states and a weight whose logits have a standard deviation of 2, and targets."""
-    generator = torch.Generator(device.device).manual_seed(0)
-    draw = partial(torch.randn, generator=generator, device=device.device)
+    draw = drawing(device.device, torch.float32)
     hidden, weight = draw(tokens, dim), draw(rows, dim) * 2 / dim**0.5
     targets = torch.arange(tokens, device=device.device) * 7919 % rows
     return hidden.to(DTYPE).requires_grad_(), weight.to(DTYPE).requires_grad_(), targets
 
 
-def _cost(device: Device, way: _Way, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[float, int]:
+def _cost(device: Device, way: _Way, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[float, int]:
     """Return the seconds and the peak of a forward and a backward."""
 
     def both() -> None:
-        way(*inputs).mean().backward()
-        inputs[0].grad = inputs[1].grad = None
+        way(*tensors).mean().backward()
+        tensors[0].grad = tensors[1].grad = None
 
-    return device.seconds(both, 3), device.peak(both, inputs)
+    return device.seconds(both, 3), device.peak(both, tensors)

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from megatron_burst.kernels import Kernel, Request, TileCall
-from megatron_burst.plans.mask import Band
+from megatron_burst.kernels import Kernel, Request
 from megatron_burst.tools.doctor.attention import served
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, guarded
-from megatron_burst.tools.one_rank import Sizes
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
+from megatron_burst.tools.one_rank import OneCall, Sizes
 
 REMEDY = "install another kernel (docs/install.md)"
 _LONGEST_FIRST_CALL = 60.0  # seconds, forward and backward: what compiles longer is no default
@@ -21,17 +20,12 @@ def check(device: Device) -> Iterator[Check]:
         yield Check(f"kernel {answer.kernel}", state)
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
-        yield from guarded(_first_call(device, name, kernel), f"first call of {name}: ")
+        yield from device.guarded(_first_call(device, name, kernel), f"first call of {name}: ")
 
 
 def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     tokens = 896 if device.is_gpu else 64  # a shape that no other stage has
-    q, k, v, dout = Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE)
-    tile = TileCall(q, k, v, Band.CAUSAL, 128**-0.5)
-
-    def both() -> None:
-        kernel.backward(tile, dout, *kernel.forward(tile))
-
-    first, again = (device.once(both) for _ in range(2))
+    one = OneCall(kernel, Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE))
+    first, again = (device.once(lambda: (one.forward(), one.backward())) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
     yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels import TileCall
+from megatron_burst.kernels.protocol import Gradients
+from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
-from megatron_burst.tools.live_bytes import LiveBytes
-from megatron_burst.tools.one_rank import OneRank, Sizes
+from megatron_burst.tools.one_rank import OneRank, Sizes, Tensors, silent_rank
 
 REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
 _APART = 0.15  # of the count: kernels have memory of their own, allocators round
@@ -18,20 +18,15 @@ _NODES = {"flat": (0,) * 8, "double": (0,) * 4 + (1,) * 4}  # of each rank
 _RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv"))
 
 
-class _EmptyKernel:
+class _EmptyKernel(ReferenceKernel):
     """Returns what a kernel returns, without values."""
-
-    name = "empty"
-
-    def reasons_against(self, _: Any) -> list[str]:
-        return []
 
     def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         (batch, queries, heads, _), dim = tile.q.shape, tile.v.shape[3]
         lse = tile.q.new_empty((batch, heads, queries), dtype=torch.float32)
         return tile.q.new_empty((batch, queries, heads, dim)), lse
 
-    def backward(self, tile: TileCall, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileCall, *_: Tensor) -> Gradients:
         q, k, v = (x.new_empty(x.shape) for x in tile.qkv)
         return q, k, v
 
@@ -41,12 +36,9 @@ def check(device: Device) -> Iterator[Check]:
     sizes = Sizes(16384, 32, 32, 128) if device.is_gpu else Sizes(256, 4, 4, 64)
     tensors = sizes.draw(device.device, DTYPE)
     for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
-        rank = OneRank(_NODES[topology], tensors, ring, topology)
+        rank = silent_rank(_NODES[topology], tensors, backward=ring, topology=topology)
         rank.backward()  # what is made once is no part of it
-        rank.result = None
-        found = [device.peak(rank.forward, tensors)]
-        found.append(device.peak(rank.backward, (*tensors, *(rank.result or ()))))
-        counted = _counted(topology, ring, sizes)
+        found, counted = _peaks(device, rank, tensors), _counted(device, topology, ring, sizes)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
             of_q = tensors[0].nbytes
             sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
@@ -56,14 +48,17 @@ def check(device: Device) -> Iterator[Check]:
         device.free()
 
 
-def _counted(topology: str, ring: str, sizes: Sizes) -> tuple[int, int]:
-    """Return the peaks of a forward and a backward, counted on tensors without values."""
+def _peaks(device: Device, rank: OneRank, tensors: Tensors) -> list[int]:
+    """Return those of a forward and of a backward."""
+    rank.result = None
+    forward = device.peak(rank.forward, tensors)
+    return [forward, device.peak(rank.backward, (*tensors, *(rank.result or ())))]
+
+
+def _counted(device: Device, topology: str, ring: str, sizes: Sizes) -> list[int]:
+    """Count the same on tensors without values."""
     tensors = sizes.draw("meta", DTYPE)
-    # The reference serves any device.
-    rank = OneRank(_NODES[topology], tensors, ring, topology, "reference")
+    shape = {"backward": ring, "topology": topology}
+    rank = silent_rank(_NODES[topology], tensors, **shape, kernel="reference")  # on any device
     rank.call = replace(rank.call, kernel=_EmptyKernel())
-    with LiveBytes(tensors) as forward:
-        result = rank.forward()
-    with LiveBytes((*tensors, *result)) as backward:
-        rank.backward()
-    return forward.peak, backward.peak
+    return _peaks(replace(device, device=torch.device("meta")), rank, tensors)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.plan import Channel, Receive, Send
+from megatron_burst.plans.plan import Channel, Receive
 from megatron_burst.transport.comm import CommunicationError, Communicator, Message
 
 type _Key = tuple[int, int, Channel, int]  # from whom, to whom, where, the how-manieth there
@@ -64,27 +64,23 @@ class ThreadedCommunicator(Communicator):
         """Send at once; poison what is to be received."""
         works: list[Any] = []
         for message in messages:
-            assert message.tensor.is_contiguous(), f"{where}: {message.name} is not contiguous"
-            self.bytes_by_channel[message.transfer.channel] += message.bytes_sent
-            works.append((message.name, self._begin(message, self._key(message.transfer))))
+            transfer, name, tensor, _ = message
+            assert tensor.is_contiguous(), f"{where}: {name} is not contiguous"
+            self.bytes_by_channel[transfer.channel] += message.bytes_sent
+            ends, receives = (self._rank, self._ranks[transfer.peer]), isinstance(transfer, Receive)
+            way = *(ends[::-1] if receives else ends), transfer.channel
+            self._posted[way] += 1
+            key = *way, self._posted[way]
+            if receives:
+                works.append((name, tensor.fill_(torch.nan), key))
+            else:
+                works.append((name, tensor, copy := tensor.clone()))
+                self._post.put(key, copy)
         return works
-
-    def _begin(self, message: Message, key: _Key) -> tuple[Tensor, _Key | Tensor]:
-        if isinstance(message.transfer, Receive):
-            return message.tensor.fill_(torch.nan), key
-        copy = message.tensor.clone()
-        self._post.put(key, copy)
-        return message.tensor, copy
-
-    def _key(self, transfer: Send | Receive) -> _Key:
-        ends = self._rank, self._ranks[transfer.peer]
-        key = *(ends[::-1] if isinstance(transfer, Receive) else ends), transfer.channel
-        self._posted[key] += 1
-        return *key, self._posted[key]
 
     def wait(self, works: Sequence[Any], where: str) -> None:
         """Let what is received land; look whether what was sent is still the same."""
-        for name, (tensor, other) in works:
+        for name, tensor, other in works:
             if isinstance(other, Tensor):
                 if not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)):
                     self._fail(f"{where}: written to before it had landed: {name}")

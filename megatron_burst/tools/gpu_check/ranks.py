@@ -58,7 +58,5 @@ def judge(name: str, printed: str, errors: str) -> Iterator[Check]:
         for tensor, found in tensors.items()
     }
     worst = max(shares, key=lambda key: shares[key], default="")
-    more = f" of what is allowed ({worst})"
-    yield at_most(
-        f"{name}: {len(content['results'])} cases", shares.get(worst, 1e9), 1.0, more=more
-    )
+    name, more = f"{name}: {len(content['results'])} cases", f" of what is allowed ({worst})"
+    yield at_most(name, shares.get(worst, 1e9), 1.0, more=more)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_burst.tools.gpu_check.stage import Check
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
     """What a stage has found."""
 

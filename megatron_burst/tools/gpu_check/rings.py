@@ -11,26 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
-from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import ExpandedLatents, Keys, expand
+from megatron_burst.attention.keys import ExpandedLatents, expand
 from megatron_burst.attention.verify import Finding, compare
-from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.layout import Interval
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
-from megatron_burst.tools.gpu_check.stage import (
-    DTYPE,
-    Check,
-    Device,
-    at_most,
-    guarded,
-    relative_error,
-)
-from megatron_burst.tools.one_rank import Sizes, context_of
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
+from megatron_burst.tools.one_rank import OneRank, Sizes, context_of, drawing
 
 REMEDY = "--burst-kernel takes another kernel; if all are wrong, --context-parallel-algo megatron"
 _GRIDS = ((4, 4), (8, 4), (8, 2))  # ranks, and those of a node
@@ -74,7 +64,7 @@ def check(device: Device) -> Iterator[Check]:
             for nodes in dict.fromkeys(_placed(setting, *grid) for grid in grids):
                 cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
                 found = _of_setting(device, kernel, cases, expected)
-                yield from guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
+                yield from device.guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
     yield from _latents(device)
 
 
@@ -100,10 +90,9 @@ def _of_setting(
                 raise
             yield Check(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
-        worst[case.mask] = max(found, key=lambda finding: finding.share)
-    for mask, finding in worst.items():
+        worst[case.mask] = finding = max(found, key=lambda finding: finding.share)
         if finding.where:
-            yield Check(f"{name}, {mask}", str(finding), passed=False)
+            yield Check(f"{name}, {case.mask}", str(finding), passed=False)
     if worst:
         mask = max(worst, key=lambda m: worst[m].share)
         more = f" of what is allowed ({worst[mask].tensor}, {mask})"
@@ -121,32 +110,21 @@ def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[F
     mask, _ = verify.masks(case.mask, tokens)
     whole = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
     layout = make_layout(config, tokens, ranks)
-    shards = [[layout.shard(x, rank, 1).contiguous() for x in whole] for rank in range(ranks)]
-    scale = case.sizes.head_dim**-0.5
-
     post, jobs = Post(), []
-    for rank, (q, k, v, dout) in enumerate(shards):
+    for rank in range(ranks):
+        q, k, v, dout = (layout.shard(x, rank, 1).contiguous() for x in whole)
         context = context_of(rank, case.nodes, config, ThreadedCommunicator(rank, ranks, post))
-        call = context.prepare(q, k, v, mask, scale)
-        jobs.append(partial(_both_passes, q, k, v, dout, call))
-    found = _whole(layout, run_all(post, jobs))
+        jobs.append(partial(_both_passes, OneRank(context, (q, k, v, dout), mask)))
+    joined = (layout.unshard(list(parts), 1) for parts in zip(*run_all(post, jobs), strict=True))
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), joined, strict=True))
     margin = MARGIN + (ranks**0.5 if config.grad_dtype == "model" else 0.0)
     right = expected(device, case._replace(setting=""), margin)
     return compare(right, found, torch.arange(tokens))
 
 
-def _both_passes(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: AttentionCall
-) -> list[Tensor]:
-    keys = Keys(call.forward_plan.rank, k, v)
-    out, lse = forward(q, keys, call)
-    dq, dk, dv, _ = backward(dout, q, keys, out, lse, call)
+def _both_passes(rank: OneRank) -> list[Tensor]:
+    (out, lse), (dq, dk, dv, _) = rank.forward(), rank.backward()
     return [out, lse.transpose(1, 2)[..., None], dq, dk, dv]
-
-
-def _whole(layout: Layout, by_rank: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    joined = (layout.unshard(list(shards), 1) for shards in zip(*by_rank, strict=True))
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), joined, strict=True))
 
 
 def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected]:
@@ -154,8 +132,7 @@ def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected
     _, visibility = verify.masks(case.mask, tokens)
     q, k, v, dout = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
     spread = Spread([torch.arange(tokens)], None)
-    scale = case.sizes.head_dim**-0.5
-    reference = Reference(spread, visibility, scale, q, k, v, margin=margin)
+    reference = Reference(spread, visibility, case.sizes.head_dim**-0.5, q, k, v, margin=margin)
     return [*reference.expect(), *reference.expect(dout)]
 
 
@@ -163,10 +140,7 @@ def _latents(device: Device) -> Iterator[Check]:
     """Compare the products that stand between a visitor's latents and its K and V."""
     rank, rotary, heads, dim = (512, 64, 8, 128) if device.is_gpu else (32, 8, 4, 16)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device.device).to(DTYPE)
-
-    generator = torch.Generator(device.device).manual_seed(0)
+    drawn = drawing(device.device, DTYPE)
     latent, rotary_key = drawn(1, dim, rank), drawn(1, dim, 1, rotary)
     weight = drawn(2 * heads * dim, rank)
     k, v = expand(latent[:, :, None], rotary_key, weight, heads, dim)

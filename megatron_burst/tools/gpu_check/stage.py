@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import KERNELS, Kernel, Request, select_kernel
+from megatron_burst.kernels import KERNELS, Kernel, Request
 from megatron_burst.tools.live_bytes import LiveBytes
 
 DTYPE = torch.bfloat16
@@ -39,15 +39,6 @@ def at_least(name: str, found: float, allowed: float, *, more: str = "") -> Chec
     return Check(name, f"{found:.3f}{more}", f">= {allowed:g}", found >= allowed)
 
 
-def guarded(checks: Iterable[Check], name: str = "") -> Iterator[Check]:
-    """Yield checks, and as a failure what making them raises: what follows runs all the same."""
-    try:
-        yield from checks
-    except Exception as error:
-        where = traceback.format_exc(limit=-3).strip()
-        yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Device:
     """What is looked at, and how: on a GPU sizes that say something, elsewhere small ones."""
@@ -70,14 +61,19 @@ class Device:
         names = (name for name in KERNELS if name != "reference")
         return {n: KERNELS[n] for n in names if not KERNELS[n].reasons_against(request)}
 
-    def kernel(self, heads: int, kv_heads: int, dim: int) -> Kernel:
-        """Return the one that `auto` takes for causal tiles."""
-        return select_kernel("auto", Request(self.device, DTYPE, heads, kv_heads, dim, dim))
-
     def synchronize(self) -> None:
         """Wait for the device; an error of a kernel shows here."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
+
+    def guarded(self, checks: Iterable[Check], name: str = "") -> Iterator[Check]:
+        """Yield checks, and as a failure what making them raises: the rest runs all the same."""
+        try:
+            yield from checks
+            self.synchronize()
+        except Exception as error:
+            where = traceback.format_exc(limit=-3).strip()
+            yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
 
     def once(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call, with what it compiles."""

@@ -5,19 +5,19 @@ The loops of a rank in the middle of a ring, with its kernels, merges and sums, 
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.tools.compare import tiles
+from megatron_burst.tools.gpu_check.loss import inputs
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
-from megatron_burst.tools.one_rank import OneRank, Sizes
+from megatron_burst.tools.one_rank import Sizes, silent_rank
 
 REMEDY = "right but slow: see that nothing else uses the GPU, and run the stage again alone"
 _EFFICIENCY, _OF_COPY = 0.95, 0.85
@@ -53,7 +53,7 @@ def _waits(device: Device) -> Check:
     sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
     found: list[str] = []
     for ring in ("kv", "query"):
-        rank = OneRank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), ring)
+        rank = silent_rank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), backward=ring)
         rank.backward()  # what is compiled may wait
         with (
             profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen,
@@ -70,17 +70,13 @@ def _waits(device: Device) -> Check:
 @contextmanager
 def _warnings_of_waits(device: Device) -> Iterator[list[warnings.WarningMessage]]:
     """Let torch warn where the host waits for a GPU, and as before afterwards."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, ExitStack() as afterwards:
         warnings.simplefilter("always")
-        if not device.is_gpu:
-            yield said
-            return
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield said
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        if device.is_gpu:
+            before = torch.cuda.get_sync_debug_mode()
+            afterwards.callback(torch.cuda.set_sync_debug_mode, before)
+            torch.cuda.set_sync_debug_mode("warn")
+        yield said
 
 
 def _copy_speed(device: Device) -> float:
@@ -99,10 +95,7 @@ def _merge(device: Device) -> tuple[float, float]:
     q, *_, part = sizes.draw(device.device, DTYPE)
     lse = torch.zeros(1, sizes.heads, sizes.tokens, device=device.device)
     results, item = PartialOutputs(0, q, sizes.head_dim), Item(Kind.OUTPUT, 0)
-
-    def merge() -> None:
-        results.take(item, (part, lse), {})
-
+    merge = partial(results.take, item, (part, lse), {})
     first = device.once(merge)
     return first, _MERGE_BYTES * q.numel() / device.seconds(merge)
 
@@ -113,20 +106,13 @@ def _loss(device: Device) -> Iterator[tuple[str, float, int]]:
     Hidden states are short, so that products take little of the time.
     """
     tokens, rows, hidden, chunk = (8192, 131072, 128, 2048) if device.is_gpu else (32, 256, 16, 16)
-    states, weight, dlogits = (
-        torch.randn(shape, device=device.device).to(DTYPE)
-        for shape in ((tokens, hidden), (rows, hidden), (chunk, rows))
-    )
-    targets = torch.arange(tokens, device=device.device) % rows
-    some = states[:chunk]
-    logits = device.seconds(lambda: torch.mm(some, weight.t(), out=dlogits)) * (tokens // chunk)
-    of_states = device.seconds(lambda: dlogits @ weight) * (tokens // chunk)
+    states, weight, targets = inputs(device, tokens, rows, hidden)
+    some, fixed = states[:chunk].detach(), weight.detach()
+    dlogits = some @ fixed.t()
+    logits = device.seconds(lambda: torch.mm(some, fixed.t(), out=dlogits)) * (tokens // chunk)
+    of_states = device.seconds(lambda: dlogits @ fixed) * (tokens // chunk)
     of_weight = device.seconds(lambda: dlogits.t() @ some) * (tokens // chunk)
-    states, weight = states.requires_grad_(), weight.requires_grad_()
-
-    def forward() -> Tensor:
-        return linear_cross_entropy(states, weight, targets, chunk_size=chunk)
-
+    forward = partial(linear_cross_entropy, states, weight, targets, chunk_size=chunk)
     loss = forward()
     ones = torch.ones_like(loss)
     backward = partial(torch.autograd.grad, loss, (states, weight), ones, retain_graph=True)

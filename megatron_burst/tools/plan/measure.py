@@ -102,7 +102,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     sizes, seconds = Sizes(_TOKENS[device.type], 16, 16, 128), Device(device, Path()).seconds
     dims = sizes.heads, sizes.head_dim, sizes.head_dim
     kernel = select_kernel("auto", Request(device, dtype, sizes.heads, *dims))
-    one = OneCall(kernel, sizes, device, dtype, Band.FULL)
+    one = OneCall(kernel, sizes.draw(device, dtype), Band.FULL)
     forward = attention_flops(one.pairs, *dims) / seconds(one.forward)
     backward = attention_flops(one.pairs, *dims, backward=True) / seconds(one.backward)
     return {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12}
