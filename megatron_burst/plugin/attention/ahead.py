@@ -42,9 +42,6 @@ type Read = Callable[[PackedSeqParams], Documents]
 
 
 class _Prepared(NamedTuple):
-    """All that a micro-batch needs, made of its documents."""
-
-    packed: PackedSeqParams  # on the host
     documents: Documents
     plans: list[tuple[BurstContext, Plans]]
 
@@ -125,7 +122,7 @@ class Ahead:
             raise found.error
         for context, plans in found.plans:
             context.adopt(plans)
-        return with_tensors(found.documents, found.packed, packed)
+        return with_tensors(found.documents, packed)
 
     def _wait(self, last: Future[None]) -> None:
         if not last.done():
@@ -200,8 +197,7 @@ class Ahead:
             return
         try:
             documents = read(packed)
-            plans = self._shared.plan_ahead(documents, kinds)
-            self._ready[digest] = _Prepared(packed, documents, plans)
+            self._ready[digest] = _Prepared(documents, self._shared.plan_ahead(documents, kinds))
         except ValueError as error:  # for who takes this one
             self._ready[digest] = _Raised(error)
         if len(self._ready) > _KEPT:
