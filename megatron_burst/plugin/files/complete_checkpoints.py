@@ -25,6 +25,8 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron_burst.plugin.compat import wrap
+
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"  # of torch's distributed checkpoints; written after the tensors
@@ -44,18 +46,12 @@ def attach(args: argparse.Namespace) -> None:
 
     Saving starts no process, unless --async-save does.
     """
-    before = checkpointing.read_metadata  # ours, too, where Megatron parses again
-    reader = CompleteOnly(args, original(before), getattr(before, "missing", {}))
-    checkpointing.read_metadata = reader
-    training.save_checkpoint = _with_note(args, reader, original(training.save_checkpoint))
+    missing = getattr(checkpointing.read_metadata, "missing", {})  # where Megatron parses again
+    reader = wrap(checkpointing, "read_metadata", lambda read: CompleteOnly(args, read, missing))
+    wrap(training, "save_checkpoint", functools.partial(_with_note, args, reader))
     if not args.async_save:
         # Megatron's is held by a process of its own, which outlives a rank that is killed.
         filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
-
-
-def original(function: Any) -> Any:
-    """Return what one of our wrappers is around; anything else as it is."""
-    return getattr(function, "original", function)
 
 
 class CompleteOnly:
@@ -234,7 +230,6 @@ def _with_note(
         if first and persistent and not args.async_save:  # all ranks have written
             _note(folder).unlink(missing_ok=True)
 
-    note_and_save.original = save  # type: ignore[attr-defined]
     return note_and_save
 
 
