@@ -20,7 +20,6 @@ from megatron_burst.plugin.arguments import (
     checks_files,
     configure,
     lm_head_config_from_args,
-    refuse_limits,
     settle_dropouts,
 )
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
@@ -36,6 +35,7 @@ from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
+from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
     if config is None:
         return None
     # Again: they may have changed since they were parsed.
-    refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
+    what = "cannot run what --use-checkpoint-args or the script has set"
+    refuse_all(f"--context-parallel-algo {config.algorithm} {what}", refusals(args))
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
