@@ -20,6 +20,14 @@ CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
 # CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
 COMPUTE_CAPABILITY = (10, 0)
+# What Megatron asks of a device's properties, answered for this host.
+PROPERTIES = SimpleNamespace(
+    name="cpu",
+    major=COMPUTE_CAPABILITY[0],
+    minor=COMPUTE_CAPABILITY[1],
+    multi_processor_count=os.cpu_count() or 1,
+    total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+)
 
 
 class AllIsDone:
@@ -75,22 +83,16 @@ def reported_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     return type_or_cast
 
 
-class TorchOfTheCpu:
+def torch_of_the_cpu(original: Any) -> Any:
     """`torch` as one module sees it, in which `torch.device("cuda:…")` is the CPU.
 
     For modules that spell out the device; `torch.device` itself is a type and stays.
     """
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    @staticmethod
     def device(*args: Any) -> torch.device:
-        """Make a device."""
         return CPU if str(args[0]).startswith("cuda") else torch.device(*args)
+
+    return SimpleNamespace(**{**vars(original), "device": device})
 
 
 def meshes_of_the_cpu(mesh: Any) -> Any:
@@ -115,17 +117,6 @@ def current_device() -> torch.device:
 def peak_resident_bytes(device: object = None) -> int:
     """Peak resident memory of this process in bytes (Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def cpu_properties(device: object = None) -> SimpleNamespace:
-    """What Megatron asks of a device's properties, answered for this host."""
-    return SimpleNamespace(
-        name="cpu",
-        major=COMPUTE_CAPABILITY[0],
-        minor=COMPUTE_CAPABILITY[1],
-        multi_processor_count=os.cpu_count() or 1,
-        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
 
 
 def generator_state(device: object = None, **graph_options: bool) -> torch.Tensor:
@@ -232,7 +223,7 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "torch.cuda:empty_cache": returns(None),
     # Argument validation asks for the GPU's generation when TP or CP is above 1, and for its
     # capability with --moe-grouped-gemm, which local layers do not need.
-    "torch.cuda:get_device_properties": replaced_by(cpu_properties),
+    "torch.cuda:get_device_properties": returns(PROPERTIES),
     "torch.cuda:get_device_capability": returns(COMPUTE_CAPABILITY),
     # Gradient buffers and DDP make side streams, enter them and order their communication with the
     # current one; these and MoE dispatch record and wait for events.
@@ -249,11 +240,10 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "torch.cuda:set_rng_state": replaced_by(set_generator_state),
     "torch.cuda:manual_seed": replaced_by(torch.manual_seed),
     # Megatron allocates with a literal device='cuda' (losses, counters, flags).
-    "torch:tensor": allocated_on_cpu,
-    "torch:zeros": allocated_on_cpu,
-    "torch:ones": allocated_on_cpu,
-    "torch:empty": allocated_on_cpu,
-    "torch:empty_like": allocated_on_cpu,
+    **dict.fromkeys(
+        ("torch:tensor", "torch:zeros", "torch:ones", "torch:empty", "torch:empty_like"),
+        allocated_on_cpu,
+    ),
     # Batches, model chunks and rotary indices are pinned and moved to the GPU.
     "torch:Tensor.cuda": replaced_by(itself),
     "torch:Tensor.pin_memory": replaced_by(itself),
@@ -268,9 +258,9 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     f"{_RANDOM}:_set_cuda_rng_state": replaced_by(set_generator_state),
     # Megatron-FSDP makes its device out of the word cuda and the number of the current one. Its
     # meshes are of CUDA's devices, and its DTensors move their parts there.
-    f"{_FSDP}.mcore_fsdp_adapter:torch": TorchOfTheCpu,
-    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": TorchOfTheCpu,
-    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": TorchOfTheCpu,
+    f"{_FSDP}.mcore_fsdp_adapter:torch": torch_of_the_cpu,
+    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": torch_of_the_cpu,
+    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": torch_of_the_cpu,
     f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": with_cpu_arguments,
