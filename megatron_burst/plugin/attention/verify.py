@@ -9,7 +9,6 @@ arguments, not from what our attention made of them.
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,9 +116,9 @@ class LayerCheck:
         )
         self._window = config.window_size if windowed else (-1, -1)
         self._seen: set[bool] = set()  # the passes that were checked, by whether they have a graph
-        self._asked: tuple[bool, Documents | None] | None = None
+        self._asked: tuple[bool, Documents] | None = None
 
-    def expect(self, is_causal: bool, documents: Documents | None, is_training: bool) -> None:
+    def expect(self, is_causal: bool, documents: Documents, is_training: bool) -> None:
         """Say what Megatron asks of the next call."""
         over = self._verification.is_over or torch.is_grad_enabled() in self._seen
         self._asked = None if over or not is_training else (is_causal, documents)
@@ -144,16 +143,16 @@ class LayerCheck:
             self._verification.begun.add(self._layer)
         return out
 
-    def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:
-        found = Visibility(
+    def _visibility(self, tokens: int, is_causal: bool, documents: Documents) -> Visibility:
+        lengths = None if documents.lengths is None else torch.tensor(documents.lengths)
+        return Visibility(
             causal=is_causal,
             left=self._window[0],
             right=self._window[1],
-            cu_seqlens=None if documents is None else documents.cu_seqlens_q,
+            cu_seqlens=documents.cu_seqlens_q
+            if lengths is None
+            else torch.tensor(documents.bounds),
+            lengths=lengths,
             blocks=self._verification.block_mask,
-            tokens_per_sample=tokens // (1 if documents is None else documents.samples),
+            tokens_per_sample=tokens // documents.samples,
         )
-        if documents is None or documents.lengths is None:
-            return found
-        bounds, lengths = torch.tensor(documents.bounds), torch.tensor(documents.lengths)
-        return replace(found, cu_seqlens=bounds, lengths=lengths)
