@@ -64,7 +64,7 @@ class Ahead:
     micro-batches come, how often, or whether one that was announced ever does.
     """
 
-    def __init__(self, shared: SharedState, tokens_per_sample: int) -> None:
+    def __init__(self, shared: SharedState, tokens_per_sample: int | None = None) -> None:
         self._shared, self._tokens_per_sample = shared, tokens_per_sample
         self._thread: threading.Thread | None = None  # None: nobody knows what comes
         self._group: dist.ProcessGroup | None = None  # who gets the same micro-batches

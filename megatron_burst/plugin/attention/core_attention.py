@@ -180,7 +180,7 @@ class BurstCoreAttention(ModuleWithSink):
         self.context = shared.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
-        self._window = _window(config, layer_number)
+        self._window = window_of(config, layer_number)
         self._layer_number = layer_number
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.call_layer(str(layer_number))
@@ -304,7 +304,7 @@ class BurstCoreAttention(ModuleWithSink):
                 raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")
 
 
-def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
+def window_of(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
     """Return how many keys before it a query of this layer sees, and whether none behind it.
 
     Of Megatron's two numbers -1 is no limit.

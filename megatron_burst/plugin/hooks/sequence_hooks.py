@@ -11,7 +11,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -19,7 +18,11 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
+from megatron_burst.plugin.attention.core_attention import (
+    BurstCoreAttention,
+    SharedState,
+    window_of,
+)
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.hooks.mtp import Rolls
@@ -41,7 +44,7 @@ class SequenceHooks:
 
     Args:
         shared: what the layers of the model share.
-        ahead: is told when a forward is done.
+        ahead: reads documents, and is told when a forward is done; None: none comes announced.
         documents_apart: whether the ranks hold each document in a zigzag of its own also where
             `packed_seq_params` does not say how it is padded, as with --sft.
     """
@@ -49,7 +52,8 @@ class SequenceHooks:
     def __init__(
         self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
     ) -> None:
-        self._shared, self._ahead, self._apart = shared, ahead, documents_apart
+        self._shared, self._apart = shared, documents_apart
+        self._ahead = ahead or Ahead(shared)
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -70,8 +74,7 @@ class SequenceHooks:
             hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
-            if self._ahead is not None:
-                model.register_forward_hook(hooks.begin_the_next)
+            model.register_forward_hook(hooks.begin_the_next)
         self._shared.tokens_follow_layout = True
         return models
 
@@ -97,12 +100,9 @@ def _check_core_attention(model: torch.nn.Module) -> None:
 
 
 def _window_of_all(config: Any) -> int | None:
-    """Return how many keys before it a query sees, where a window is on every layer."""
-    size, skip = config.window_size, config.window_attn_skip_freq
-    layers = range(1, config.num_layers + 1)
-    if not all(is_layer_window_attention(size, skip, layer) for layer in layers):
-        return None
-    return None if size[0] == -1 else int(size[0])
+    """Return how many keys before it a query sees, where that is the same in every layer."""
+    windows = {window_of(config, 1 + layer)[0] for layer in range(config.num_layers)}
+    return windows.pop() if len(windows) == 1 else None
 
 
 def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
@@ -136,7 +136,7 @@ class _StageHooks:
         model: LanguageModel,
         context: BurstContext,
         layouts: Layouts,
-        ahead: Ahead | None = None,
+        ahead: Ahead,
         *,
         documents_apart: bool = False,
     ) -> None:
@@ -163,9 +163,7 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = (
-                self._ahead.take(packed, self.read) if self._ahead else self.read(packed)
-            )
+            given["packed_seq_params"] = self._ahead.take(packed, self.read)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
@@ -196,8 +194,7 @@ class _StageHooks:
 
     def begin_the_next(self, *_: object) -> None:
         """The device has a forward to run: prepare what comes after it."""
-        if self._ahead is not None:
-            self._ahead.begin(self.read)
+        self._ahead.begin(self.read)
 
     def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
         """Return the moves of the micro-batch of x [batch, rows, ...]."""
