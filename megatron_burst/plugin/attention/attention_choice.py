@@ -42,24 +42,21 @@ class CoreAttentionByCommType:
         """Return the module that handles `cp_comm_type`."""
         given = {"config": config, "layer_number": layer_number, **kwargs}
         stood, parameters = _class_and_parameters(fallback)
+        what = f"layer {layer_number} has {getattr(stood, '__qualname__', repr(stood))}"
         is_replaceable = any(stood is each for each in _REPLACEABLE)
         name = cp_comm_type
         if name is None and not is_replaceable:
             name = _name_in(config, layer_number)
         if name is not None and name not in list(Algorithm):
             if shared.config.block_mask is not None:
-                raise ValueError(
-                    f"layer {layer_number} has {_called(stood)}, which knows no "
-                    "--burst-block-mask: drop it"
-                )
+                raise ValueError(f"{what}, which knows no --burst-block-mask: drop it")
             return fallback(cp_comm_type=cp_comm_type, **given)
         if not is_replaceable:
             raise ValueError(
-                f"layer {layer_number} has {_called(stood)} for its core attention, and ours does "
-                "not do what it does (only DotProductAttention and TEDotProductAttention are "
-                f"replaced): keep it by one of {', '.join(MEGATRONS)} for this layer in "
-                "--cp-comm-type (cp_comm_type of the TransformerConfig), or drop "
-                "--context-parallel-algo"
+                f"{what} for its core attention, and ours does not do what it does (only "
+                "DotProductAttention and TEDotProductAttention are replaced): keep it by one of "
+                f"{', '.join(MEGATRONS)} for this layer in --cp-comm-type (cp_comm_type of the "
+                "TransformerConfig), or drop --context-parallel-algo"
             )
         algorithm = Algorithm(name or shared.config.algorithm)
         return BurstCoreAttention(
@@ -84,7 +81,3 @@ def _name_in(config: TransformerConfig, layer_number: int) -> str | None:
     """Return a layer's cp_comm_type where Megatron passes none: CP 1, and MLA's base class."""
     names = config.cp_comm_type
     return names[layer_number - 1] if isinstance(names, list) else names
-
-
-def _called(core_attention: Any) -> str:
-    return getattr(core_attention, "__qualname__", repr(core_attention))
