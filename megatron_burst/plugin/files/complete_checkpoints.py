@@ -19,7 +19,6 @@ from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -90,12 +89,12 @@ class CompleteOnly:
             candidates = list(_saved(file.parent, recorded))
         reasons = [] if recorded is not None else [f"{file} is truncated: it holds {text!r}"]
         # Where only other ranks miss something, they say it.
-        for iteration in _of_the_first_rank(candidates):
+        for iteration in _of_all_ranks(candidates)[0]:
             folder = file.parent / f"iter_{iteration:07d}"
             if folder not in self.missing:
                 self.missing[folder] = what_is_missing(folder, self._needs_marker)
             reason = self.missing[folder]
-            if _all_ranks(reason is None):
+            if not any(_of_all_ranks(reason)):
                 for line in reasons:
                     _warn_once(f"{line}; loading iteration {iteration} instead")
                 return iteration, False
@@ -182,20 +181,13 @@ def _missing_tensors(folder: Path) -> str | None:
     return None
 
 
-def _of_the_first_rank[T](value: T) -> T:
-    if not dist.is_initialized():
-        return value
+def _of_all_ranks[T](value: T) -> list[T]:
+    """Return what the ranks give, a collective call."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _all_ranks(truth: bool) -> bool:
-    if not dist.is_initialized():
-        return truth
-    flag = torch.tensor([truth], dtype=torch.int, device=torch.cuda.current_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _with_note(
