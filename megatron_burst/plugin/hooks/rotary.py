@@ -1,5 +1,6 @@
 """Rotary embeddings at the positions of this rank's rows, whatever the layout and the documents."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,24 +33,18 @@ class Positions:
 
     def __init__(self, context: BurstContext) -> None:
         self._context = context
-        self._rows: dict[tuple[object, ...], Tensor] = {}  # in the whole sequence, of one layout
-        self._found: tuple[WholeSequence, torch.device, Tensor] | None = None  # last
+        # Every layer of a micro-batch asks for the same.
+        self.on = functools.lru_cache(1)(self._on)
+        self._in_sequence = functools.lru_cache(1)(self._find)
 
-    def on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
-        """Return int64 [local tokens]; every layer of a micro-batch asks for the same."""
-        if self._found is None or self._found[:2] != (sequence, device):
-            rows = self._in_sequence(device, sequence.tokens, sequence.layout)
-            if sequence.bounds is not None:
-                rows = within_documents(rows, sequence.bounds)
-            self._found = sequence, device, rows
-        return self._found[2]
+    def _on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
+        """Return int64 [local tokens]."""
+        layout = sequence.layout or self._context.layout(sequence.tokens)
+        rows = self._in_sequence(device, layout)
+        return rows if sequence.bounds is None else within_documents(rows, sequence.bounds)
 
-    def _in_sequence(self, device: torch.device, tokens: int, layout: Layout | None) -> Tensor:
-        key = device, layout or tokens
-        if key not in self._rows:
-            layout = layout or self._context.layout(tokens)
-            self._rows = {key: to_device(layout.positions(self._context.rank), device)}
-        return self._rows[key]
+    def _find(self, device: torch.device, layout: Layout) -> Tensor:
+        return to_device(layout.positions(self._context.rank), device)
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:
