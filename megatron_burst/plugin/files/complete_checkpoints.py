@@ -86,7 +86,7 @@ class CompleteOnly:
         if self._step and self._load and file.parent == Path(self._load):
             candidates = [self._step]
         else:
-            candidates = list(_saved(file.parent, recorded))
+            candidates = _saved(file.parent, recorded)
         reasons = [] if recorded is not None else [f"{file} is truncated: it holds {text!r}"]
         # Where only other ranks miss something, they say it.
         for iteration in _of_all_ranks(candidates)[0]:
@@ -111,14 +111,11 @@ def _warn_once(text: str) -> None:  # Megatron asks more than once
     logger.warning("%s", text)
 
 
-def _saved(directory: Path, recorded: int | None) -> Iterator[int]:
+def _saved(directory: Path, recorded: int | None) -> list[int]:
     """The recorded iteration, then those of folders before it, from the newest on."""
-    if recorded is not None:
-        yield recorded
     names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir())
-    for iteration in sorted((int(name[1]) for name in names if name), reverse=True):
-        if recorded is None or iteration < recorded:
-            yield iteration
+    found = sorted((int(name[1]) for name in names if name), reverse=True)
+    return found if recorded is None else [recorded, *(each for each in found if each < recorded)]
 
 
 def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
