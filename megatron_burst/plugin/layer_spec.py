@@ -1,13 +1,11 @@
 """Turns Megatron's layer, block and hybrid stack specs into ones with our core attention."""
 
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
@@ -81,20 +79,13 @@ class StackWithContexts:
     """
 
     def __new__(
-        cls,
-        config: TransformerConfig,
-        *,
-        shared: SharedState,
-        stack: type,
-        layer_type_list: Sequence[str],
-        pg_collection: ProcessGroupCollection,
-        **options: Any,
+        cls, config: TransformerConfig, *, shared: SharedState, stack: type, **given: Any
     ) -> Any:
-        """Return the stack."""
-        reasons = pattern_refusals("".join(layer_type_list), shared.config.layout, config)
+        """Return the stack, built with what Megatron has `given`."""
+        pattern = "".join(given["layer_type_list"])
+        reasons = pattern_refusals(pattern, shared.config.layout, config)
         refuse_all("burst cannot run this hybrid stack", reasons)
-        shared.get_megatrons(config, pg_collection)
-        given = {"layer_type_list": layer_type_list, "pg_collection": pg_collection, **options}
+        shared.get_megatrons(config, given["pg_collection"])
         return stack(config, **given)
 
 

@@ -30,17 +30,10 @@ class CoreAttentionByCommType:
     """
 
     def __new__(
-        cls,
-        *,
-        shared: SharedState,
-        fallback: Any,
-        config: TransformerConfig,
-        layer_number: int,
-        cp_comm_type: str | None = None,
-        **kwargs: Any,
+        cls, *, shared: SharedState, fallback: Any, cp_comm_type: str | None = None, **given: Any
     ) -> Any:
-        """Return the module that handles `cp_comm_type`."""
-        given = {"config": config, "layer_number": layer_number, **kwargs}
+        """Return the module that handles `cp_comm_type`, built with what Megatron has `given`."""
+        config, layer_number = given["config"], given["layer_number"]
         stood, parameters = _class_and_parameters(fallback)
         what = f"layer {layer_number} has {getattr(stood, '__qualname__', repr(stood))}"
         is_replaceable = any(stood is each for each in _REPLACEABLE)

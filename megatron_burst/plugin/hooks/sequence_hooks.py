@@ -34,6 +34,9 @@ from megatron_burst.plugin.models import NAMES, LanguageModel
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 _EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way
 
+# Bounds of documents, and the layouts in which their tokens come and in which attention runs.
+type _Where = tuple[tuple[int, ...], Layout | None, Layout | None]
+
 
 class SequenceHooks:
     """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
@@ -69,9 +72,8 @@ class SequenceHooks:
             replace_rotary(model, Positions(context))
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
-            layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            given = layouts[context], self._ahead
-            hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
+            layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
+            hooks = _StageHooks(model, layout, self._ahead, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
             model.register_forward_hook(hooks.begin_the_next)
@@ -132,18 +134,12 @@ class _StageHooks:
     """The two hooks of one pipeline stage."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        context: BurstContext,
-        layouts: Layouts,
-        ahead: Ahead,
-        *,
-        documents_apart: bool = False,
+        self, model: LanguageModel, layouts: Layouts, ahead: Ahead, *, documents_apart: bool = False
     ) -> None:
-        self._context, self._layouts = context, layouts
-        self._ahead, self._apart = ahead, documents_apart
-        config = model.config
+        self._layouts, self._ahead, self._apart = layouts, ahead, documents_apart
+        config, context = model.config, layouts.context
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._context = context
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
@@ -200,16 +196,10 @@ class _StageHooks:
         """Return the moves of the micro-batch of x [batch, rows, ...]."""
         documents = given.get("packed_seq_params") or Documents()
         where = documents.bounds, documents.brought, documents.layout
-        return self._exchange(x.shape[1] * self._context.ranks, *where, x.device)
+        return self._exchange(x.shape[1] * self._context.ranks, where, x.device)
 
-    def _make_exchange(
-        self,
-        tokens: int,
-        bounds: tuple[int, ...],
-        brought: Layout | None,
-        layout: Layout | None,
-        device: torch.device,
-    ) -> RowExchange:
+    def _make_exchange(self, tokens: int, where: _Where, device: torch.device) -> RowExchange:
+        bounds, brought, layout = where
         if bounds and bounds[-1] != tokens:
             raise ValueError(f"the documents end at {bounds[-1]}, the sequence has {tokens} tokens")
         group, ranks = self._context.group, self._context.ranks
