@@ -47,7 +47,6 @@ class SharedState:
         self.config, self.tokens = config, tokens
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self.verification = Verification(config) if config.verify else None
         self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
@@ -55,6 +54,7 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
+        self.verification = Verification(self._block_table) if config.verify else None
         self.whole = Documents()  # what a sequence without documents is
         self.read = Reader()
 
