@@ -104,11 +104,6 @@ def meshes_of_the_cpu(mesh: Any) -> Any:
     return SimpleNamespace(from_group=from_group)
 
 
-def itself(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Do nothing with a tensor: it is where it has to be."""
-    return tensor
-
-
 def current_device() -> torch.device:
     """The device Megatron works on. That torch.cuda holds this function says: active."""
     return CPU
@@ -119,14 +114,9 @@ def peak_resident_bytes(device: object = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def generator_state(device: object = None, **graph_options: bool) -> torch.Tensor:
-    """State of the CPU generator, which is where dropout and initialisation draw from here."""
-    return torch.get_rng_state()
-
-
-def set_generator_state(state: torch.Tensor, device: object = None, **options: bool) -> None:
-    """Set the CPU generator; the partner of `generator_state`."""
-    torch.set_rng_state(state)
+# Dropout and initialisation draw from the CPU's generator here, whichever device is asked for.
+READS_GENERATOR = replaced_by(lambda *_, **__: torch.get_rng_state())
+SETS_GENERATOR = replaced_by(lambda state, *_, **__: torch.set_rng_state(state))
 
 
 def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
@@ -236,8 +226,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # --log-device-memory-used asks the GPU's driver; the host's answer is resident memory.
     "torch.cuda:device_memory_used": replaced_by(peak_resident_bytes),
     # Checkpoints and the tensor-parallel generators read, set and seed CUDA's generator.
-    "torch.cuda:get_rng_state": replaced_by(generator_state),
-    "torch.cuda:set_rng_state": replaced_by(set_generator_state),
+    "torch.cuda:get_rng_state": READS_GENERATOR,
+    "torch.cuda:set_rng_state": SETS_GENERATOR,
     "torch.cuda:manual_seed": replaced_by(torch.manual_seed),
     # Megatron allocates with a literal device='cuda' (losses, counters, flags).
     **dict.fromkeys(
@@ -245,8 +235,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
         allocated_on_cpu,
     ),
     # Batches, model chunks and rotary indices are pinned and moved to the GPU.
-    "torch:Tensor.cuda": replaced_by(itself),
-    "torch:Tensor.pin_memory": replaced_by(itself),
+    "torch:Tensor.cuda": replaced_by(lambda tensor, *_, **__: tensor),
+    "torch:Tensor.pin_memory": replaced_by(lambda tensor, *_, **__: tensor),
     # The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.
     "torch:Tensor.type": reported_as_cuda,
     # The two threads that gloo gives a group both write the name of the collective that ended
@@ -254,8 +244,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # one is freed twice. One thread runs them in the order in which they began.
     "torch.distributed:ProcessGroupGloo.__init__": with_one_worker,
     # Recompute and the tensor-parallel generators fork CUDA's generator.
-    f"{_RANDOM}:_get_cuda_rng_state": replaced_by(generator_state),
-    f"{_RANDOM}:_set_cuda_rng_state": replaced_by(set_generator_state),
+    f"{_RANDOM}:_get_cuda_rng_state": READS_GENERATOR,
+    f"{_RANDOM}:_set_cuda_rng_state": SETS_GENERATOR,
     # Megatron-FSDP makes its device out of the word cuda and the number of the current one. Its
     # meshes are of CUDA's devices, and its DTensors move their parts there.
     f"{_FSDP}.mcore_fsdp_adapter:torch": torch_of_the_cpu,
