@@ -1,7 +1,7 @@
 """Turns Megatron's layer, block and hybrid stack specs into ones with our core attention."""
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
@@ -22,9 +22,6 @@ from megatron_burst.plugin.local_layers import (
     with_sequence_parallel_norm,
 )
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
-
-if TYPE_CHECKING:
-    from megatron.training.models.gpt import GPTModelConfig
 
 
 def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
@@ -114,8 +111,8 @@ class LayerSpecProvider:
         self._spec = spec
         self.shared = shared
 
-    def __call__(self, model_config: "GPTModelConfig", vp_stage: int | None = None) -> Any:
-        """Return the stage's layer spec or block spec."""
+    def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
+        """Return the layer spec or block spec of a stage, by Megatron's GPTModelConfig."""
         spec = self._original(model_config, vp_stage)
         # A provider of Megatron-Bridge is the TransformerConfig itself.
         transformer = getattr(model_config, "transformer", model_config)
@@ -129,7 +126,7 @@ class LayerSpecProvider:
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
         return with_sequence_parallel_norm(spec)
 
-    def _original(self, model_config: "GPTModelConfig", vp_stage: int | None) -> Any:
+    def _original(self, model_config: Any, vp_stage: int | None) -> Any:
         if self._spec is None:
             from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
 
