@@ -31,13 +31,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.flags import all_flags, flags
-from megatron_burst.plugin.limits import (
-    LATENT_LIMITS,
-    LM_HEAD_LIMITS,
-    beyond,
-    refusals,
-    refuse_all,
-)
+from megatron_burst.plugin.limits import LATENT_LIMITS, LM_HEAD_LIMITS, beyond, refusals, refuse_all
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import Algorithm
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
@@ -38,8 +37,9 @@ class CoreAttentionByCommType:
         what = f"layer {layer_number} has {getattr(stood, '__qualname__', repr(stood))}"
         is_replaceable = any(stood is each for each in _REPLACEABLE)
         name = cp_comm_type
-        if name is None and not is_replaceable:
-            name = _name_in(config, layer_number)
+        if name is None and not is_replaceable:  # Megatron passes none at CP 1, and to MLA's base
+            names = config.cp_comm_type
+            name = names[layer_number - 1] if isinstance(names, list) else names
         if name is not None and name not in list(Algorithm):
             if shared.config.block_mask is not None:
                 raise ValueError(f"{what}, which knows no --burst-block-mask: drop it")
@@ -68,9 +68,3 @@ def _class_and_parameters(core_attention: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(core_attention, functools.partial):
         return core_attention.func, core_attention.keywords
     return core_attention, {}
-
-
-def _name_in(config: TransformerConfig, layer_number: int) -> str | None:
-    """Return a layer's cp_comm_type where Megatron passes none: CP 1, and MLA's base class."""
-    names = config.cp_comm_type
-    return names[layer_number - 1] if isinstance(names, list) else names

@@ -164,7 +164,11 @@ class _StageHooks:
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
             exchange = self._exchange_of(next(iter(tensors.values())), given)
-            _check_decoder_input(exchange, given)
+            if exchange.is_needed and given.get("decoder_input") is not None:
+                raise ValueError(
+                    "decoder_input stays where it is while the tokens move to another layout: let "
+                    f"the model embed its tokens, or take --burst-layout {LayoutName.ZIGZAG}"
+                )
             given |= exchange.to_ours(tensors)
             if self._rolls is not None:
                 self._rolls.begin(exchange)
@@ -175,8 +179,7 @@ class _StageHooks:
     ) -> Tensor:
         """Change the output of the model's forward."""
         if not model.post_process:
-            documents = kwargs.get("packed_seq_params")
-            return output if documents is None else _unflatten_output(output, documents)
+            return _unflatten_output(output, kwargs.get("packed_seq_params") or Documents())
         if self._context.group is None:
             return output
         given = next(iter(_per_token(kwargs).values()), output)
@@ -210,14 +213,6 @@ class _StageHooks:
 
 def _per_token(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
-
-
-def _check_decoder_input(exchange: RowExchange, given: dict[str, Any]) -> None:
-    if exchange.is_needed and given.get("decoder_input") is not None:
-        raise ValueError(
-            "decoder_input stays where it is while the tokens move to another layout: let the "
-            f"model embed its tokens, or take --burst-layout {LayoutName.ZIGZAG}"
-        )
 
 
 def _flatten_input(decoder: Any) -> None:
