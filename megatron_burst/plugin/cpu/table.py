@@ -95,15 +95,6 @@ def torch_of_the_cpu(original: Any) -> Any:
     return SimpleNamespace(**{**vars(original), "device": device})
 
 
-def meshes_of_the_cpu(mesh: Any) -> Any:
-    """torch's DeviceMesh, as far as it is made from process groups, for the CPU's tensors."""
-
-    def from_group(*args: Any, **kwargs: Any) -> Any:
-        return mesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
-
-    return SimpleNamespace(from_group=from_group)
-
-
 def current_device() -> torch.device:
     """The device Megatron works on. That torch.cuda holds this function says: active."""
     return CPU
@@ -251,7 +242,9 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     f"{_FSDP}.mcore_fsdp_adapter:torch": torch_of_the_cpu,
     f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": torch_of_the_cpu,
     f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": torch_of_the_cpu,
-    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
+    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": lambda mesh: SimpleNamespace(
+        from_group=lambda *args, **named: mesh.from_group(*args, **named | {"device_type": "cpu"})
+    ),
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": with_cpu_arguments,
     # It asserts that there is a GPU, and pretrain() has no way to pass its own allow_no_cuda.

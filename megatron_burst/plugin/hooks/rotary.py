@@ -1,8 +1,7 @@
 """Rotary embeddings at the positions of this rank's rows, whatever the layout and the documents."""
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from megatron_burst.transport.pinned import to_device
 _OF_DOCUMENTS = ("bounds", "layout", "longest")
 
 
-@dataclass(frozen=True, slots=True)
-class WholeSequence:
+class WholeSequence(NamedTuple):
     """What decides the positions: the length of the whole sequence, and where documents begin."""
 
     tokens: int
