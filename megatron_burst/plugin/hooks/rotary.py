@@ -64,26 +64,16 @@ class RotaryAtPositions(torch.nn.Module):
         super().__init__()
         self.rotary, self._positions, self._in_layer = rotary, positions, in_layer
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> WholeSequence:
-        """Return what `forward` needs to know."""
-        if inference_context is not None or inference_params is not None:
+    def get_rotary_seq_len(self, inference_context: Any, *given: Any) -> WholeSequence:
+        """Return what `forward` needs to know, of Megatron's arguments."""
+        if inference_context is not None:
             raise ValueError(
                 "inference is not possible with documents or --burst-layout segmented-zigzag"
             )
-        tokens = self.rotary.get_rotary_seq_len(
-            None, transformer, transformer_input, transformer_config, None
-        )
-        given = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
-        return WholeSequence(tokens, *given)
+        *asked, packed_seq_params = given
+        tokens = self.rotary.get_rotary_seq_len(None, *asked, None)
+        of_documents = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
+        return WholeSequence(tokens, *of_documents)
 
     def forward(self, sequence: WholeSequence, **_: Any) -> Any:
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
