@@ -156,8 +156,7 @@ def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None
     """
     documents = args.dataloader_inter_document_masking or args.sft
     documents = documents and args.dataloader_type != "external"
-    changing_groups = args.hybrid_context_parallel
-    if shared is None or not documents or shared.verification is not None or changing_groups:
+    if shared is None or not documents or shared.verification is not None:
         return None
     return Ahead(shared, args.seq_length)
 

@@ -89,10 +89,9 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"{what} cannot be followed by {found} layers")
 
 
-def _check_core_attention(model: torch.nn.Module) -> None:
+def _check_core_attention(model: Any) -> None:
     """Only ours knows which tokens are where."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         attention = getattr(module, "core_attention", None)
         if not isinstance(attention, BurstCoreAttention | IdentityOp | None):
             raise ValueError(
@@ -107,14 +106,13 @@ def _window_of_all(config: Any) -> int | None:
     return windows.pop() if len(windows) == 1 else None
 
 
-def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
+def replace_rotary(model: Any, positions: Positions) -> None:
     """Put `RotaryAtPositions` in the place of every rotary embedding, of layers' too.
 
     Raises:
         ValueError: an embedding that takes its rows in another way.
     """
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in [*model.modules()]:
         rotary = getattr(module, "rotary_pos_emb", None)
         if isinstance(rotary, MultimodalRotaryEmbedding):
             raise ValueError(
