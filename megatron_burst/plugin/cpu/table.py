@@ -146,11 +146,6 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     return (group.create_default_device(),)
 
 
-def as_numpy_where_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
 def thd_get_partitioned_indices(
     bounds: torch.Tensor, _: int, ranks: int, rank: int
 ) -> torch.Tensor:
@@ -264,6 +259,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
     # takes no tensor for its sizes.
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": replaced_by(
-        as_numpy_where_asked
+        lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        )
     ),
 }
