@@ -155,10 +155,9 @@ def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqPa
     )
 
 
-type _Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-def _masked_loss(loss_mask: Tensor | None, per_token: Tensor) -> _Loss:
+def _masked_loss(
+    loss_mask: Tensor | None, per_token: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return this rank's sum of losses, its number of tokens, and both for Megatron's report.
 
     Sums, not means: under `--calculate-per-token-loss` Megatron divides once, by the tokens of all

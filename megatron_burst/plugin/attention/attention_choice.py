@@ -51,10 +51,9 @@ class CoreAttentionByCommType:
                 f"{', '.join(MEGATRONS)} for this layer in --cp-comm-type (cp_comm_type of the "
                 "TransformerConfig), or drop --context-parallel-algo"
             )
-        algorithm = Algorithm(name or shared.config.algorithm)
         return BurstCoreAttention(
             shared=shared,
-            algorithm=algorithm,
+            algorithm=Algorithm(name or shared.config.algorithm),
             saves_extra_state=stood is TEDotProductAttention,
             **parameters,
             **given,

@@ -9,7 +9,7 @@ arguments, not from what our attention made of them.
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,10 +107,9 @@ class LayerCheck:
     config: Any
     layer_number: int
     scale: float | None
-
-    def __post_init__(self) -> None:
-        self._seen: set[bool] = set()  # the passes that were checked, by whether they have a graph
-        self._asked: tuple[bool, Documents] | None = None
+    # The passes that were checked, by whether they have a graph.
+    _seen: set[bool] = field(default_factory=set, init=False)
+    _asked: tuple[bool, Documents] | None = field(default=None, init=False)
 
     def expect(self, is_causal: bool, documents: Documents, is_training: bool) -> None:
         """Say what Megatron asks of the next call."""
