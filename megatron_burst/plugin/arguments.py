@@ -31,14 +31,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.flags import all_flags, flags
-from megatron_burst.plugin.limits import (
-    LATENT_LIMITS,
-    LM_HEAD_LIMITS,
-    beyond,
-    pattern_refusals,
-    refusals,
-    refuse_all,
-)
+from megatron_burst.plugin.limits import LATENT_LIMITS, LM_HEAD_LIMITS, beyond, refusals, refuse_all
 
 logger = logging.getLogger(__name__)
 
@@ -228,15 +221,8 @@ def configure(args: argparse.Namespace) -> None:
             f"{args.train_iters}: a profiler that is not stopped writes nothing, crashes at exit",
         ),
     )
-    refuse_limits(args, config)
+    refuse_all(f"--context-parallel-algo {config.algorithm} cannot run this", refusals(args))
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
-
-
-def refuse_limits(args: argparse.Namespace, config: BurstConfig, origin: str = "this") -> None:
-    """Raise ValueError with everything that our attention cannot honour; see `refusals`."""
-    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), config.layout, args)
-    what = f"--context-parallel-algo {config.algorithm} cannot run {origin}"
-    refuse_all(what, [*refusals(args), *layers])
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

@@ -20,22 +20,22 @@ from megatron_burst.plugin.arguments import (
     checks_files,
     configure,
     lm_head_config_from_args,
-    refuse_limits,
     settle_dropouts,
 )
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
+from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
-from megatron_burst.plugin.files.complete_checkpoints import original
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
+from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,11 @@ def attach(*, own_entry: bool = False) -> None:
     a script that passes no hook. It must come before the script imports these names. Our own
     entry, megatron_burst.pretrain, checks files by itself.
     """
-    parse_args = original(arguments.parse_args)
-    arguments.parse_args = _with_burst_flags(parse_args, own_entry=own_entry)
-    iterators = DataIterators(original(training.build_train_valid_test_data_iterators))
-    training.build_train_valid_test_data_iterators = iterators
+    wrap(arguments, "parse_args", functools.partial(_with_burst_flags, own_entry=own_entry))
+    iterators = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        build_config = original(getattr(argument_utils, name))
-        setattr(argument_utils, name, _with_burst_spec(build_config, iterators))
-    gpt.mtp_block_spec = _with_burst_mtp(original(gpt.mtp_block_spec))
+        wrap(argument_utils, name, functools.partial(_with_burst_spec, iterators=iterators))
+    wrap(gpt, "mtp_block_spec", _with_burst_mtp)
 
 
 def shared_state(model_config: Any) -> SharedState | None:
@@ -79,9 +76,7 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
             check_data_files(args)
             complete_checkpoints.attach(args)
 
-    parse = compat.around_parse_args(parse_args, prepare, settle)
-    parse.original = parse_args  # type: ignore[attr-defined]
-    return parse
+    return compat.around_parse_args(parse_args, prepare, settle)
 
 
 def _with_burst_spec(
@@ -106,7 +101,6 @@ def _with_burst_spec(
         model_config.pre_wrap_hooks += _hooks(args, shared, iterators.ahead)
         return model_config
 
-    build.original = config_from_args  # type: ignore[attr-defined]
     return build
 
 
@@ -121,7 +115,6 @@ def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
         spec = with_sequence_parallel_norm(spec)
         return spec if provider.shared is None else burst_layer_spec(spec, provider.shared)
 
-    build.original = mtp_block_spec  # type: ignore[attr-defined]
     return build
 
 
@@ -131,7 +124,8 @@ def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
     if config is None:
         return None
     # Again: they may have changed since they were parsed.
-    refuse_limits(args, config, "what --use-checkpoint-args or the script has set")
+    what = "cannot run what --use-checkpoint-args or the script has set"
+    refuse_all(f"--context-parallel-algo {config.algorithm} {what}", refusals(args))
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
@@ -162,8 +156,7 @@ def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None
     """
     documents = args.dataloader_inter_document_masking or args.sft
     documents = documents and args.dataloader_type != "external"
-    changing_groups = args.hybrid_context_parallel
-    if shared is None or not documents or shared.verification is not None or changing_groups:
+    if shared is None or not documents or shared.verification is not None:
         return None
     return Ahead(shared, args.seq_length)
 

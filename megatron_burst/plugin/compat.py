@@ -63,6 +63,19 @@ def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> 
     )
 
 
+def wrap(holder: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """Put `make(function)` in the place of a function of Megatron, and return it.
+
+    Again, it is made of Megatron's function, not of what was put there before.
+    """
+    found = getattr(holder, name)
+    original = getattr(found, "original", found)
+    ours = make(original)
+    ours.original = original
+    setattr(holder, name, ours)
+    return ours
+
+
 def around_parse_args(
     parse_args: Callable[..., Any],
     prepare: Callable[[argparse.ArgumentParser], object],
@@ -121,9 +134,8 @@ def mend_wheel() -> None:
     """
     from megatron.training import initialize, training
 
-    if initialize._compile_dependencies is not compile_on_every_node:
-        initialize._compile_dependencies = compile_on_every_node
-        training.get_megatron_optimizer = with_torch_adam(training.get_megatron_optimizer)
+    initialize._compile_dependencies = compile_on_every_node
+    wrap(training, "get_megatron_optimizer", with_torch_adam)
 
 
 def check_megatron_version() -> str:

@@ -5,14 +5,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_burst.config import BurstConfig, FileConfig, LmHeadConfig, flag_name, members
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One command-line flag, derived from a field of a configuration."""
 
     field: str

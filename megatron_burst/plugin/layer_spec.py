@@ -1,13 +1,11 @@
 """Turns Megatron's layer, block and hybrid stack specs into ones with our core attention."""
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
@@ -24,9 +22,6 @@ from megatron_burst.plugin.local_layers import (
     with_sequence_parallel_norm,
 )
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
-
-if TYPE_CHECKING:
-    from megatron.training.models.gpt import GPTModelConfig
 
 
 def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
@@ -81,20 +76,13 @@ class StackWithContexts:
     """
 
     def __new__(
-        cls,
-        config: TransformerConfig,
-        *,
-        shared: SharedState,
-        stack: type,
-        layer_type_list: Sequence[str],
-        pg_collection: ProcessGroupCollection,
-        **options: Any,
+        cls, config: TransformerConfig, *, shared: SharedState, stack: type, **given: Any
     ) -> Any:
-        """Return the stack."""
-        reasons = pattern_refusals("".join(layer_type_list), shared.config.layout, config)
+        """Return the stack, built with what Megatron has `given`."""
+        pattern = "".join(given["layer_type_list"])
+        reasons = pattern_refusals(pattern, shared.config.layout, config)
         refuse_all("burst cannot run this hybrid stack", reasons)
-        shared.get_megatrons(config, pg_collection)
-        given = {"layer_type_list": layer_type_list, "pg_collection": pg_collection, **options}
+        shared.get_megatrons(config, given["pg_collection"])
         return stack(config, **given)
 
 
@@ -123,8 +111,8 @@ class LayerSpecProvider:
         self._spec = spec
         self.shared = shared
 
-    def __call__(self, model_config: "GPTModelConfig", vp_stage: int | None = None) -> Any:
-        """Return the stage's layer spec or block spec."""
+    def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
+        """Return the layer spec or block spec of a stage, by Megatron's GPTModelConfig."""
         spec = self._original(model_config, vp_stage)
         # A provider of Megatron-Bridge is the TransformerConfig itself.
         transformer = getattr(model_config, "transformer", model_config)
@@ -138,7 +126,7 @@ class LayerSpecProvider:
         # All is TransformerEngine's but the layers' norms under --transformer-impl local.
         return with_sequence_parallel_norm(spec)
 
-    def _original(self, model_config: "GPTModelConfig", vp_stage: int | None) -> Any:
+    def _original(self, model_config: Any, vp_stage: int | None) -> Any:
         if self._spec is None:
             from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
 

@@ -1,6 +1,6 @@
 """What of Megatron our parts cannot honour, each with the reason: refused, never ignored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_burst.config import LayoutName
@@ -110,10 +110,10 @@ LM_HEAD_LIMITS = with_remedies(
 )
 
 
-def refuse_all(what: str, reasons: Sequence[str]) -> None:
+def refuse_all(what: str, reasons: Iterable[str]) -> None:
     """Raise a ValueError that says what cannot be done and every reason, if there is one."""
-    if reasons:
-        raise ValueError("\n  ".join([f"{what}:", *reasons]))
+    if lines := [*reasons]:
+        raise ValueError("\n  ".join([f"{what}:", *lines]))
 
 
 def refusals(settings: Any) -> list[str]:
@@ -123,38 +123,38 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    checks = _graph_refusal, _window_refusal, _document_refusal, _sample_refusal, _mtp_refusal
-    others = (check(settings) for check in checks)
-    return [*beyond(LIMITS, settings), *(reason for reason in others if reason)]
+    pattern = getattr(settings, "hybrid_layer_pattern", None)
+    layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
+    checks = _graph_refusals, _window_refusals, _document_refusals, _mtp_refusals
+    others = (reason for check in checks for reason in check(settings))
+    return [*beyond(LIMITS, settings), *others, *pattern_refusals(pattern, layout, settings)]
 
 
-def pattern_refusals(pattern: str | None, layout: LayoutName, settings: Any) -> list[str]:
-    """Return why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
-    reasons = []
+def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
+    """Yield why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
     pattern = pattern or ""
     if "D" in pattern:
-        reasons.append(
+        yield (
             f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
             "take + (MLA) layers, or drop --context-parallel-algo"
         )
     if "" in pattern.partition("/")[0].split("|")[1:-1]:
-        reasons.append(
+        yield (
             f"a stage without layers in the pattern {pattern}: Megatron frees what it passes on, "
             "and gradients of the stages before it are wrong: give it a layer, or drop its |"
         )
     found = recurrent_layers(pattern)
-    if layout is not LayoutName.ZIGZAG and found:
-        reasons.append(
+    if layout != LayoutName.ZIGZAG and found:
+        yield (
             f"{found} in the pattern {pattern}: these layers undo Megatron's zigzag "
             f"by themselves and know no other order: drop --burst-layout {layout}"
         )
     ranks = getattr(settings, "tensor_model_parallel_size", 1)
     if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
-        reasons.append(
+        yield (
             f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
             "of its norm over them under sequence parallelism alone: add --sequence-parallel"
         )
-    return reasons
 
 
 def recurrent_layers(pattern: str | None) -> str:
@@ -178,93 +178,75 @@ def beyond(
     ]
 
 
-def _graph_refusal(settings: Any) -> str | None:
+def _graph_refusals(settings: Any) -> Iterator[str]:
     """Per-layer CUDA graphs may hold anything but attention; no module named is the whole layer."""
     impl = getattr(settings, "cuda_graph_impl", None)
     if impl not in _GRAPHS_BESIDE_ATTENTION:
-        return None
+        return
     # Until Megatron has validated its arguments, those of --cuda-graph-scope have their own place.
     modules = getattr(settings, "cuda_graph_modules", None) or getattr(
         settings, "cuda_graph_scope_deprecated", None
     )
     named = [getattr(module, "name", module) for module in modules or ()]
     fine = _GRAPHS_BESIDE_ATTENTION[impl]
-    if named and set(named) <= set(fine):
-        return None
-    return (
-        f"cuda_graph_modules = {' '.join(named) or 'none, the whole layer'}: a ring cannot be "
-        f"captured in a CUDA graph; with --cuda-graph-impl {impl} name some of {', '.join(fine)} "
-        "in --cuda-graph-modules and no others, or drop --cuda-graph-impl"
-    )
+    if not named or not set(named) <= set(fine):
+        yield (
+            f"cuda_graph_modules = {' '.join(named) or 'none, the whole layer'}: a ring cannot be "
+            f"captured in a CUDA graph; with --cuda-graph-impl {impl} name some of "
+            f"{', '.join(fine)} in --cuda-graph-modules and no others, or drop --cuda-graph-impl"
+        )
 
 
-def _window_refusal(settings: Any) -> str | None:
+def _window_refusals(settings: Any) -> Iterator[str]:
     """Megatron's (left, right): how many keys before and behind it a query sees; -1 is all."""
     window = getattr(settings, "window_size", None)
-    if not window:
-        return None
-    if len(window) != 2 or window[0] < -1:
-        return f"window_size = {window}: pass --window-size LEFT,0 with LEFT >= 0, or -1 for all"
-    if window[1] not in (0, -1):
-        return (
+    if window and (len(window) != 2 or window[0] < -1):
+        yield f"window_size = {window}: pass --window-size LEFT,0 with LEFT >= 0, or -1 for all"
+    elif window and window[1] not in (0, -1):
+        yield (
             f"window_size = {window}: under a causal mask no query sees what is behind it: "
             f"pass --window-size {window[0]},0"
         )
-    return None
 
 
-def _document_refusal(args: Any) -> str | None:
-    """Recurrent layers, and the layout of --sft."""
-    found = recurrent_layers(getattr(args, "hybrid_layer_pattern", None))
-    if found and getattr(args, "dataloader_inter_document_masking", False):
-        return (
-            f"dataloader_inter_document_masking = True: {found} layers take every document in a "
-            "zigzag of its own, and there is one of the whole sequence: drop "
-            "--dataloader-inter-document-masking"
-        )
-    if not getattr(args, "sft", False):
-        return None
-    if found:
-        return f"sft = True: {found} layers were not shown to be right with it: drop --sft"
-    layout = getattr(args, "burst_layout", "zigzag")
-    if layout != "zigzag" and args.context_parallel_size > 1:
-        return (
-            "sft = True: every document is in a zigzag of its own already, which gives the ranks "
-            f"equal work: drop --burst-layout {layout}"
-        )
-    return None
-
-
-def _sample_refusal(args: Any) -> str | None:
-    """Samples of a micro-batch, which are one sequence then, have to be told apart on one rank."""
+def _document_refusals(args: Any) -> Iterator[str]:
+    """Recurrent layers, the layout of --sft, and samples that have to be told apart on one rank."""
     names = "dataloader_inter_document_masking", "sft"
     name = next((name for name in names if getattr(args, name, False)), None)
     if name is None:
-        return None
+        return
+    found = recurrent_layers(getattr(args, "hybrid_layer_pattern", None))
+    layout = getattr(args, "burst_layout", "zigzag")
+    if found and name == "sft":
+        yield f"sft = True: {found} layers were not shown to be right with it: drop --sft"
+    elif found:
+        yield (
+            f"{name} = True: {found} layers take every document in a zigzag of its own, and there "
+            "is one of the whole sequence: drop --dataloader-inter-document-masking"
+        )
+    elif getattr(args, "sft", False) and layout != "zigzag" and args.context_parallel_size > 1:
+        yield (
+            "sft = True: every document is in a zigzag of its own already, which gives the ranks "
+            f"equal work: drop --burst-layout {layout}"
+        )
     ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
-    if (
-        args.num_experts
-        and "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])
-        and args.micro_batch_size != 1
-        and ranks > 1
-    ):
-        return (
+    by_sample = "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])
+    if args.num_experts and by_sample and args.micro_batch_size != 1 and ranks > 1:
+        yield (
             f"{name} = True: the samples of a micro-batch are one sequence over {ranks} ranks, "
             "which cannot tell them apart for seq_aux_loss: "
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
-    return None
 
 
-def _mtp_refusal(args: Any) -> str | None:
+def _mtp_refusals(args: Any) -> Iterator[str]:
     """Megatron moves hidden states from rank to rank without their gradients."""
     ranks = getattr(args, "context_parallel_size", 1)
     mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main
-    if not mixes or ranks == 1:
-        return None
-    return (
-        f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
-        "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
-    )
+    if mixes and ranks > 1:
+        yield (
+            f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
+            "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
+        )

@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -37,13 +38,6 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "check_for_spiky_loss",
     "log_straggler",
     "inprocess_restart",
-)
-# Arguments that Megatron's configuration of a data set has by the same name.
-_OF_THE_DATA_SET = (
-    *("split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads"),
-    *("mmap_bin_files", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-    *("object_storage_cache_path", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens"),
-    *("context_parallel_size", "data_parallel_size"),
 )
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
@@ -161,10 +155,9 @@ def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqPa
     )
 
 
-type _Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-def _masked_loss(loss_mask: Tensor | None, per_token: Tensor) -> _Loss:
+def _masked_loss(
+    loss_mask: Tensor | None, per_token: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return this rank's sum of losses, its number of tokens, and both for Megatron's report.
 
     Sums, not means: under `--calculate-per-token-loss` Megatron divides once, by the tokens of all
@@ -212,8 +205,9 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     if args.per_dataset_sequences_path is not None:
         with open(args.per_dataset_sequences_path) as file:
             sequences = json.load(file)
+    names = {part.name for part in fields(GPTDatasetConfig)}
     return GPTDatasetConfig(
-        **{name: getattr(args, name) for name in _OF_THE_DATA_SET},
+        **{name: value for name, value in vars(args).items() if name in names},
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,

@@ -14,13 +14,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, stack_spec
-from megatron_burst.plugin.limits import beyond, pattern_refusals, refusals, refuse_all
+from megatron_burst.plugin.limits import beyond, refusals, refuse_all
 
 _FORM = "--spec megatron_burst.plugin.spec"
 _ONLY_WITH_A_LAUNCHER = {
@@ -81,7 +81,6 @@ def config_from_args(args: argparse.Namespace) -> BurstConfig:
         algorithm=named[0], timeout_seconds=60.0 * args.distributed_timeout_minutes
     )
     check_layers(args, config, own_spec=False)
-    layers = pattern_refusals(getattr(args, "hybrid_layer_pattern", None), LayoutName.ZIGZAG, args)
-    reasons = [*refusals(args), *layers, *beyond(_ONLY_WITH_A_LAUNCHER, args)]
+    reasons = [*refusals(args), *beyond(_ONLY_WITH_A_LAUNCHER, args)]
     refuse_all(f"{_FORM} cannot run this", reasons)
     return config

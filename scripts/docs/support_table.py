@@ -155,7 +155,6 @@ def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
 
 def _layer_rows() -> Iterator[list[str]]:
     for symbol, name in LAYERS.items():
-        found = [pattern_refusals(symbol, layout, None) for layout in FLAG_LAYOUTS]
         documents = SimpleNamespace(
             dataloader_inter_document_masking=True,
             hybrid_layer_pattern=symbol,
@@ -164,9 +163,8 @@ def _layer_rows() -> Iterator[list[str]]:
             moe_router_load_balancing_type="none",
             num_experts=None,
         )
-        found.append(
-            [*pattern_refusals(symbol, LayoutName.ZIGZAG, documents), *refusals(documents)]
-        )
+        by_layout = (pattern_refusals(symbol, layout, None) for layout in FLAG_LAYOUTS)
+        found = (*by_layout, refusals(documents))
         yield [f"`{symbol}`", name, *("; ".join(reasons) or YES for reasons in found)]
 
 

@@ -31,6 +31,8 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     roll_tensor,
 )
 
+from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import MtpLosses  # noqa: E402
 from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
@@ -154,7 +156,7 @@ def train(
 
 def _lay_out(model: Model, team: Team, layout: str) -> None:
     context = team.context(BurstConfig(layout=layout))
-    hooks = _StageHooks(model, context, Layouts(context))
+    hooks = _StageHooks(model, Layouts(context), Ahead(SharedState(context.config)))
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     model.register_forward_hook(hooks.after, with_kwargs=True)
 

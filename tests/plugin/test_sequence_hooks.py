@@ -30,6 +30,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
+from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
@@ -233,7 +234,7 @@ class Stage(torch.nn.Module):
 def hooked(context: Any, post_process: bool = True, mtp: int | None = None) -> Stage:
     stage = Stage(post_process)
     stage.config.mtp_num_layers = mtp
-    hooks = _StageHooks(stage, context, Layouts(context))
+    hooks = _StageHooks(stage, Layouts(context), Ahead(SharedState(context.config)))
     stage.register_forward_pre_hook(hooks.before, with_kwargs=True)
     stage.register_forward_hook(hooks.after, with_kwargs=True)
     return stage

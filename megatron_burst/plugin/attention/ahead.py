@@ -42,22 +42,12 @@ type Read = Callable[[PackedSeqParams], Documents]
 
 
 class _Prepared(NamedTuple):
-    """All that a micro-batch needs, made of its documents."""
-
-    packed: PackedSeqParams  # on the host
     documents: Documents
     plans: list[tuple[BurstContext, Plans]]
 
 
 class _Raised(NamedTuple):
     error: Exception
-
-
-class _Job(NamedTuple):
-    items: list[dict[str, Any]]
-    read: Read
-    kinds: dict[BurstContext, Kinds]  # taken where all ranks have the same
-    done: Future[None]
 
 
 class Ahead:
@@ -67,13 +57,12 @@ class Ahead:
     micro-batches come, how often, or whether one that was announced ever does.
     """
 
-    def __init__(self, shared: SharedState, tokens_per_sample: int) -> None:
+    def __init__(self, shared: SharedState, tokens_per_sample: int | None = None) -> None:
         self._shared, self._tokens_per_sample = shared, tokens_per_sample
-        self._thread: threading.Thread | None = None  # None: nobody knows what comes
         self._group: dist.ProcessGroup | None = None  # who gets the same micro-batches
-        self._readers: list[bool] | None = None  # which of them know it; the first tells the others
+        self._readers: list[bool] = []  # which of them know what comes; the first tells the others
         self._announced: dict[OneAhead, dict[str, Any]] = {}
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # the thread's
         self._last: Future[None] | None = None
         self._waited = self._logged = 0.0  # seconds
         # The thread's until `_last` is done, then the caller's.
@@ -86,14 +75,13 @@ class Ahead:
         them from the first that has one. Consumed samples are counted elsewhere, and what Megatron
         keeps for repeating a step lies around what is changed here.
         """
-        if self._readers is None:
+        if not self._readers:
             limit, purpose = self._shared.config.timeout_seconds, "learn who reads data"
             self._group, self._readers = make_gloo_group(group, limit), [bool(iterators)]
             if self._group is not None:
                 self._readers = gather_objects(self._group, purpose, bool(iterators), limit)
             if any(self._readers):
-                self._thread = threading.Thread(target=self._work, name="burst-plans", daemon=True)
-                self._thread.start()
+                threading.Thread(target=self._work, name="burst-plans", daemon=True).start()
         for iterator in iterators:
             iterator.iterable = OneAhead(iterator.iterable, self._announce)
 
@@ -102,10 +90,10 @@ class Ahead:
 
         `read` makes documents of what says where they are.
         """
-        if self._thread is not None:
-            self._last = Future()
-            items, kinds = list(self._announced.values()), self._shared.kinds()
-            self._jobs.put(_Job(items, read, kinds, self._last))
+        if any(self._readers):
+            before, self._last = self._last, Future()
+            kinds = self._shared.kinds()  # here, where all ranks have the same
+            self._jobs.put(([*self._announced.values()], read, kinds, before, self._last))
             self._announced.clear()
 
     def take(self, packed: PackedSeqParams, read: Read) -> Documents:
@@ -125,7 +113,7 @@ class Ahead:
             raise found.error
         for context, plans in found.plans:
             context.adopt(plans)
-        return with_tensors(found.documents, found.packed, packed)
+        return with_tensors(found.documents, packed)
 
     def _wait(self, last: Future[None]) -> None:
         if not last.done():
@@ -146,19 +134,16 @@ class Ahead:
             self._announced[reader] = {name: item.get(name) for name in _READ_OF_AN_ITEM}
 
     def _work(self) -> None:
-        failure: Exception | None = None
         while True:
-            items, read, kinds, done = self._jobs.get()
+            items, read, kinds, before, done = self._jobs.get()
             try:
-                if failure is None:
-                    for packed in self._agree([self._packed(item) for item in items]):
-                        self._prepare(packed, read, kinds)
-            except Exception as error:  # for who takes the next micro-batch, and all after it
-                failure = error
-            if failure is None:
+                if before is not None:
+                    before.result()
+                for packed in self._agree([self._packed(item) for item in items]):
+                    self._prepare(packed, read, kinds)
                 done.set_result(None)
-            else:
-                done.set_exception(failure)
+            except Exception as error:  # for who takes the next micro-batch, and all after it
+                done.set_exception(error)
 
     def _packed(self, item: dict[str, Any]) -> PackedSeqParams:
         """Say of a micro-batch on the host what Megatron's scripts say of it on the device."""
@@ -182,7 +167,7 @@ class Ahead:
         Raises:
             ValueError: one has not.
         """
-        if self._group is None or self._readers is None:
+        if self._group is None:
             return ours
         purpose, reads = "learn what documents come next", self._readers[self._group.rank()]
         theirs = broadcast_object(self._group, purpose, ours, self._readers.index(True), _WHERE)
@@ -200,8 +185,7 @@ class Ahead:
             return
         try:
             documents = read(packed)
-            plans = self._shared.plan_ahead(documents, kinds)
-            self._ready[digest] = _Prepared(packed, documents, plans)
+            self._ready[digest] = _Prepared(documents, self._shared.plan_ahead(documents, kinds))
         except ValueError as error:  # for who takes this one
             self._ready[digest] = _Raised(error)
         if len(self._ready) > _KEPT:

@@ -6,7 +6,6 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import Algorithm
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
@@ -30,41 +29,31 @@ class CoreAttentionByCommType:
     """
 
     def __new__(
-        cls,
-        *,
-        shared: SharedState,
-        fallback: Any,
-        config: TransformerConfig,
-        layer_number: int,
-        cp_comm_type: str | None = None,
-        **kwargs: Any,
+        cls, *, shared: SharedState, fallback: Any, cp_comm_type: str | None = None, **given: Any
     ) -> Any:
-        """Return the module that handles `cp_comm_type`."""
-        given = {"config": config, "layer_number": layer_number, **kwargs}
+        """Return the module that handles `cp_comm_type`, built with what Megatron has `given`."""
+        config, layer_number = given["config"], given["layer_number"]
         stood, parameters = _class_and_parameters(fallback)
+        what = f"layer {layer_number} has {getattr(stood, '__qualname__', repr(stood))}"
         is_replaceable = any(stood is each for each in _REPLACEABLE)
         name = cp_comm_type
-        if name is None and not is_replaceable:
-            name = _name_in(config, layer_number)
+        if name is None and not is_replaceable:  # Megatron passes none at CP 1, and to MLA's base
+            names = config.cp_comm_type
+            name = names[layer_number - 1] if isinstance(names, list) else names
         if name is not None and name not in list(Algorithm):
             if shared.config.block_mask is not None:
-                raise ValueError(
-                    f"layer {layer_number} has {_called(stood)}, which knows no "
-                    "--burst-block-mask: drop it"
-                )
+                raise ValueError(f"{what}, which knows no --burst-block-mask: drop it")
             return fallback(cp_comm_type=cp_comm_type, **given)
         if not is_replaceable:
             raise ValueError(
-                f"layer {layer_number} has {_called(stood)} for its core attention, and ours does "
-                "not do what it does (only DotProductAttention and TEDotProductAttention are "
-                f"replaced): keep it by one of {', '.join(MEGATRONS)} for this layer in "
-                "--cp-comm-type (cp_comm_type of the TransformerConfig), or drop "
-                "--context-parallel-algo"
+                f"{what} for its core attention, and ours does not do what it does (only "
+                "DotProductAttention and TEDotProductAttention are replaced): keep it by one of "
+                f"{', '.join(MEGATRONS)} for this layer in --cp-comm-type (cp_comm_type of the "
+                "TransformerConfig), or drop --context-parallel-algo"
             )
-        algorithm = Algorithm(name or shared.config.algorithm)
         return BurstCoreAttention(
             shared=shared,
-            algorithm=algorithm,
+            algorithm=Algorithm(name or shared.config.algorithm),
             saves_extra_state=stood is TEDotProductAttention,
             **parameters,
             **given,
@@ -78,13 +67,3 @@ def _class_and_parameters(core_attention: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(core_attention, functools.partial):
         return core_attention.func, core_attention.keywords
     return core_attention, {}
-
-
-def _name_in(config: TransformerConfig, layer_number: int) -> str | None:
-    """Return a layer's cp_comm_type where Megatron passes none: CP 1, and MLA's base class."""
-    names = config.cp_comm_type
-    return names[layer_number - 1] if isinstance(names, list) else names
-
-
-def _called(core_attention: Any) -> str:
-    return getattr(core_attention, "__qualname__", repr(core_attention))

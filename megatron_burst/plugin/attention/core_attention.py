@@ -47,7 +47,6 @@ class SharedState:
         self.config, self.tokens = config, tokens
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self.verification = Verification(config) if config.verify else None
         self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
@@ -55,7 +54,8 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
-        self._masks: dict[tuple[bool, int | None], Mask] = {}  # without documents
+        self.verification = Verification(self._block_table) if config.verify else None
+        self.whole = Documents()  # what a sequence without documents is
         self.read = Reader()
 
     def __deepcopy__(self, _: Any) -> "SharedState":
@@ -92,20 +92,19 @@ class SharedState:
             )
         return self._contexts[group, algorithm or own]
 
-    def mask(self, is_causal: bool, window: int | None, documents: Documents | None) -> Mask:
+    def mask(self, is_causal: bool, window: int | None, documents: Documents) -> Mask:
         """Return the mask of a layer; a query sees at most `window` keys before it.
 
         Each of the samples that a sequence is made of is under the block mask.
         """
-        masks = self._masks if documents is None else documents.masks
-        if (mask := masks.get((is_causal, window))) is None:
-            given, table = documents or Documents(), self._block_table
-            if table is not None and given.samples > 1:
-                table = torch.block_diag(*[table] * given.samples).bool()
-            make, bounds = Mask.causal if is_causal else Mask.full, given.bounds or None
-            mask = make(window=window, documents=bounds, lengths=given.lengths, block_table=table)
-            masks[is_causal, window] = mask
-        return mask
+        if (is_causal, window) not in documents.masks:
+            table, bounds = self._block_table, documents.bounds or None
+            if table is not None and documents.samples > 1:
+                table = torch.block_diag(*[table] * documents.samples).bool()
+            documents.masks[is_causal, window] = (Mask.causal if is_causal else Mask.full)(
+                window=window, documents=bounds, lengths=documents.lengths, block_table=table
+            )
+        return documents.masks[is_causal, window]
 
     def kinds(self) -> dict[BurstContext, Kinds]:
         """Return the kinds of calls with documents that layers have made so far."""
@@ -181,7 +180,7 @@ class BurstCoreAttention(ModuleWithSink):
         self.context = shared.get_megatrons(config, pg_collection, algorithm)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
-        self._window = _window(config, layer_number)
+        self._window = window_of(config, layer_number)
         self._layer_number = layer_number
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.call_layer(str(layer_number))
@@ -220,14 +219,15 @@ class BurstCoreAttention(ModuleWithSink):
                 which nobody moves the tokens.
         """
         self._refuse(attention_mask, attention_bias)
-        documents, is_thd = self._documents(packed_seq_params, query)
+        documents = self._documents(packed_seq_params, query)
+        is_thd = not isinstance(packed_seq_params, Documents | None)
         mask_type = attn_mask_type or self._attn_mask_type
         mask = self._mask(mask_type, documents)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if is_thd and self.config.multi_latent_attention:  # whose values Megatron widens
             value = value[..., : self.config.v_head_dim]
-        if documents and query.ndim == 3:  # from MLA, too, which drops a batch dimension of 1
+        if query.ndim == 3:  # from MLA, too, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
         latents = None if self.latents is None else self.latents(query.shape[1])
@@ -243,20 +243,17 @@ class BurstCoreAttention(ModuleWithSink):
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
             latents=latents,
-            layout=None if documents is None else documents.layout,
+            layout=documents.layout,
             memory=memory,
         )
         if not self.training:
             self._shared.bytes_sent_in_evaluation += self.context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
 
-    def _documents(self, packed: Any, query: Tensor) -> tuple[Documents | None, bool]:
-        """Return the packed sequences, if any, and whether the tensors are Megatron's "thd"."""
-        if packed is None:
-            return None, False
-        is_thd = not isinstance(packed, Documents)
-        if not is_thd:
-            documents: Documents = packed
+    def _documents(self, packed: Any, query: Tensor) -> Documents:
+        """Return the packed sequences, those of Megatron's "thd" too."""
+        if isinstance(packed, Documents | None):
+            documents = packed or self._shared.whole
         elif getattr(packed, "qkv_format", None) != "thd":
             raise ValueError(
                 "packed_seq_params cannot be honoured in a ring but with qkv_format thd, or with "
@@ -270,15 +267,15 @@ class BurstCoreAttention(ModuleWithSink):
         else:
             documents = self._shared.read(packed, self.context.group)
         tokens = query.shape[0] * self.context.ranks
-        if documents.bounds[-1] != tokens:
+        if documents.bounds and documents.bounds[-1] != tokens:
             raise ValueError(
                 f"the documents end at {documents.bounds[-1]}, and the {self.context.ranks} "
                 f"context-parallel ranks hold {tokens} tokens: pass cu_seqlens that end there, "
                 "with their padding"
             )
-        return documents, is_thd
+        return documents
 
-    def _mask(self, mask_type: AttnMaskType, documents: Documents | None) -> Mask:
+    def _mask(self, mask_type: AttnMaskType, documents: Documents) -> Mask:
         if mask_type not in _IS_CAUSAL:
             raise ValueError(
                 f"attention mask type {mask_type.name} is not supported; there are: "
@@ -307,7 +304,7 @@ class BurstCoreAttention(ModuleWithSink):
                 raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")
 
 
-def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
+def window_of(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:
     """Return how many keys before it a query of this layer sees, and whether none behind it.
 
     Of Megatron's two numbers -1 is no limit.

@@ -43,26 +43,25 @@ class Documents(PackedSeqParams):
 
 def digest_of(packed: PackedSeqParams) -> bytes:
     """Return what tells the documents of micro-batches apart; one copy to the host a tensor."""
-    given = _tensors(packed)
-    tensors = {id(x): x.cpu().numpy().tobytes() for x in given.values()}
-    order = [*tensors]
-    said: list[object] = [(name, order.index(id(x))) for name, x in given.items()]
+    given = {part.name: getattr(packed, part.name) for part in fields(PackedSeqParams)}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    copied = {id(x): x.cpu().numpy().tobytes() for x in tensors.values()}
+    said: list[object] = [(name, copied[id(x)]) for name, x in tensors.items()]
     said += [packed.tokens_per_sample, packed.local_cp_size, packed.cp_group]
-    return hashlib.sha256(b"|".join([*tensors.values(), repr(said).encode()])).digest()
+    return hashlib.sha256(repr(said).encode()).digest()
 
 
-def with_tensors(documents: Documents, host: PackedSeqParams, packed: PackedSeqParams) -> Documents:
-    """Return documents that were read from `host`, with the equal tensors of `packed`."""
-    names = {id(x): name for name, x in _tensors(host).items()}
+def with_tensors(documents: Documents, packed: PackedSeqParams) -> Documents:
+    """Return documents that were read from an equal of `packed`, with the tensors of `packed`."""
     ours = copy.copy(documents)
-    for name, x in _tensors(documents).items():
-        setattr(ours, name, getattr(packed, names[id(x)]))
+    ours.cu_seqlens_q = ours.cu_seqlens_kv = _starts(packed)
     return ours
 
 
-def _tensors(packed: PackedSeqParams) -> dict[str, Tensor]:
-    given = {part.name: getattr(packed, part.name) for part in fields(PackedSeqParams)}
-    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
+def _starts(packed: PackedSeqParams) -> Tensor:
+    """Return where documents begin, with their padding."""
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
 
 
 def read_documents(
@@ -101,8 +100,7 @@ def read_documents(
         )
     brought = zigzag_of_each(places, ranks) if apart else None
     bounds = (0, *accumulate(places))
-    starts = packed.cu_seqlens_q_padded
-    starts = packed.cu_seqlens_q if starts is None else starts
+    starts = _starts(packed)
     return Documents(
         qkv_format="sbhd",
         cu_seqlens_q=starts,

@@ -29,7 +29,7 @@ class Layouts:
     def __init__(
         self, context: BurstContext, window: int | None = None, queries_a_key: int = 1
     ) -> None:
-        self._context, self._window, self._queries_a_key = context, window, queries_a_key
+        self.context, self._window, self._queries_a_key = context, window, queries_a_key
         config, ranks = context.config, context.ranks
         self._balances = config.layout is LayoutName.BALANCED and ranks > 1
         self._may_pay = config.layout is LayoutName.ZIGZAG and config.block_mask is None
@@ -53,14 +53,14 @@ class Layouts:
 
     def _balanced(self, mask: Mask, tokens: int) -> Layout:
         found = self._find(mask, tokens)
-        if self._context.is_news((LayoutName.BALANCED, tokens)):
+        if self.context.is_news((LayoutName.BALANCED, tokens)):
             logger.info(
                 "burst attention: %d tokens in documents are balanced over %d ranks in chunks of "
                 "%d on the mean: the busiest rank has %.2f times the mean work, under zigzag %.2f",
-                *(tokens, self._context.ranks, found.chunk),
+                *(tokens, self.context.ranks, found.chunk),
                 *(self._imbalance(mask, found.layout), self._imbalance(mask)),
             )
-        if self._context.config.cuts_for_recompute:  # of a rank the first rows
+        if self.context.config.cuts_for_recompute:  # of a rank the first rows
             return in_order(found.layout)
         return found.layout
 
@@ -70,11 +70,11 @@ class Layouts:
     def _imbalance(self, mask: Mask, layout: Layout | None = None) -> float:
         """Return max / mean of the pairs of the ranks of a ring; of zigzag without a layout."""
         assert mask.documents is not None
-        layout = layout or zigzag(mask.documents[-1], self._context.ranks)
-        return imbalance(self._context.heads.ring_layout(layout), mask)
+        layout = layout or zigzag(mask.documents[-1], self.context.ranks)
+        return imbalance(self.context.heads.ring_layout(layout), mask)
 
     def _nodes(self) -> list[Hashable]:
         """Return the node of every rank."""
-        pairs = zip(self._context.heads.groups, self._context.nodes, strict=True)
+        pairs = zip(self.context.heads.groups, self.context.nodes, strict=True)
         nodes = {rank: node for group, node in pairs for rank in group}
-        return [nodes[rank] for rank in range(self._context.ranks)]
+        return [nodes[rank] for rank in range(self.context.ranks)]

@@ -22,9 +22,9 @@ from megatron_burst.plugin.models import LanguageModel
 class _Call(dict[int, AttentionMemory | None]):
     """What each attention of a checkpointed call keeps, by its id, in their order."""
 
-    def __init__(self, before: "_Call | None") -> None:
+    def __init__(self, before: Callable[[], "_Call | None"]) -> None:
         super().__init__()
-        self._before = _weakly(before)
+        self._before = before  # weak
 
     def first(self) -> AttentionMemory | None:
         """Return what the next second pass will want: of this call, or of the one before."""
@@ -37,8 +37,8 @@ class _Call(dict[int, AttentionMemory | None]):
         return None
 
 
-def _weakly(call: _Call | None) -> Callable[[], _Call | None]:
-    return (lambda: None) if call is None else weakref.ref(call)
+def _nothing() -> None:
+    """Stand in for a weak reference."""
 
 
 class Checkpoints:
@@ -52,14 +52,14 @@ class Checkpoints:
     def __init__(self, fraction: float, offload: bool) -> None:
         self._fraction, self._host = fraction, HostMemory() if offload else None
         self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
-        self._current = _nothing()  # what the current call's checkpoint saves
-        self._left = _nothing()  # what the last layer returned
+        self._current: Callable[[], Any] = _nothing  # what the current call's checkpoint saves
+        self._left: Callable[[], Any] = _nothing  # what the last layer returned
         self._is_second = False  # the pass in which the current call is
-        self._last = _weakly(None)  # the call that began last in this forward
+        self._last: Callable[[], Any] = _nothing  # the call that began last in this forward
 
     def begin_forward(self) -> None:
         """A model's forward or its MTP begins: what runs belongs to no earlier call any more."""
-        self._current, self._last = _nothing(), _weakly(None)
+        self._current = self._last = _nothing
 
     def enter_layer(self, hidden: Tensor) -> None:
         """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
@@ -68,7 +68,7 @@ class Checkpoints:
             self._begin(storage)
             self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
         elif self._left() is not storage:
-            self._current = _nothing()
+            self._current = _nothing
 
     def leave_layer(self, hidden: Tensor) -> None:
         """A layer ends; the next one of the same call begins with what it returned."""
@@ -100,13 +100,9 @@ class Checkpoints:
     def _begin(self, storage: torch.UntypedStorage) -> None:
         """A pass begins; the first one's call is new."""
         if not torch.is_grad_enabled():
-            call = None if storage in self._calls else _Call(self._last())
+            call = None if storage in self._calls else _Call(self._last)
             self._calls[storage] = call
-            self._last = _weakly(call)
-
-
-def _nothing() -> WeakIdRef:
-    return WeakIdRef(torch.UntypedStorage())
+            self._last = _nothing if call is None else weakref.ref(call)
 
 
 class RecomputeHooks:

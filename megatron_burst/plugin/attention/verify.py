@@ -9,7 +9,7 @@ arguments, not from what our attention made of them.
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,6 @@ from megatron_burst.attention.verify import (
     table,
     worst,
 )
-from megatron_burst.config import BurstConfig
-from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents
 from megatron_burst.plugin.compat import is_first_of_its_stage
 
@@ -40,9 +38,9 @@ _SHOWN = 20  # differences in an error
 class Verification:
     """What the layers of one model have found, until each that began has also ended."""
 
-    def __init__(self, config: BurstConfig) -> None:
+    def __init__(self, block_mask: Tensor | None) -> None:
         self.is_over = False
-        self.block_mask = None if config.block_mask is None else load_block_mask(config.block_mask)
+        self.block_mask = block_mask  # its table
         self.positions: dict[str, str] = {}  # how each kind is wrong; empty where it is right
         self._findings: dict[str, list[Finding]] = {}
         self.begun: set[str] = set()  # layers that have run forward and will run backward
@@ -97,31 +95,25 @@ class Verification:
             raise VerificationError("\n  ".join([title, *wrong[:_SHOWN], *more]))
 
 
+@dataclass
 class LayerCheck:
     """Stands in for `ring_attention` in one core attention, and checks the calls that are new.
 
     It is given the name of the layer, and what Megatron built the core attention with.
     """
 
-    def __init__(
-        self,
-        verification: Verification,
-        layer: str,
-        config: Any,
-        layer_number: int,
-        scale: float | None,
-    ) -> None:
-        self._verification, self._layer, self._scale = verification, layer, scale
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        self._window = config.window_size if windowed else (-1, -1)
-        self._seen: set[bool] = set()  # the passes that were checked, by whether they have a graph
-        self._asked: tuple[bool, Documents | None] | None = None
+    verification: Verification
+    layer: str
+    config: Any
+    layer_number: int
+    scale: float | None
+    # The passes that were checked, by whether they have a graph.
+    _seen: set[bool] = field(default_factory=set, init=False)
+    _asked: tuple[bool, Documents] | None = field(default=None, init=False)
 
-    def expect(self, is_causal: bool, documents: Documents | None, is_training: bool) -> None:
+    def expect(self, is_causal: bool, documents: Documents, is_training: bool) -> None:
         """Say what Megatron asks of the next call."""
-        over = self._verification.is_over or torch.is_grad_enabled() in self._seen
+        over = self.verification.is_over or torch.is_grad_enabled() in self._seen
         self._asked = None if over or not is_training else (is_causal, documents)
 
     def __call__(
@@ -131,29 +123,31 @@ class LayerCheck:
         asked, self._asked = self._asked, None
         if asked is None:
             if self._seen:
-                self._verification.settle(context)
+                self.verification.settle(context)
             return ring_attention(q, k, v, context, **more)
         self._seen.add(torch.is_grad_enabled())
         visibility = self._visibility(q.shape[1] * context.ranks, *asked)
-        scale = q.shape[3] ** -0.5 if self._scale is None else self._scale
-        take = functools.partial(self._verification.add, self._layer, context)
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        take = functools.partial(self.verification.add, self.layer, context)
         out = attend_beside_reference(
             *(ring_attention, q, k, v, context, visibility, scale, take), **more
         )
         if out.requires_grad or not torch.is_grad_enabled():  # else no backward will come
-            self._verification.begun.add(self._layer)
+            self.verification.begun.add(self.layer)
         return out
 
-    def _visibility(self, tokens: int, is_causal: bool, documents: Documents | None) -> Visibility:
-        found = Visibility(
+    def _visibility(self, tokens: int, is_causal: bool, documents: Documents) -> Visibility:
+        size, skip = self.config.window_size, self.config.window_attn_skip_freq
+        left, right = size if is_layer_window_attention(size, skip, self.layer_number) else (-1, -1)
+        lengths = None if documents.lengths is None else torch.tensor(documents.lengths)
+        return Visibility(
             causal=is_causal,
-            left=self._window[0],
-            right=self._window[1],
-            cu_seqlens=None if documents is None else documents.cu_seqlens_q,
-            blocks=self._verification.block_mask,
-            tokens_per_sample=tokens // (1 if documents is None else documents.samples),
+            left=left,
+            right=right,
+            cu_seqlens=documents.cu_seqlens_q
+            if lengths is None
+            else torch.tensor(documents.bounds),
+            lengths=lengths,
+            blocks=self.verification.block_mask,
+            tokens_per_sample=tokens // documents.samples,
         )
-        if documents is None or documents.lengths is None:
-            return found
-        bounds, lengths = torch.tensor(documents.bounds), torch.tensor(documents.lengths)
-        return replace(found, cu_seqlens=bounds, lengths=lengths)

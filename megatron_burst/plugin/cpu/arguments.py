@@ -9,16 +9,8 @@ from megatron_burst.plugin.limits import beyond, recurrent_layers, refuse_all
 
 
 def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `parse_args` with `CPU_DEFAULTS`, which refuses what cannot work without a GPU.
-
-    It leaves --yaml-cfg, which knows no defaults, to Megatron.
-    """
-
-    def check(args: argparse.Namespace) -> None:
-        if args.yaml_cfg is None:
-            check_cpu_arguments(args)
-
-    return compat.around_parse_args(parse_args, set_cpu_defaults, check)
+    """Megatron's `parse_args` with `CPU_DEFAULTS`, which refuses what cannot work without a GPU."""
+    return compat.around_parse_args(parse_args, set_cpu_defaults, check_cpu_arguments)
 
 
 CPU_DEFAULTS: dict[str, Any] = {
@@ -87,7 +79,12 @@ CPU_LIMITS: Mapping[str, str] = {
 
 
 def check_cpu_arguments(args: argparse.Namespace) -> None:
-    """ValueError naming every argument that cannot work without a GPU and what to use instead."""
+    """ValueError naming every argument that cannot work without a GPU and what to use instead.
+
+    --yaml-cfg, which knows no defaults, is left to Megatron.
+    """
+    if args.yaml_cfg is not None:
+        return
     reasons = beyond(CPU_LIMITS, args, _WORKING)
     if args.profile and not args.use_pytorch_profiler:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import warnings
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,11 +110,8 @@ def _set_environment() -> None:
 
 def _replace_gpu_packages() -> None:
     for name, names in PACKAGES.items():
-        module: Any = None  # to import it fails from now
-        if names is not None:
-            module = ModuleType(name)
-            vars(module).update(names)
-        sys.modules[name] = module
+        stand_in: Any = names and SimpleNamespace(**names)  # to import None fails from now
+        sys.modules[name] = stand_in
 
 
 def _silence_warnings_of_the_platform() -> None:

@@ -20,6 +20,14 @@ CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
 # CUDA_DEVICE_MAX_CONNECTIONS, which orders the kernels of a GPU and means nothing here.
 COMPUTE_CAPABILITY = (10, 0)
+# What Megatron asks of a device's properties, answered for this host.
+PROPERTIES = SimpleNamespace(
+    name="cpu",
+    major=COMPUTE_CAPABILITY[0],
+    minor=COMPUTE_CAPABILITY[1],
+    multi_processor_count=os.cpu_count() or 1,
+    total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+)
 
 
 class AllIsDone:
@@ -75,36 +83,16 @@ def reported_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     return type_or_cast
 
 
-class TorchOfTheCpu:
+def torch_of_the_cpu(original: Any) -> Any:
     """`torch` as one module sees it, in which `torch.device("cuda:…")` is the CPU.
 
     For modules that spell out the device; `torch.device` itself is a type and stays.
     """
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    @staticmethod
     def device(*args: Any) -> torch.device:
-        """Make a device."""
         return CPU if str(args[0]).startswith("cuda") else torch.device(*args)
 
-
-def meshes_of_the_cpu(mesh: Any) -> Any:
-    """torch's DeviceMesh, as far as it is made from process groups, for the CPU's tensors."""
-
-    def from_group(*args: Any, **kwargs: Any) -> Any:
-        return mesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
-
-    return SimpleNamespace(from_group=from_group)
-
-
-def itself(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Do nothing with a tensor: it is where it has to be."""
-    return tensor
+    return SimpleNamespace(**{**vars(original), "device": device})
 
 
 def current_device() -> torch.device:
@@ -117,25 +105,9 @@ def peak_resident_bytes(device: object = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def cpu_properties(device: object = None) -> SimpleNamespace:
-    """What Megatron asks of a device's properties, answered for this host."""
-    return SimpleNamespace(
-        name="cpu",
-        major=COMPUTE_CAPABILITY[0],
-        minor=COMPUTE_CAPABILITY[1],
-        multi_processor_count=os.cpu_count() or 1,
-        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
-
-
-def generator_state(device: object = None, **graph_options: bool) -> torch.Tensor:
-    """State of the CPU generator, which is where dropout and initialisation draw from here."""
-    return torch.get_rng_state()
-
-
-def set_generator_state(state: torch.Tensor, device: object = None, **options: bool) -> None:
-    """Set the CPU generator; the partner of `generator_state`."""
-    torch.set_rng_state(state)
+# Dropout and initialisation draw from the CPU's generator here, whichever device is asked for.
+READS_GENERATOR = replaced_by(lambda *_, **__: torch.get_rng_state())
+SETS_GENERATOR = replaced_by(lambda state, *_, **__: torch.set_rng_state(state))
 
 
 def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
@@ -172,11 +144,6 @@ def _gloo_devices(process: int, interfaces: str | None) -> tuple[Any, ...]:
     if interfaces:
         return tuple(group.create_device(interface=name) for name in interfaces.split(","))
     return (group.create_default_device(),)
-
-
-def as_numpy_where_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's `maybe_move_tensor_to_cpu`, converting CPU tensors to numpy, too, if asked."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def thd_get_partitioned_indices(
@@ -232,7 +199,7 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "torch.cuda:empty_cache": returns(None),
     # Argument validation asks for the GPU's generation when TP or CP is above 1, and for its
     # capability with --moe-grouped-gemm, which local layers do not need.
-    "torch.cuda:get_device_properties": replaced_by(cpu_properties),
+    "torch.cuda:get_device_properties": returns(PROPERTIES),
     "torch.cuda:get_device_capability": returns(COMPUTE_CAPABILITY),
     # Gradient buffers and DDP make side streams, enter them and order their communication with the
     # current one; these and MoE dispatch record and wait for events.
@@ -245,18 +212,17 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # --log-device-memory-used asks the GPU's driver; the host's answer is resident memory.
     "torch.cuda:device_memory_used": replaced_by(peak_resident_bytes),
     # Checkpoints and the tensor-parallel generators read, set and seed CUDA's generator.
-    "torch.cuda:get_rng_state": replaced_by(generator_state),
-    "torch.cuda:set_rng_state": replaced_by(set_generator_state),
+    "torch.cuda:get_rng_state": READS_GENERATOR,
+    "torch.cuda:set_rng_state": SETS_GENERATOR,
     "torch.cuda:manual_seed": replaced_by(torch.manual_seed),
     # Megatron allocates with a literal device='cuda' (losses, counters, flags).
-    "torch:tensor": allocated_on_cpu,
-    "torch:zeros": allocated_on_cpu,
-    "torch:ones": allocated_on_cpu,
-    "torch:empty": allocated_on_cpu,
-    "torch:empty_like": allocated_on_cpu,
+    **dict.fromkeys(
+        ("torch:tensor", "torch:zeros", "torch:ones", "torch:empty", "torch:empty_like"),
+        allocated_on_cpu,
+    ),
     # Batches, model chunks and rotary indices are pinned and moved to the GPU.
-    "torch:Tensor.cuda": replaced_by(itself),
-    "torch:Tensor.pin_memory": replaced_by(itself),
+    "torch:Tensor.cuda": replaced_by(lambda tensor, *_, **__: tensor),
+    "torch:Tensor.pin_memory": replaced_by(lambda tensor, *_, **__: tensor),
     # The optimizers sort parameters by the strings torch.cuda.{Float,Half,BFloat16}Tensor.
     "torch:Tensor.type": reported_as_cuda,
     # The two threads that gloo gives a group both write the name of the collective that ended
@@ -264,14 +230,16 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # one is freed twice. One thread runs them in the order in which they began.
     "torch.distributed:ProcessGroupGloo.__init__": with_one_worker,
     # Recompute and the tensor-parallel generators fork CUDA's generator.
-    f"{_RANDOM}:_get_cuda_rng_state": replaced_by(generator_state),
-    f"{_RANDOM}:_set_cuda_rng_state": replaced_by(set_generator_state),
+    f"{_RANDOM}:_get_cuda_rng_state": READS_GENERATOR,
+    f"{_RANDOM}:_set_cuda_rng_state": SETS_GENERATOR,
     # Megatron-FSDP makes its device out of the word cuda and the number of the current one. Its
     # meshes are of CUDA's devices, and its DTensors move their parts there.
-    f"{_FSDP}.mcore_fsdp_adapter:torch": TorchOfTheCpu,
-    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": TorchOfTheCpu,
-    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": TorchOfTheCpu,
-    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": meshes_of_the_cpu,
+    f"{_FSDP}.mcore_fsdp_adapter:torch": torch_of_the_cpu,
+    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": torch_of_the_cpu,
+    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": torch_of_the_cpu,
+    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": lambda mesh: SimpleNamespace(
+        from_group=lambda *args, **named: mesh.from_group(*args, **named | {"device_type": "cpu"})
+    ),
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": with_cpu_arguments,
     # It asserts that there is a GPU, and pretrain() has no way to pass its own allow_no_cuda.
@@ -291,6 +259,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     # It converts tensors on their way from the GPU alone, and the all-to-all between expert ranks
     # takes no tensor for its sizes.
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": replaced_by(
-        as_numpy_where_asked
+        lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        )
     ),
 }

@@ -19,11 +19,12 @@ from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from megatron_burst.plugin.compat import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,12 @@ def attach(args: argparse.Namespace) -> None:
 
     Saving starts no process, unless --async-save does.
     """
-    before = checkpointing.read_metadata  # ours, too, where Megatron parses again
-    reader = CompleteOnly(args, original(before), getattr(before, "missing", {}))
-    checkpointing.read_metadata = reader
-    training.save_checkpoint = _with_note(args, reader, original(training.save_checkpoint))
+    missing = getattr(checkpointing.read_metadata, "missing", {})  # where Megatron parses again
+    reader = wrap(checkpointing, "read_metadata", lambda read: CompleteOnly(args, read, missing))
+    wrap(training, "save_checkpoint", functools.partial(_with_note, args, reader))
     if not args.async_save:
         # Megatron's is held by a process of its own, which outlives a rank that is killed.
         filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
-
-
-def original(function: Any) -> Any:
-    """Return what one of our wrappers is around; anything else as it is."""
-    return getattr(function, "original", function)
 
 
 class CompleteOnly:
@@ -91,15 +86,15 @@ class CompleteOnly:
         if self._step and self._load and file.parent == Path(self._load):
             candidates = [self._step]
         else:
-            candidates = list(_saved(file.parent, recorded))
+            candidates = _saved(file.parent, recorded)
         reasons = [] if recorded is not None else [f"{file} is truncated: it holds {text!r}"]
         # Where only other ranks miss something, they say it.
-        for iteration in _of_the_first_rank(candidates):
+        for iteration in _of_all_ranks(candidates)[0]:
             folder = file.parent / f"iter_{iteration:07d}"
             if folder not in self.missing:
                 self.missing[folder] = what_is_missing(folder, self._needs_marker)
             reason = self.missing[folder]
-            if _all_ranks(reason is None):
+            if not any(_of_all_ranks(reason)):
                 for line in reasons:
                     _warn_once(f"{line}; loading iteration {iteration} instead")
                 return iteration, False
@@ -116,14 +111,11 @@ def _warn_once(text: str) -> None:  # Megatron asks more than once
     logger.warning("%s", text)
 
 
-def _saved(directory: Path, recorded: int | None) -> Iterator[int]:
+def _saved(directory: Path, recorded: int | None) -> list[int]:
     """The recorded iteration, then those of folders before it, from the newest on."""
-    if recorded is not None:
-        yield recorded
     names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir())
-    for iteration in sorted((int(name[1]) for name in names if name), reverse=True):
-        if recorded is None or iteration < recorded:
-            yield iteration
+    found = sorted((int(name[1]) for name in names if name), reverse=True)
+    return found if recorded is None else [recorded, *(each for each in found if each < recorded)]
 
 
 def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
@@ -186,20 +178,13 @@ def _missing_tensors(folder: Path) -> str | None:
     return None
 
 
-def _of_the_first_rank[T](value: T) -> T:
-    if not dist.is_initialized():
-        return value
+def _of_all_ranks[T](value: T) -> list[T]:
+    """Return what the ranks give, a collective call."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _all_ranks(truth: bool) -> bool:
-    if not dist.is_initialized():
-        return truth
-    flag = torch.tensor([truth], dtype=torch.int, device=torch.cuda.current_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _with_note(
@@ -234,7 +219,6 @@ def _with_note(
         if first and persistent and not args.async_save:  # all ranks have written
             _note(folder).unlink(missing_ok=True)
 
-    note_and_save.original = save  # type: ignore[attr-defined]
     return note_and_save
 
 

@@ -28,11 +28,8 @@ class MainGradSum:
 
     def __init__(self, weight: Tensor, kernel: Kernel | None = None) -> None:
         self._weight, self._kernel, self._own = weight, kernel, OwnSum(weight)
+        self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
         self.apart = self._main_grad.dtype != accumulation_dtype(weight.dtype)
-
-    @property
-    def _main_grad(self) -> Tensor:
-        return self._weight.main_grad  # type: ignore[attr-defined]
 
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden`; into a narrower `main_grad` the sum of all chunks at last."""

@@ -35,7 +35,11 @@ class MtpLosses:
         for model in models:
             if not (model.post_process and model.config.mtp_num_layers):
                 continue
-            _drop_unused_weight(model)
+            is_tied = model.share_embeddings_and_output_weights and model.mtp_process
+            if is_tied and not model.pre_process:
+                # Of several stages the last: the output layer uses the weight of the heads. With
+                # its own beside it Megatron, 0.19 and main, can neither save nor load the model.
+                model.output_layer.weight = None
             if model.pg_collection.cp.size() > 1:
                 _HeadLosses(model)
                 if is_first_of_its_stage():
@@ -51,15 +55,6 @@ def name_mtp_layers(models: list[Any]) -> list[Any]:
             if isinstance(module, BurstCoreAttention) and name.startswith("mtp."):
                 module.call_layer(name.removesuffix(".self_attention.core_attention"))
     return models
-
-
-def _drop_unused_weight(model: Any) -> None:
-    """Tied embeddings on the last of several stages: the output layer uses that of the heads.
-
-    With its own beside it Megatron, 0.19 and main, can neither save nor load the model.
-    """
-    if model.share_embeddings_and_output_weights and model.mtp_process and not model.pre_process:
-        model.output_layer.weight = None
 
 
 class Rolls:

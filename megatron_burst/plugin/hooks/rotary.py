@@ -1,7 +1,7 @@
 """Rotary embeddings at the positions of this rank's rows, whatever the layout and the documents."""
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from megatron_burst.transport.pinned import to_device
 _OF_DOCUMENTS = ("bounds", "layout", "longest")
 
 
-@dataclass(frozen=True, slots=True)
-class WholeSequence:
+class WholeSequence(NamedTuple):
     """What decides the positions: the length of the whole sequence, and where documents begin."""
 
     tokens: int
@@ -32,24 +31,18 @@ class Positions:
 
     def __init__(self, context: BurstContext) -> None:
         self._context = context
-        self._rows: dict[tuple[object, ...], Tensor] = {}  # in the whole sequence, of one layout
-        self._found: tuple[WholeSequence, torch.device, Tensor] | None = None  # last
+        # Every layer of a micro-batch asks for the same.
+        self.on = functools.lru_cache(1)(self._on)
+        self._in_sequence = functools.lru_cache(1)(self._find)
 
-    def on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
-        """Return int64 [local tokens]; every layer of a micro-batch asks for the same."""
-        if self._found is None or self._found[:2] != (sequence, device):
-            rows = self._in_sequence(device, sequence.tokens, sequence.layout)
-            if sequence.bounds is not None:
-                rows = within_documents(rows, sequence.bounds)
-            self._found = sequence, device, rows
-        return self._found[2]
+    def _on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
+        """Return int64 [local tokens]."""
+        layout = sequence.layout or self._context.layout(sequence.tokens)
+        rows = self._in_sequence(device, layout)
+        return rows if sequence.bounds is None else within_documents(rows, sequence.bounds)
 
-    def _in_sequence(self, device: torch.device, tokens: int, layout: Layout | None) -> Tensor:
-        key = device, layout or tokens
-        if key not in self._rows:
-            layout = layout or self._context.layout(tokens)
-            self._rows = {key: to_device(layout.positions(self._context.rank), device)}
-        return self._rows[key]
+    def _find(self, device: torch.device, layout: Layout) -> Tensor:
+        return to_device(layout.positions(self._context.rank), device)
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:
@@ -71,26 +64,16 @@ class RotaryAtPositions(torch.nn.Module):
         super().__init__()
         self.rotary, self._positions, self._in_layer = rotary, positions, in_layer
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> WholeSequence:
-        """Return what `forward` needs to know."""
-        if inference_context is not None or inference_params is not None:
+    def get_rotary_seq_len(self, inference_context: Any, *given: Any) -> WholeSequence:
+        """Return what `forward` needs to know, of Megatron's arguments."""
+        if inference_context is not None:
             raise ValueError(
                 "inference is not possible with documents or --burst-layout segmented-zigzag"
             )
-        tokens = self.rotary.get_rotary_seq_len(
-            None, transformer, transformer_input, transformer_config, None
-        )
-        given = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
-        return WholeSequence(tokens, *given)
+        *asked, packed_seq_params = given
+        tokens = self.rotary.get_rotary_seq_len(None, *asked, None)
+        of_documents = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
+        return WholeSequence(tokens, *of_documents)
 
     def forward(self, sequence: WholeSequence, **_: Any) -> Any:
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""

@@ -11,7 +11,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -19,7 +18,11 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
+from megatron_burst.plugin.attention.core_attention import (
+    BurstCoreAttention,
+    SharedState,
+    window_of,
+)
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.hooks.mtp import Rolls
@@ -31,6 +34,9 @@ from megatron_burst.plugin.models import NAMES, LanguageModel
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 _EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way
 
+# Bounds of documents, and the layouts in which their tokens come and in which attention runs.
+type _Where = tuple[tuple[int, ...], Layout | None, Layout | None]
+
 
 class SequenceHooks:
     """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
@@ -41,7 +47,7 @@ class SequenceHooks:
 
     Args:
         shared: what the layers of the model share.
-        ahead: is told when a forward is done.
+        ahead: reads documents, and is told when a forward is done; None: none comes announced.
         documents_apart: whether the ranks hold each document in a zigzag of its own also where
             `packed_seq_params` does not say how it is padded, as with --sft.
     """
@@ -49,7 +55,8 @@ class SequenceHooks:
     def __init__(
         self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
     ) -> None:
-        self._shared, self._ahead, self._apart = shared, ahead, documents_apart
+        self._shared, self._apart = shared, documents_apart
+        self._ahead = ahead or Ahead(shared)
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -65,13 +72,11 @@ class SequenceHooks:
             replace_rotary(model, Positions(context))
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
-            layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            given = layouts[context], self._ahead
-            hooks = _StageHooks(model, context, *given, documents_apart=self._apart)
+            layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
+            hooks = _StageHooks(model, layout, self._ahead, documents_apart=self._apart)
             model.register_forward_pre_hook(hooks.before, with_kwargs=True)
             model.register_forward_hook(hooks.after, with_kwargs=True)
-            if self._ahead is not None:
-                model.register_forward_hook(hooks.begin_the_next)
+            model.register_forward_hook(hooks.begin_the_next)
         self._shared.tokens_follow_layout = True
         return models
 
@@ -84,10 +89,9 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"{what} cannot be followed by {found} layers")
 
 
-def _check_core_attention(model: torch.nn.Module) -> None:
+def _check_core_attention(model: Any) -> None:
     """Only ours knows which tokens are where."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         attention = getattr(module, "core_attention", None)
         if not isinstance(attention, BurstCoreAttention | IdentityOp | None):
             raise ValueError(
@@ -97,22 +101,18 @@ def _check_core_attention(model: torch.nn.Module) -> None:
 
 
 def _window_of_all(config: Any) -> int | None:
-    """Return how many keys before it a query sees, where a window is on every layer."""
-    size, skip = config.window_size, config.window_attn_skip_freq
-    layers = range(1, config.num_layers + 1)
-    if not all(is_layer_window_attention(size, skip, layer) for layer in layers):
-        return None
-    return None if size[0] == -1 else int(size[0])
+    """Return how many keys before it a query sees, where that is the same in every layer."""
+    windows = {window_of(config, 1 + layer)[0] for layer in range(config.num_layers)}
+    return windows.pop() if len(windows) == 1 else None
 
 
-def replace_rotary(model: torch.nn.Module, positions: Positions) -> None:
+def replace_rotary(model: Any, positions: Positions) -> None:
     """Put `RotaryAtPositions` in the place of every rotary embedding, of layers' too.
 
     Raises:
         ValueError: an embedding that takes its rows in another way.
     """
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in [*model.modules()]:
         rotary = getattr(module, "rotary_pos_emb", None)
         if isinstance(rotary, MultimodalRotaryEmbedding):
             raise ValueError(
@@ -132,18 +132,12 @@ class _StageHooks:
     """The two hooks of one pipeline stage."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        context: BurstContext,
-        layouts: Layouts,
-        ahead: Ahead | None = None,
-        *,
-        documents_apart: bool = False,
+        self, model: LanguageModel, layouts: Layouts, ahead: Ahead, *, documents_apart: bool = False
     ) -> None:
-        self._context, self._layouts = context, layouts
-        self._ahead, self._apart = ahead, documents_apart
-        config = model.config
+        self._layouts, self._ahead, self._apart = layouts, ahead, documents_apart
+        config, context = model.config, layouts.context
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._context = context
         self._ranks_of_a_sequence = context.ranks * tensor_ranks
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
@@ -163,14 +157,16 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = (
-                self._ahead.take(packed, self.read) if self._ahead else self.read(packed)
-            )
+            given["packed_seq_params"] = self._ahead.take(packed, self.read)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
             exchange = self._exchange_of(next(iter(tensors.values())), given)
-            _check_decoder_input(exchange, given)
+            if exchange.is_needed and given.get("decoder_input") is not None:
+                raise ValueError(
+                    "decoder_input stays where it is while the tokens move to another layout: let "
+                    f"the model embed its tokens, or take --burst-layout {LayoutName.ZIGZAG}"
+                )
             given |= exchange.to_ours(tensors)
             if self._rolls is not None:
                 self._rolls.begin(exchange)
@@ -181,8 +177,7 @@ class _StageHooks:
     ) -> Tensor:
         """Change the output of the model's forward."""
         if not model.post_process:
-            documents = kwargs.get("packed_seq_params")
-            return output if documents is None else _unflatten_output(output, documents)
+            return _unflatten_output(output, kwargs.get("packed_seq_params") or Documents())
         if self._context.group is None:
             return output
         given = next(iter(_per_token(kwargs).values()), output)
@@ -196,23 +191,16 @@ class _StageHooks:
 
     def begin_the_next(self, *_: object) -> None:
         """The device has a forward to run: prepare what comes after it."""
-        if self._ahead is not None:
-            self._ahead.begin(self.read)
+        self._ahead.begin(self.read)
 
     def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
         """Return the moves of the micro-batch of x [batch, rows, ...]."""
         documents = given.get("packed_seq_params") or Documents()
         where = documents.bounds, documents.brought, documents.layout
-        return self._exchange(x.shape[1] * self._context.ranks, *where, x.device)
+        return self._exchange(x.shape[1] * self._context.ranks, where, x.device)
 
-    def _make_exchange(
-        self,
-        tokens: int,
-        bounds: tuple[int, ...],
-        brought: Layout | None,
-        layout: Layout | None,
-        device: torch.device,
-    ) -> RowExchange:
+    def _make_exchange(self, tokens: int, where: _Where, device: torch.device) -> RowExchange:
+        bounds, brought, layout = where
         if bounds and bounds[-1] != tokens:
             raise ValueError(f"the documents end at {bounds[-1]}, the sequence has {tokens} tokens")
         group, ranks = self._context.group, self._context.ranks
@@ -223,14 +211,6 @@ class _StageHooks:
 
 def _per_token(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
-
-
-def _check_decoder_input(exchange: RowExchange, given: dict[str, Any]) -> None:
-    if exchange.is_needed and given.get("decoder_input") is not None:
-        raise ValueError(
-            "decoder_input stays where it is while the tokens move to another layout: let the "
-            f"model embed its tokens, or take --burst-layout {LayoutName.ZIGZAG}"
-        )
 
 
 def _flatten_input(decoder: Any) -> None:
