@@ -120,7 +120,7 @@ def test_parts_of_a_stage_are_counted_by_its_layers(layers: int, stages: int, ea
 
 @pytest.mark.parametrize("text", ["4095,0", "(4095, 0)"])
 def test_a_window_is_read_as_megatron_reads_it(text: str) -> None:
-    assert load_of("llama3_8b", 8, window_size=text).window == 4096
+    assert load_of("llama3_8b", 8, window_size=text).window == 4095
 
 
 @pytest.mark.parametrize("parallel", [{}, {"sequence-parallel": True}])

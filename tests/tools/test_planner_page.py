@@ -56,8 +56,9 @@ def test_there_are_at_most_ten_constants_each_fitted_on_one_row() -> None:
     fitted = CONFIGS.published["fitted"]
     known = {row.id for row in rows(True)}
     assert len(fitted) <= 10 and {each["row"] for each in fitted.values()} <= known
-    found = [each for each in speeds(True) if each.fitted]
-    assert len(found) == len({each["row"] for each in fitted.values()})
+    found = [each for each in rows(True) if each.fitted]
+    assert sum(each.unit == "GiB" for each in found) == 1
+    assert len(found) == 1 + len({each["row"] for each in fitted.values()})
     assert all(abs(each.error) < 0.005 for each in found)
 
 

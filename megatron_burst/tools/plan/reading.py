@@ -183,12 +183,12 @@ def _parts_of_pattern(given: Flags, stages: int) -> int:
 
 
 def _window(given: Flags) -> int | None:
-    """Keys that a query sees, itself included; Megatron's window is of those to the left."""
+    """How many keys to the left of itself a query sees, as in `Mask`; None: all."""
     text = str(given.get("window-size", "-1,0"))
     found = re.fullmatch(r"\(?(-1|\d+),\s*(-1|\d+)\)?", text)
     if not found:
         raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
-    return None if found[1] == "-1" else int(found[1]) + 1
+    return None if found[1] == "-1" else int(found[1])
 
 
 def _modules(given: Flags) -> frozenset[str]:

@@ -214,7 +214,8 @@ def _kernel_seconds(load: Workload, *, backward: bool) -> float:
     """Of attention of a layer, evenly spread and without a message."""
     model, borders = load.model, load.documents or (0, load.tokens)
     seen = sum((stop - start) ** 2 / 2 for start, stop in pairwise(borders))
-    pairs = load.micro * min(seen, load.tokens * (load.window or load.tokens))
+    window = load.tokens if load.window is None else load.window + 1
+    pairs = load.micro * min(seen, load.tokens * window)
     dims = model.heads // load.tensor, model.head_dim, model.value_head_dim
     flops = attention_flops(1, *dims, backward=backward) * pairs / load.context
     mean = (model.head_dim + model.value_head_dim) / 2

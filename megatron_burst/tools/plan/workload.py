@@ -58,7 +58,7 @@ class Workload:
     sequences: int = 1  # of a step, over all data-parallel ranks
     micro: int = 1  # sequences of a micro-batch
     causal: bool = True
-    window: int | None = None  # keys that a query sees, itself included
+    window: int | None = None  # keys that a query sees to the left of itself
     documents: tuple[int, ...] | None = None  # their borders
     recompute: bool = True  # every layer is recomputed in the backward
     selective: frozenset[str] = frozenset()  # or these parts of it
