@@ -36,7 +36,8 @@ class Needs:
     parts: Mapping[Kind, Ints]
     """[owner, 2]: from the first to the last row that any other rank needs; see `part_of`."""
     ends: Mapping[Kind, Ints]
-    """[2, owner, user]: the first row that another rank needs, and what follows the last."""
+    """[2, owner, user]: the first row that another rank needs, and what follows the last; none
+    under a mask that needs all rows of a block or none."""
     local: int
     """The rows of a rank."""
 
@@ -61,14 +62,15 @@ class Needs:
         for kind, by_owner, (first, stop) in ((k, n, needed.T) for k, n, needed in sides):
             every = _rows(of, first, stop, count, local)
             once[kind] = (every == np.bincount(of, stop - first, count))[by_owner] | ~away
-            rows[kind] = every[by_owner] if mask.is_sparse else local * (every > 0)[by_owner]
-            low, high = np.full(count, local), np.zeros(count, np.int64)
+            rows[kind] = (every if mask.is_sparse else local * (every > 0))[by_owner]
+            parts[kind] = np.zeros((len(pairs), 2), np.int64)
             if mask.is_sparse:
+                low, high = np.full(count, local), np.zeros(count, np.int64)
                 np.minimum.at(low, of, first)
                 np.maximum.at(high, of, stop)
-            low, high = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
-            ends[kind] = np.stack([low, high])
-            parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
+                low, high = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
+                ends[kind] = np.stack([low, high])
+                parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
         return cls(pairs, cells.is_banded, once, rows, parts, ends, local)
 
     def parts_of(self, kind: Kind, groups: Ints) -> Ints:
