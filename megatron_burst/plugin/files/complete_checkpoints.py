@@ -83,7 +83,7 @@ class CompleteOnly:
         # Where only other ranks miss something, they say it.
         for iteration in _of_all_ranks(candidates)[0]:
             folder = file.parent / f"iter_{iteration:07d}"
-            reason = known_missing(folder, self._needs_marker)
+            reason = what_is_missing(folder, self._needs_marker)
             if not any(_of_all_ranks(reason)):
                 for line in reasons:
                     _warn_once(f"{line}; loading iteration {iteration} instead")
@@ -108,6 +108,7 @@ def _saved(directory: Path, recorded: int | None) -> list[int]:
     return found if recorded is None else [recorded, *(each for each in found if each < recorded)]
 
 
+@functools.cache  # Megatron asks more than once; a save clears it
 def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     """Say why a checkpoint's folder is incomplete, as far as this rank has to know; None if it is.
 
@@ -134,10 +135,6 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     if is_torch:
         return None if marks else "it holds no file"
     return _missing_tensors(folder)
-
-
-known_missing = functools.cache(what_is_missing)  # Megatron asks more than once
-"""`what_is_missing` from memory: until something is saved nothing changes."""
 
 
 def _marks(folder: Path, is_torch: bool, needs_marker: bool) -> Iterator[Path]:
@@ -193,7 +190,7 @@ def _with_note(args: argparse.Namespace, save: Callable[..., None]) -> Callable[
         first = not dist.is_initialized() or dist.get_rank() == 0
         persistent = args.save and not options.get("non_persistent_ckpt")
         folder = Path(args.save or "") / f"iter_{iteration:07d}"
-        known_missing.cache_clear()
+        what_is_missing.cache_clear()
         if first and persistent:
             note_replaced(folder)
         if dist.is_initialized():
