@@ -178,8 +178,7 @@ def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
 
 
 def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    destinations = {flag.field: flag.name[2:].replace("-", "_") for flag in flags(config)}
-    return {field: getattr(args, name) for field, name in destinations.items()}
+    return {x.field: getattr(args, x.name[2:].replace("-", "_")) for x in flags(config)}
 
 
 def configure(args: argparse.Namespace) -> None:

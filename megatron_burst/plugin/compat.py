@@ -49,14 +49,10 @@ def set_defaults_without_transformer_engine(parser: argparse.ArgumentParser) -> 
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         return
-    of_apex = {
-        name
-        for name, extension in APEX_EXTENSIONS.items()
-        if importlib.util.find_spec(extension) is not None
-    }
+    of_apex = [k for k, v in sorted(APEX_EXTENSIONS.items()) if importlib.util.find_spec(v)]
     logger.info(
         "TransformerEngine is not installed: Megatron's local layers are the default%s",
-        f", with Apex for {', '.join(sorted(of_apex))}" if of_apex else "",
+        f", with Apex for {', '.join(of_apex)}" if of_apex else "",
     )
     parser.set_defaults(
         **{k: v for k, v in DEFAULTS_WITHOUT_TRANSFORMER_ENGINE.items() if k not in of_apex}

@@ -156,9 +156,7 @@ def train(
 
 def _lay_out(model: Model, team: Team, layout: str) -> None:
     context = team.context(BurstConfig(layout=layout))
-    hooks = _StageHooks(model, Layouts(context), Ahead(SharedState(context.config)))
-    model.register_forward_pre_hook(hooks.before, with_kwargs=True)
-    model.register_forward_hook(hooks.after, with_kwargs=True)
+    _StageHooks(model, Layouts(context), Ahead(SharedState(context.config)))
 
 
 @pytest.fixture(scope="module")

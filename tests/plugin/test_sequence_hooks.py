@@ -234,9 +234,7 @@ class Stage(torch.nn.Module):
 def hooked(context: Any, post_process: bool = True, mtp: int | None = None) -> Stage:
     stage = Stage(post_process)
     stage.config.mtp_num_layers = mtp
-    hooks = _StageHooks(stage, Layouts(context), Ahead(SharedState(context.config)))
-    stage.register_forward_pre_hook(hooks.before, with_kwargs=True)
-    stage.register_forward_hook(hooks.after, with_kwargs=True)
+    _StageHooks(stage, Layouts(context), Ahead(SharedState(context.config)))
     return stage
 
 

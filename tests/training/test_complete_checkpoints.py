@@ -28,6 +28,7 @@ from tests.training.faults import MODULE, TRACKER, check_same_steps  # noqa: E40
 from tests.training.launcher import BURST, run_module  # noqa: E402
 
 FORMATS = ("torch_dist", "torch")
+found_missing = what_is_missing.__wrapped__  # without its memory
 TWO = (*BURST, "--context-parallel-size", "2")
 
 
@@ -62,7 +63,8 @@ def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Names
 
 
 def reader(directory: Path, **changes: Any) -> CompleteOnly:
-    return CompleteOnly(settings(directory, **changes), lambda _: pytest.fail("not asked"), {})
+    what_is_missing.cache_clear()
+    return CompleteOnly(settings(directory, **changes), lambda _: pytest.fail("not asked"))
 
 
 def cuts(file: Path) -> Iterator[bytes | None]:
@@ -78,7 +80,7 @@ def cuts(file: Path) -> Iterator[bytes | None]:
 def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
     folder = copied(name) / "iter_0000004"
     marked = name == "torch_dist"
-    assert what_is_missing(folder, marked) is None
+    assert found_missing(folder, marked) is None
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json"]
     assert len(files) == (3 if marked else 1)  # two ranks' tensors and what names them
     for file in files:
@@ -87,12 +89,12 @@ def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
             file.unlink(missing_ok=True)
             if left is not None:
                 file.write_bytes(left)
-            assert what_is_missing(folder, marked), (file, left and len(left))
+            assert found_missing(folder, marked), (file, left and len(left))
         file.write_bytes(whole)
-        assert what_is_missing(folder, marked) is None
+        assert found_missing(folder, marked) is None
     if marked:
         (folder / "metadata.json").unlink()
-        assert what_is_missing(folder, True) and what_is_missing(folder, False) is None
+        assert found_missing(folder, True) and found_missing(folder, False) is None
 
 
 @pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
@@ -111,10 +113,10 @@ def test_a_checkpoint_that_is_replaced_is_not_whole_before_all_of_it_is_written(
         note_replaced(folder)  # again, after it was truncated
         marks = [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
     for mark in marks:
-        missing = what_is_missing(folder, name == "torch_dist")
+        missing = found_missing(folder, name == "torch_dist")
         assert missing == f"{mark} is still that of an earlier save"
         (folder / mark).write_bytes((folder / mark).read_bytes())
-    assert what_is_missing(folder, name == "torch_dist") is None
+    assert found_missing(folder, name == "torch_dist") is None
     note_replaced(folder.parent / "iter_0000006")  # nothing to do
     assert not list(folder.parent.glob("*0000006*"))
 
@@ -149,7 +151,7 @@ def test_the_metadata_are_read_once_until_it_is_saved_anew(
         attach(settings(directory))
         assert [checkpointing.read_metadata(tracker) for _ in range(2)] == [(4, False)] * 2
     assert reads == [folder]
-    checkpointing.read_metadata.missing.pop(folder)
+    what_is_missing.cache_clear()  # as a save does
     assert checkpointing.read_metadata(tracker) == (4, False)
     assert reads == [folder] * 2
 
@@ -202,7 +204,7 @@ def test_a_training_goes_on_from_the_whole_one(
     assert "iter_0000004 is incomplete" in text and "; loading iteration 2 instead" in text
     assert check_same_steps(text, saved(name)[1]) == [3, 4]
     assert "iter_0000004 holds an earlier checkpoint, which is replaced" in text
-    assert what_is_missing(broken.parents[name == "torch"], name == "torch_dist") is None
+    assert found_missing(broken.parents[name == "torch"], name == "torch_dist") is None
     assert not list(directory.glob(".*"))
     assert contents(directory / "iter_0000002") == before
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -39,15 +39,7 @@ _WHERE = "one micro-batch ahead"
 _READ_OF_AN_ITEM = ("cu_seqlens", "cu_seqlens_padded", "tokens")
 
 type Read = Callable[[PackedSeqParams], Documents]
-
-
-class _Prepared(NamedTuple):
-    documents: Documents
-    plans: list[tuple[BurstContext, Plans]]
-
-
-class _Raised(NamedTuple):
-    error: Exception
+type _Prepared = tuple[Documents, list[tuple[BurstContext, Plans]]]
 
 
 class Ahead:
@@ -66,7 +58,7 @@ class Ahead:
         self._last: Future[None] | None = None
         self._waited = self._logged = 0.0  # seconds
         # The thread's until `_last` is done, then the caller's.
-        self._ready: dict[bytes, _Prepared | _Raised] = {}
+        self._ready: dict[bytes, Future[_Prepared]] = {}
 
     def watch(self, iterators: Sequence[RerunDataIterator], group: dist.ProcessGroup) -> None:
         """Read Megatron's data iterators one item ahead; a collective call of the whole job.
@@ -109,11 +101,10 @@ class Ahead:
         found = self._ready.get(digest_of(packed))
         if found is None:
             return read(packed)
-        if isinstance(found, _Raised):
-            raise found.error
-        for context, plans in found.plans:
+        documents, planned = found.result()
+        for context, plans in planned:
             context.adopt(plans)
-        return with_tensors(found.documents, packed)
+        return with_tensors(documents, packed)
 
     def _wait(self, last: Future[None]) -> None:
         if not last.done():
@@ -183,11 +174,13 @@ class Ahead:
     ) -> None:
         if (digest := digest_of(packed)) in self._ready:
             return
+        prepared: Future[_Prepared] = Future()
         try:
             documents = read(packed)
-            self._ready[digest] = _Prepared(documents, self._shared.plan_ahead(documents, kinds))
+            prepared.set_result((documents, self._shared.plan_ahead(documents, kinds)))
         except ValueError as error:  # for who takes this one
-            self._ready[digest] = _Raised(error)
+            prepared.set_exception(error)
+        self._ready[digest] = prepared
         if len(self._ready) > _KEPT:
             del self._ready[next(iter(self._ready))]
 
@@ -197,22 +190,21 @@ class OneAhead:
 
     def __init__(self, items: Iterator[Any], announce: Callable[["OneAhead", Any], None]) -> None:
         self._items, self._announce = items, announce
-        self._read: list[Any] = []  # an item, or what was raised in its place
+        self._read: list[Future[Any]] = []  # an item, or what was raised in its place
 
     def __iter__(self) -> "OneAhead":
         return self
 
     def __next__(self) -> Any:
         """Return the next item, and announce the one after it."""
-        item = self._read.pop() if self._read else next(self._items)
-        if isinstance(item, _Raised):
-            raise item.error
+        item = self._read.pop().result() if self._read else next(self._items)
+        following: Future[Any] = Future()
         try:
-            following = next(self._items)
+            following.set_result(next(self._items))
         except Exception as error:  # StopIteration, too
-            following = _Raised(error)
+            following.set_exception(error)
         else:
-            self._announce(self, following)
+            self._announce(self, following.result())
         self._read.append(following)
         return item
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Hashable
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
@@ -65,16 +64,13 @@ class Layouts:
         return found.layout
 
     def _find(self, mask: Mask, tokens: int) -> Balanced:
-        return balanced(mask, tokens, self._nodes(), self._queries_a_key)
+        pairs = zip(self.context.heads.groups, self.context.nodes, strict=True)
+        node = {rank: node for group, node in pairs for rank in group}
+        nodes = [node[rank] for rank in range(self.context.ranks)]
+        return balanced(mask, tokens, nodes, self._queries_a_key)
 
     def _imbalance(self, mask: Mask, layout: Layout | None = None) -> float:
         """Return max / mean of the pairs of the ranks of a ring; of zigzag without a layout."""
         assert mask.documents is not None
         layout = layout or zigzag(mask.documents[-1], self.context.ranks)
         return imbalance(self.context.heads.ring_layout(layout), mask)
-
-    def _nodes(self) -> list[Hashable]:
-        """Return the node of every rank."""
-        pairs = zip(self.context.heads.groups, self.context.nodes, strict=True)
-        nodes = {rank: node for group, node in pairs for rank in group}
-        return [nodes[rank] for rank in range(self.context.ranks)]

@@ -1,17 +1,11 @@
 """What Megatron's arguments have to be without a GPU: other defaults, and refusals."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.limits import beyond, recurrent_layers, refuse_all
-
-
-def with_cpu_arguments(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `parse_args` with `CPU_DEFAULTS`, which refuses what cannot work without a GPU."""
-    return compat.around_parse_args(parse_args, set_cpu_defaults, check_cpu_arguments)
-
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",

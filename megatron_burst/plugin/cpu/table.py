@@ -13,8 +13,9 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from megatron_burst.plans.layout import segmented_zigzag
+from megatron_burst.plugin.compat import around_parse_args
 from megatron_burst.plugin.cpu import gdn, mamba
-from megatron_burst.plugin.cpu.arguments import with_cpu_arguments
+from megatron_burst.plugin.cpu.arguments import check_cpu_arguments, set_cpu_defaults
 
 CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
@@ -241,7 +242,9 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
         from_group=lambda *args, **named: mesh.from_group(*args, **named | {"device_type": "cpu"})
     ),
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
-    "megatron.training.arguments:parse_args": with_cpu_arguments,
+    "megatron.training.arguments:parse_args": lambda parse_args: around_parse_args(
+        parse_args, set_cpu_defaults, check_cpu_arguments
+    ),
     # It asserts that there is a GPU, and pretrain() has no way to pass its own allow_no_cuda.
     "megatron.training.training:initialize_megatron": lambda initialize: functools.partial(
         initialize, allow_no_cuda=True

@@ -45,9 +45,8 @@ def attach(args: argparse.Namespace) -> None:
 
     Saving starts no process, unless --async-save does.
     """
-    missing = getattr(checkpointing.read_metadata, "missing", {})  # where Megatron parses again
-    reader = wrap(checkpointing, "read_metadata", lambda read: CompleteOnly(args, read, missing))
-    wrap(training, "save_checkpoint", functools.partial(_with_note, args, reader))
+    wrap(checkpointing, "read_metadata", functools.partial(CompleteOnly, args))
+    wrap(training, "save_checkpoint", functools.partial(_with_note, args))
     if not args.async_save:
         # Megatron's is held by a process of its own, which outlives a rank that is killed.
         filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
@@ -57,21 +56,14 @@ class CompleteOnly:
     """Megatron's `read_metadata`: returns the iteration to load, and whether it is a release.
 
     That is --ckpt-step or the recorded one; where the recorded one is incomplete, or the record
-    cannot be read, the newest complete one before it, with a warning. All ranks agree on it. What
-    was found out about a folder is remembered in `missing`, or is there already.
+    cannot be read, the newest complete one before it, with a warning. All ranks agree on it.
 
     Raises:
         NoCompleteCheckpointError: there is none.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        original: Callable[..., Any],
-        missing: dict[Path, str | None],
-    ) -> None:
-        self.original, self.missing = original, missing
-        self._load, self._step = args.load, args.ckpt_step
+    def __init__(self, args: argparse.Namespace, original: Callable[..., Any]) -> None:
+        self.original, self._load, self._step = original, args.load, args.ckpt_step
         self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
@@ -91,9 +83,7 @@ class CompleteOnly:
         # Where only other ranks miss something, they say it.
         for iteration in _of_all_ranks(candidates)[0]:
             folder = file.parent / f"iter_{iteration:07d}"
-            if folder not in self.missing:
-                self.missing[folder] = what_is_missing(folder, self._needs_marker)
-            reason = self.missing[folder]
+            reason = what_is_missing(folder, self._needs_marker)
             if not any(_of_all_ranks(reason)):
                 for line in reasons:
                     _warn_once(f"{line}; loading iteration {iteration} instead")
@@ -118,6 +108,7 @@ def _saved(directory: Path, recorded: int | None) -> list[int]:
     return found if recorded is None else [recorded, *(each for each in found if each < recorded)]
 
 
+@functools.cache  # Megatron asks more than once; a save clears it
 def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     """Say why a checkpoint's folder is incomplete, as far as this rank has to know; None if it is.
 
@@ -187,9 +178,7 @@ def _of_all_ranks[T](value: T) -> list[T]:
     return values
 
 
-def _with_note(
-    args: argparse.Namespace, reader: CompleteOnly, save: Callable[..., None]
-) -> Callable[..., None]:
+def _with_note(args: argparse.Namespace, save: Callable[..., None]) -> Callable[..., None]:
     """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
 
     Truncated then, it might hold files of both, all of full size. So a note is made first of what
@@ -201,7 +190,7 @@ def _with_note(
         first = not dist.is_initialized() or dist.get_rank() == 0
         persistent = args.save and not options.get("non_persistent_ckpt")
         folder = Path(args.save or "") / f"iter_{iteration:07d}"
-        reader.missing.pop(folder, None)  # looked at anew when it is asked for next
+        what_is_missing.cache_clear()
         if first and persistent:
             note_replaced(folder)
         if dist.is_initialized():

@@ -62,8 +62,7 @@ def weight_sum(weight: Tensor, kernel: Kernel | None = None) -> WeightSum:
 def fused_kernel(gradient_accumulation_fusion: bool) -> tuple[str, Kernel | None]:
     """Return the fused product and sum that is installed, and its name: Apex's, then TE's."""
     if gradient_accumulation_fusion and layers._grad_accum_fusion_available:
-        kernel: Kernel = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-        return "Apex", kernel
+        return "Apex", layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
     try:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
     except ImportError:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.documents import Documents
@@ -118,7 +117,13 @@ class _HeadLosses:
             return losses
         if self._heads is None:
             self._heads = self._weights(losses)
-        return _Weighted.apply(losses, *next(self._heads))
+        shown, weights = next(self._heads)
+        ours = losses.view_as(losses)  # whose gradient is not what Megatron weighs them with
+        if ours.requires_grad:
+            ours.register_hook(
+                lambda grad: (weights * MTPLossAutoScaler.main_loss_backward_scale).type_as(grad)
+            )
+        return ours * shown
 
     def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each head what makes Megatron's figure of its log right, and the gradient."""
@@ -139,18 +144,3 @@ class _HeadLosses:
         scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
         for mask, own, total in zip(masks[1:], here[1:], everywhere[1:], strict=True):
             yield ranks * own / total, mask * (scale * numerator / total)
-
-
-class _Weighted(torch.autograd.Function):
-    """Losses times a number, with a gradient that is not what Megatron weighs them with."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, shown: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(weights)
-        return losses * shown
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        (weights,) = ctx.saved_tensors
-        return weights * MTPLossAutoScaler.main_loss_backward_scale, None, None

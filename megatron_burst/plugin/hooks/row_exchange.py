@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.distributed.nn.functional import all_to_all_single
 
 from megatron_burst.plans.layout import Layout
 from megatron_burst.transport.pinned import to_device
@@ -111,7 +110,7 @@ class RowExchange:
         """Return this rank's rows in the caller's layout of [batch, rows, ...]; differentiable."""
         if not self.is_needed:
             return x
-        return _Exchange.apply(x, self._to_ours.back, self.group)
+        return _carry(x.transpose(0, 1), self._to_ours.back, self.group).transpose(0, 1)
 
     def next(self, x: Tensor) -> Tensor:
         """Return what comes next in its document for each row of [batch, rows] in our layout.
@@ -133,25 +132,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _carry(x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows [rows, ...] that arrive; those to which none comes are zero."""
+    """Return, differentiably, the rows [rows, ...] that arrive; where none comes there is zero."""
     leaving = x.index_select(0, moves.leave)
-    arriving = x.new_empty(len(moves.arrive), *x.shape[1:])
-    dist.all_to_all_single(arriving, leaving, moves.received, moves.sent, group=group)
+    room = x.new_empty(len(moves.arrive), *x.shape[1:])
+    arriving = all_to_all_single(room, leaving, moves.received, moves.sent, group)
     return torch.zeros_like(x).index_copy_(0, moves.arrive, arriving)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = moves.back, group
-        return _swapped(_carry(_swapped(x), moves, group))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _swapped(_carry(_swapped(grad), ctx.back, ctx.group)), None, None
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """Swap batch and rows."""
-    return x.transpose(0, 1).contiguous()

@@ -9,7 +9,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -73,10 +72,7 @@ class SequenceHooks:
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
             layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            hooks = _StageHooks(model, layout, self._ahead, documents_apart=self._apart)
-            model.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            model.register_forward_hook(hooks.after, with_kwargs=True)
-            model.register_forward_hook(hooks.begin_the_next)
+            _StageHooks(model, layout, self._ahead, documents_apart=self._apart)
         self._shared.tokens_follow_layout = True
         return models
 
@@ -129,26 +125,27 @@ def replace_rotary(model: Any, positions: Positions) -> None:
 
 
 class _StageHooks:
-    """The two hooks of one pipeline stage."""
+    """The hooks of one pipeline stage."""
 
     def __init__(
         self, model: LanguageModel, layouts: Layouts, ahead: Ahead, *, documents_apart: bool = False
     ) -> None:
-        self._layouts, self._ahead, self._apart = layouts, ahead, documents_apart
         config, context = model.config, layouts.context
+        self._ahead, self._context = ahead, context
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self._context = context
-        self._ranks_of_a_sequence = context.ranks * tensor_ranks
+        # Everything but plans: `Ahead` makes those of it, and calls this in a thread.
+        self._read = functools.partial(
+            read_documents,
+            group=context.group,
+            ranks_of_a_sequence=context.ranks * tensor_ranks,
+            apart=documents_apart,
+            layout_of=layouts.of,
+        )
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
-
-    def read(self, packed: PackedSeqParams) -> Documents:
-        """Make of what says where a micro-batch's documents are what its layers need to know.
-
-        Everything but plans: `Ahead` makes those of it, and calls this in a thread.
-        """
-        given = packed, self._context.group, self._ranks_of_a_sequence
-        return read_documents(*given, apart=self._apart, layout_of=self._layouts.of)
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self.after, with_kwargs=True)
+        model.register_forward_hook(lambda *_: ahead.begin(self._read))  # the device has work now
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,7 +154,7 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = self._ahead.take(packed, self.read)
+            given["packed_seq_params"] = self._ahead.take(packed, self._read)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
@@ -188,10 +185,6 @@ class _StageHooks:
                 f"each token, {tuple(given.shape[:2])}; it returned {tuple(output.shape)}"
             )
         return exchange.to_callers(output)
-
-    def begin_the_next(self, *_: object) -> None:
-        """The device has a forward to run: prepare what comes after it."""
-        self._ahead.begin(self.read)
 
     def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
         """Return the moves of the micro-batch of x [batch, rows, ...]."""
