@@ -36,6 +36,6 @@ def backward(
 
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
     run("backward", plan, call.backward_calls, own, sums, call, differentiate)
-    (dq,), (dk, dv, dlatent) = sums.total(Item(Kind.D_QUERY, plan.rank)), keys.gradients(sums)
-    dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
-    return dq, dk, dv, None if dlatent is None else dlatent.to(q.dtype)
+    totals = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
+    dq, dk, dv, *dlatent = (x.to(q.dtype) for total in totals for x in total)
+    return dq, dk, dv, dlatent[0] if dlatent else None
