@@ -8,21 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_burst.attention.autograd import ring_attention
-    from megatron_burst.attention.context import BurstContext
-    from megatron_burst.attention.latent import latent_ring_attention
-    from megatron_burst.config import BurstConfig
-    from megatron_burst.loss.function import linear_cross_entropy
-    from megatron_burst.plans.mask import Mask
-
-__all__ = [
-    "BurstConfig",
-    "BurstContext",
-    "Mask",
-    "latent_ring_attention",
-    "linear_cross_entropy",
-    "ring_attention",
-]
+    from megatron_burst.attention.autograd import ring_attention as ring_attention
+    from megatron_burst.attention.context import BurstContext as BurstContext
+    from megatron_burst.attention.latent import latent_ring_attention as latent_ring_attention
+    from megatron_burst.config import BurstConfig as BurstConfig
+    from megatron_burst.loss.function import linear_cross_entropy as linear_cross_entropy
+    from megatron_burst.plans.mask import Mask as Mask
 
 __version__ = "0.1.0"
 
@@ -34,6 +25,7 @@ _HOMES = {
     "linear_cross_entropy": "loss.function",
     "ring_attention": "attention.autograd",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

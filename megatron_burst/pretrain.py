@@ -10,7 +10,6 @@ with one.
 """
 
 import sys
-from typing import Any
 
 from megatron_burst import launch
 from megatron_burst.transport import failure
@@ -20,28 +19,21 @@ def main() -> None:
     """Parse the command line and train."""
     with failure.reported():
         launch.start(own_entry=True)
-        _train(*_configure())
+        _train()
 
 
-def _configure() -> tuple[Any, Any]:
-    from megatron.training import argument_utils, arguments
+def _train() -> None:
+    import torch.distributed as dist
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, arguments, pretrain
 
-    from megatron_burst.plugin import pretraining
+    from megatron_burst.plugin import attach, pretraining
 
     args = arguments.parse_and_validate_args()
     if missing := pretraining.unsupported(args):
         sys.exit(f"megatron_burst: {missing}")
     model_config = pretraining.model_config(args)
-    return args, argument_utils.pretrain_cfg_container_from_args(args, model_config)
-
-
-def _train(args: Any, container: Any) -> None:
-    import torch.distributed as dist
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-
-    from megatron_burst.plugin import attach, pretraining
-
+    container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
     try:
         pretrain(
             container,

@@ -20,6 +20,7 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import TileCall
+from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.plan import Channel, Item, Send
 from megatron_burst.plans.topology import choose_grid
@@ -122,7 +123,8 @@ def count(
         grid, _ = choose_grid(config.shape_of_rings, node_of)
         channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
         recorder = Recorder(range(ranks), channels, 60.0)
-        context = BurstContext(config, dist.group.WORLD, grid, node_of, recorder)
+        world, heads_apart = dist.group.WORLD, head_groups(node_of, 1)
+        context = BurstContext(config, world, grid, node_of, recorder, heads_apart)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
             patch.setattr(contexts, "select_kernel", lambda *_: kernel or EmptyKernel())
             patch.setattr(contexts, "log_choice", lambda *_: None)  # asks what GPU there is

@@ -20,37 +20,22 @@ def backward(
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
         query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
-    outputs = _Outputs(Item(Kind.QUERY, plan.rank), out)
+    surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
     sums = keys.sums(q, call.wire)
 
     def differentiate(some: DeviceCall, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = some.tile.blocks
-        q, dout, lse, *_ = blocks[query_item]
-        out = outputs.of(query_item, blocks[query_item])
+        q, dout, lse, *factor = blocks[query_item]
+        if query_item.owner != plan.rank and query_item not in surrogates:
+            surrogates.clear()  # before the next one is made
+            surrogates[query_item] = surrogate_output(dout, *factor)
         k, v = keys.read(key_item, blocks[key_item])
-        finished = rows_of((dout, out, lse), some.queries)
-        return call.kernel.backward(call.of_rows(some, q, k, v), *finished)
+        finished = dout, surrogates.get(query_item, out), lse
+        tile = call.of_rows(some, q, k, v)
+        return call.kernel.backward(tile, *rows_of(finished, some.queries))
 
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
     run("backward", plan, call.backward_calls, own, sums, call, differentiate)
-    (dq,), (dk, dv, dlatent) = sums.total(Item(Kind.D_QUERY, plan.rank)), keys.gradients(sums)
-    dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
-    return dq, dk, dv, None if dlatent is None else dlatent.to(q.dtype)
-
-
-class _Outputs:
-    """The output of the queries at hand: the true one of the own, a surrogate for visitors'."""
-
-    def __init__(self, own: Item, out: Tensor) -> None:
-        self._own, self._out = own, out
-        self._visitor, self._surrogate = own, out
-
-    def of(self, item: Item, block: Block) -> Tensor:
-        """Return what serves a kernel as the output of the query block `item`."""
-        if item == self._own:
-            return self._out
-        if item != self._visitor:
-            _, dout, _, factor = block
-            self._visitor, self._surrogate = item, self._out  # the last one is freed first
-            self._surrogate = surrogate_output(dout, factor)
-        return self._surrogate
+    totals = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
+    dq, dk, dv, *dlatent = (x.to(q.dtype) for total in totals for x in total)
+    return dq, dk, dv, dlatent[0] if dlatent else None

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -42,33 +42,24 @@ type Plans = dict[Asked, AttentionCall]
 type Kinds = tuple[tuple[Asked, float | None], ...]
 
 
+@dataclass(eq=False, repr=False)
 class BurstContext:
     """One context-parallel group as this rank sees it; made by `create`, once a group."""
 
-    def __init__(
-        self,
-        config: BurstConfig,
-        group: dist.ProcessGroup | None,
-        grid: Grid,
-        nodes: Sequence[Hashable],
-        communicator: Communicator,
-        heads: HeadGroups | None = None,
-        *,
-        along_grid: bool = False,
-        agreement: dist.ProcessGroup | None = None,
-        memory_limit: float = math.inf,
-    ) -> None:
-        self.config = config
-        self.group = group  # None: this process alone
-        self.rank = 0 if group is None else group.rank()
-        self.heads = heads or HeadGroups(tuple((rank,) for rank in range(grid.ranks)))
-        self.ranks = grid.ranks * self.heads.size
-        self.grid = grid  # of the ranks of one ring
-        self.communicator = communicator
-        self.nodes = nodes  # of the ranks of one ring
-        self.along_grid = along_grid  # whether messages keep to its rows and columns
-        self._agreement = agreement  # None: nobody to agree with
-        self._memory_limit = memory_limit  # bytes; see `choose`
+    config: BurstConfig
+    group: dist.ProcessGroup | None  # None: this process alone
+    grid: Grid  # of the ranks of one ring
+    nodes: Sequence[Hashable]  # of the ranks of one ring
+    communicator: Communicator
+    heads: HeadGroups
+    _: KW_ONLY
+    along_grid: bool = False  # whether messages keep to its rows and columns
+    agreement: dist.ProcessGroup | None = None  # None: nobody to agree with
+    memory_limit: float = math.inf  # bytes; see `choose`
+
+    def __post_init__(self) -> None:
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.ranks = self.grid.ranks * self.heads.size
         self._number = 0  # of calls
         self._calls: dict[Asked, AttentionCall] = {}
         self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
@@ -111,9 +102,9 @@ class BurstContext:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
-            head_groups((0,), config.head_parallel_size or 1)
+            heads = head_groups((0,), config.head_parallel_size or 1)
             alone = Communicator((), {}, config.timeout_seconds)
-            return cls(config, None, flat_grid(1), (0,), alone)
+            return cls(config, None, flat_grid(1), (0,), alone, heads)
         said = f"{config}, {shape}"
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         nodes = nodes_of_ranks(config, group, hierarchy)
@@ -306,10 +297,10 @@ class BurstContext:
 
     def _plan_now(self, asked: Asked) -> AttentionCall:
         begun = time.perf_counter()
-        if self._agreement is not None:
+        if self.agreement is not None:
             said = f"call {self._number} of {asked}"
             limit, what = self.config.timeout_seconds, "the shapes or the mask"
-            check_agreement(self._agreement, what, said, limit, f"attention {said}")
+            check_agreement(self.agreement, what, said, limit, f"attention {said}")
         call = self._plan(asked)
         # What is asked for the first time has to be waited for, but not other documents.
         is_new = asked.mask.documents is None or self.is_news((asked.kind, asked.mask.query_stop))
@@ -359,7 +350,7 @@ class BurstContext:
         def choose_for(shape: Shape) -> Choice:
             return choose(
                 *(config, tiling, self.grid, shape, self.nodes, self.along_grid),
-                memory_limit=self._memory_limit,
+                memory_limit=self.memory_limit,
             )
 
         has_a_ring = self.heads.size == 1 and self.grid.ranks > 1

@@ -65,11 +65,6 @@ class Keys:
         shaped = {Kind.D_QUERY: (q,), Kind.D_KV: self.sent}
         return Sums(self._rank, shaped, wire)
 
-    def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return those of k, v and the latent in the dtypes of sums or of their tensors."""
-        dk, dv = sums.total(Item(Kind.D_KV, self._rank))
-        return dk, dv, None
-
 
 class ExpandedLatents(Keys):
     """Latents and rotary keys travel; K and V of a visitor are made when a tile first reads it."""
@@ -86,8 +81,8 @@ class ExpandedLatents(Keys):
         super().__init__(rank, k, v)
         self._weight, self._differentiates_weight = weight, differentiates_weight
         self._heads, self._value_dim = v.shape[2:]
-        self._content_dim = len(weight) // self._heads - self._value_dim
-        rotary = k[:, :, :1, self._content_dim :].contiguous()
+        self.content_dim = len(weight) // self._heads - self._value_dim
+        rotary = k[:, :, :1, self.content_dim :].contiguous()
         self.sent = (latent[:, :, None], rotary)
         self.visitor: Block = ()  # its latents
         self._item = Item(Kind.KV, rank)  # of the last visitor
@@ -107,26 +102,17 @@ class ExpandedLatents(Keys):
         """Return sums of the shapes of q and of the latents."""
         return _LatentSums(self._rank, q, self, wire)
 
-    def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return those of k and v of the own tiles, with the visits of the rotary key; and dc."""
-        assert isinstance(sums, _LatentSums)
-        dk, dv = sums.own.total(Item(Kind.D_KV, self._rank))
-        dlatent, drotary = sums.total(Item(Kind.D_KV, self._rank))
-        dk = dk.to(drotary.dtype)
-        dk[:, :, :1, self._content_dim :] += drotary  # all heads' is one
-        return dk, dv, dlatent[:, :, 0]
-
     def reduce(self, rows: Rows, visitor: Block, dk: Tensor, dv: Tensor) -> Block:
         """Return gradients of a visitor's latents for those of its k and v; add up dW."""
         wide = accumulation_dtype(dk.dtype)
         latent = rows_of(visitor, rows)[0].flatten(0, 2)
-        dkv = torch.cat([dk[..., : self._content_dim], dv], -1).flatten(2).flatten(0, 1)
+        dkv = torch.cat([dk[..., : self.content_dim], dv], -1).flatten(2).flatten(0, 1)
         dlatent = _product(dkv, self._weight).view(*dk.shape[:2], 1, -1)
         if self._differentiates_weight:
             dweight = _product(dkv.t(), latent)
             before = self.weight_gradient
             self.weight_gradient = dweight if before is None else before.add_(dweight)
-        return dlatent, dk[..., self._content_dim :].sum(2, keepdim=True, dtype=wide)
+        return dlatent, dk[..., self.content_dim :].sum(2, keepdim=True, dtype=wide)
 
 
 class _LatentSums(Sums):
@@ -138,7 +124,7 @@ class _LatentSums(Sums):
 
     def __init__(self, rank: int, q: Tensor, keys: ExpandedLatents, wire: WireDtypes) -> None:
         super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: keys.sent}, wire)
-        self.own = Sums(rank, {Kind.D_KV: keys.own}, WireDtypes())
+        self._own = Sums(rank, {Kind.D_KV: keys.own}, WireDtypes())
         self._keys = keys
         self._visitor: tuple[Item, Block] | None = None
 
@@ -150,15 +136,25 @@ class _LatentSums(Sums):
         if item.owner != self._rank and (self._visitor is None or self._visitor[0] != item):
             self.end_step()
             self._visitor = item, self._keys.visitor
-        self.own.add(item, rows, parts)
+        self._own.add(item, rows, parts)
 
     def end_step(self) -> None:
         """Turn what was summed of a visitor into gradients of its latents."""
         if self._visitor is not None:
             item, latents = self._visitor
             self._visitor = None
-            rows, (dk, dv) = self.own.pop(item)
+            rows, (dk, dv) = self._own.pop(item)
             super().add(item, rows, self._keys.reduce(rows, latents, dk, dv))
+
+    def total(self, item: Item) -> Block:
+        """Return of keys dk and dv of the own tiles, with the visits of the rotary key; and dc."""
+        found = super().total(item)
+        if item.kind is not Kind.D_KV:
+            return found
+        (dk, dv), (dlatent, drotary) = self._own.total(item), found
+        dk = dk.to(drotary.dtype)
+        dk[:, :, :1, self._keys.content_dim :] += drotary  # all heads' is one
+        return dk, dv, dlatent[:, :, 0]
 
 
 def expand(

@@ -1,7 +1,6 @@
 """What a rank adds up of what kernel calls return, of its own tokens and of those that visit it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,14 +30,6 @@ class WireDtypes(NamedTuple):
     sums: torch.dtype | None = None
 
 
-@dataclass(slots=True)
-class _Sum:
-    """What has been added up of an item; what a single call returned stays as it came."""
-
-    rows: Rows
-    block: Block
-
-
 class Sums:
     """Sums of gradients by item, in float32 (float64 for float64 inputs)."""
 
@@ -51,7 +42,8 @@ class Sums:
         wire: WireDtypes,
     ) -> None:
         self._rank, self._shaped, self._wire = rank, shaped, wire
-        self._sums: dict[Item, _Sum] = {}
+        # What a single call returned stays as it came.
+        self._sums: dict[Item, tuple[Rows, Block]] = {}
 
     def template(self, item: Item) -> Block:
         """Return tensors without storage of the shapes and dtypes in which an item arrives."""
@@ -79,7 +71,7 @@ class Sums:
         if item in self._sums:
             self.accumulate(self._whole(item), rows, parts)
         else:
-            self._sums[item] = _Sum(rows, parts)
+            self._sums[item] = rows, parts
 
     def take(self, item: Item, block: Block, parts: Parts) -> None:
         """Add what has arrived; it is not looked at again."""
@@ -102,8 +94,7 @@ class Sums:
 
     def pop(self, item: Item) -> tuple[Rows, Block]:
         """Return what was added up of an item, and to which rows; it starts anew."""
-        found = self._sums.pop(item)
-        return found.rows, found.block
+        return self._sums.pop(item)
 
     def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
         """Return, as they are sent, the sums among `sends`; they start anew."""
@@ -115,27 +106,25 @@ class Sums:
 
     def total(self, item: Item) -> Block:
         """Return the item's sum, or what a single call returned where that covers all rows."""
-        found = self._sums.get(item)
-        if found is not None and found.rows == self._all_rows(item):
-            return found.block
-        return self._whole(item)
+        rows, block = self._sums.get(item, (None, ()))
+        return block if rows == self._all_rows(item) else self._whole(item)
 
     def _whole(self, item: Item) -> Block:
         """Return the sum of all rows in the dtype of sums."""
         dtypes = [accumulation_dtype(t.dtype) for t in self._shape(item)]
         block = self._pop_all(item, dtypes)
-        self._sums[item] = _Sum(self._all_rows(item), block)
+        self._sums[item] = self._all_rows(item), block
         return block
 
     def _pop_all(self, item: Item, dtypes: Sequence[torch.dtype]) -> Block:
         """Return all rows of a sum in these dtypes; what is narrow is not made wide in between."""
-        found = self._sums.pop(item, None)
-        if found is not None and found.rows == self._all_rows(item):
-            return tuple(t.to(dtype) for t, dtype in zip(found.block, dtypes, strict=True))
+        rows, block = self._sums.pop(item, (None, ()))
+        if rows == self._all_rows(item):
+            return tuple(t.to(dtype) for t, dtype in zip(block, dtypes, strict=True))
         empty = zip(self._shape(item), self.nothing, dtypes, strict=False)
         total = tuple(torch.full(t.shape, x, dtype=d, device=t.device) for t, x, d in empty)
-        if found is not None:
-            self.accumulate(total, found.rows, found.block)
+        if rows is not None:
+            self.accumulate(total, rows, block)
         return total
 
     def _all_rows(self, item: Item) -> Interval:

@@ -46,8 +46,5 @@ class LatentGradients:
             else:
                 weight = weight[self._content :]
             dlatent, squares = dlatent + value @ weight, squares + share * weight.square().sum()
-        for name, total, square in (
-            ("dlatent", dlatent, squares),
-            ("drotary", drotary, rotary_squares),
-        ):
-            yield Expected(name, slice(0, 1), total, square.sqrt())
+        yield Expected("dlatent", slice(0, 1), dlatent, squares.sqrt())
+        yield Expected("drotary", slice(0, 1), drotary, rotary_squares.sqrt())

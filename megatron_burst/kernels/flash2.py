@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.packed import InSequences, lengths_of
+from megatron_burst.kernels.packed import InSequences, flash_settings
 from megatron_burst.kernels.protocol import Gradients, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -50,12 +50,4 @@ class Flash2Kernel(InSequences, DeclaredKernel):
         return getattr(self.package.functions(), begin + phase)
 
     def _settings(self, tile: TileCall) -> dict[str, Any]:
-        left, right = (-1 if limit is None else limit for limit in tile.window)
-        return {
-            "softmax_scale": tile.scale,
-            "window_size_left": left,
-            "window_size_right": right,
-            "softcap": tile.soft_cap or 0.0,
-            **lengths_of(tile),
-            **self.always,
-        }
+        return {**flash_settings(tile, -1), "softcap": tile.soft_cap or 0.0, **self.always}

@@ -1,13 +1,12 @@
 """FlashAttention-4 from the package flash-attn-4, for Hopper and Blackwell GPUs."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.packed import InSequences, lengths_of
+from megatron_burst.kernels.packed import InSequences, flash_settings
 from megatron_burst.kernels.protocol import Gradients, Request, TileCall
 from megatron_burst.kernels.requirements import DeclaredKernel
 
@@ -37,29 +36,23 @@ class Flash4Kernel(InSequences, DeclaredKernel):
 
     def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
-            *tile.qkv, softcap=tile.soft_cap, return_lse=True, **_settings(tile)
+            *tile.qkv,
+            causal=tile.is_causal,
+            softcap=tile.soft_cap,
+            return_lse=True,
+            **flash_settings(tile),
         )
         return out, lse
 
     def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
             *(*tile.qkv, out, dout, lse),
+            causal=tile.is_causal,
             softcap=tile.soft_cap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_settings(tile),
+            **flash_settings(tile),
         )
         return dq, dk, dv
-
-
-def _settings(tile: TileCall) -> dict[str, Any]:
-    left, right = tile.window
-    return {
-        "softmax_scale": tile.scale,
-        "causal": tile.is_causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        **lengths_of(tile),
-    }
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -69,6 +69,13 @@ def _folded(tile: TileCall) -> TileCall:
     return replace(tile, q=q, k=k, v=v)
 
 
+def flash_settings(call: TileCall, no_limit: int | None = None) -> dict[str, Any]:
+    """Return flash-attn's arguments for the scale, the window and the lengths of several tiles."""
+    left, right = (no_limit if limit is None else limit for limit in call.window)
+    window = {"window_size_left": left, "window_size_right": right}
+    return {"softmax_scale": call.scale, **window, **lengths_of(call)}
+
+
 def lengths_of(call: TileCall) -> dict[str, Any]:
     """Return flash-attn's arguments for the lengths of several tiles; none of one."""
     if call.packing is None:

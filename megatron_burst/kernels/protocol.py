@@ -79,10 +79,8 @@ class TileCall:
         return self.window == (None, 0)
 
     def tiles(self) -> "Iterator[tuple[slice, TileCall]]":
-        """Yield the tiles one by one, each with its queries, as slices."""
-        if self.packing is None:
-            yield slice(None), self
-            return
+        """Yield the tiles of a packing one by one, each with its queries, as slices."""
+        assert self.packing is not None
         query = key = 0
         for queries, keys in zip(self.packing.queries, self.packing.keys, strict=True):
             rows, seen = slice(query, query + queries), slice(key, key + keys)

@@ -11,6 +11,7 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.mask import Band
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator, Message
@@ -60,7 +61,7 @@ def context_of(
 ) -> BurstContext:
     """Return the context of one of the ranks that are placed on these nodes, without a group."""
     grid, _ = choose_grid(config.shape_of_rings, nodes)
-    context = BurstContext(config, None, grid, nodes, communicator)
+    context = BurstContext(config, None, grid, nodes, communicator, head_groups(nodes, 1))
     context.rank = rank
     return context
 

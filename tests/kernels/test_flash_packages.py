@@ -22,8 +22,6 @@ from megatron_burst.kernels import (
     select_kernel,
 )
 from megatron_burst.kernels.package import Package, _import_error, installed_version
-from megatron_burst.plans.topology import flat_grid
-from megatron_burst.transport.comm import Communicator
 from tests.kernels import test_kernels as contract
 from tests.kernels.flash_packages import StandIn
 
@@ -194,7 +192,7 @@ def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None
     asked: list[Request] = []
     monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal(documents=documents)
-    context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
+    context = BurstContext.create(BurstConfig())
     monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
     context.prepare(x, x, x, mask, 1.0)
     assert [request.has_documents for request in asked] == [documents is not None]
@@ -204,7 +202,7 @@ def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypa
     asked: list[Request] = []
     monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal()
-    context = BurstContext(BurstConfig(), None, flat_grid(1), (0,), Communicator((), {}, 1.0))
+    context = BurstContext.create(BurstConfig())
     monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
     scales = [context.prepare(x, x, x, mask, scale).scale for scale in (1.0, 0.5, 1.0)]
     assert scales == [1.0, 0.5, 1.0] and len(asked) == 1

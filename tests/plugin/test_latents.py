@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_burst import BurstConfig
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import Mla
+from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.topology import flat_grid
 from megatron_burst.transport.comm import Communicator
 
@@ -34,7 +35,8 @@ def layer(asked: str, linear: Any, *, checkpointed: bool = False, **more: Any) -
     core = object.__new__(BurstCoreAttention)
     torch.nn.Module.__init__(core)
     config, alone = BurstConfig(mla=Mla(asked)), Communicator((), {}, 1.0)
-    core.context = BurstContext(config, None, flat_grid(2), (0, 0), alone)
+    nodes = 0, 0
+    core.context = BurstContext(config, None, flat_grid(2), nodes, alone, head_groups(nodes, 1))
     core.latents = None
     return SimpleNamespace(
         core_attention=core,

@@ -11,6 +11,7 @@ import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.config import GradientReturn
+from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -142,7 +143,7 @@ def test_each_way_is_what_a_context_sends(
         channel = Communicator((), {}, 1.0)
         ring = load.ring
         context = BurstContext(
-            *(settings, None, ring.grid, list(ring.nodes), channel),
+            *(settings, None, ring.grid, list(ring.nodes), channel, head_groups(ring.nodes, 1)),
             memory_limit=settings.memory_limit(ring.card),
         )
         q, k, v = (
