@@ -1,7 +1,7 @@
 """The time of a training step: attention by its plans, all else by FLOPs and bytes."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
@@ -14,8 +14,7 @@ _UPDATE_BYTES = 32  # read and written of a parameter by the optimizer
 _MODULES = {"mlp": "mlp", "experts": "moe"}  # --recompute-modules by kinds of layers
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Of a step."""
 
     attention: Pass  # all passes of a layer

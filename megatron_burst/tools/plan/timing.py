@@ -1,7 +1,7 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -148,8 +148,7 @@ def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
     return a_query * work.query_rows + a_key * work.key_rows + a_visitor * work.visitors
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
+class _Links(NamedTuple):
     """The links of one ring, with those of the rings beside it on the same NICs."""
 
     nodes: tuple[int, ...]  # of each rank
