@@ -183,7 +183,7 @@ TRAINS = ("compare",)  # the other verbs need nothing beside torch, NumPy and ri
 
 @pytest.mark.parametrize("name", VERBS)
 def test_what_a_verb_imports_is_installed_or_of_the_extras_it_names(name: str) -> None:
-    needed = foreign({f"megatron_burst.tools.{VERBS[name].module}", "megatron_burst.tools.command"})
+    needed = foreign({f"megatron_burst.tools.{VERBS[name][0]}", "megatron_burst.tools.command"})
     assert needed <= provided("train" if name in TRAINS else "")
 
 

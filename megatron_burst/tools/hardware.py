@@ -133,10 +133,9 @@ def _text(path: Path) -> str:
 def output(*command: str) -> str:
     """Return what a command printed; nothing where it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

@@ -160,12 +160,7 @@ def main(argv: list[str]) -> int:
     content = summary(args.directory)
     if args.json:
         print(json.dumps(content, indent=2))
-    else:
-        _print(content)
-    return 0
-
-
-def _print(content: dict[str, Any]) -> None:
+        return 0
     steps, ranks = content["steps"], content["ranks"]
     numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
     table = terminal.table(("rank", "pass"), numbers)
@@ -180,3 +175,4 @@ def _print(content: dict[str, Any]) -> None:
     terminal.console().print(table)
     if len(ranks) > _MOST_RANKS:
         print(f"shown: {_MOST_RANKS} of {len(ranks)} ranks; --json has all")
+    return 0

@@ -1,8 +1,8 @@
 """The machines that a command line is judged for."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -10,8 +10,7 @@ import torch
 from megatron_burst.plugin.cpu.platform import cpu_platform_wanted
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """This machine, or a cluster that options describe."""
 
     nodes: int

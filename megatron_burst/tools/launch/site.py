@@ -52,12 +52,6 @@ def python_of_training(*, in_container: bool = False) -> str:
     return os.environ.get("BURST_PYTHON") or ("python3" if in_container else sys.executable)
 
 
-def variables_for_nodes() -> dict[str, str]:
-    """Return the variables of this environment that a node shall have, too."""
-    found = {name: value for name, value in os.environ.items() if FOR_NODES.match(name)}
-    return found | ({"PYTHONPATH": str(ROOT)} if CHECKOUT else {})
-
-
 def mounts(output: Path) -> list[str]:
     """Return what a container needs of this machine, each once, as docker and pyxis want it."""
     needed = {str(Path.cwd()), str(output), *([str(ROOT)] if CHECKOUT else [])}

@@ -112,7 +112,10 @@ def _requeue(job: str, restarts: int, log: Path, before: int) -> bool:
     """Put a job that failed into the queue again, or say why not; return whether it is there."""
     limit = int(os.environ.get("BURST_REQUEUES") or 3)
     state = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], stdout=subprocess.PIPE)
-    if not _made_a_step(log, before):
+    with log.open("rb") as file:
+        file.seek(before)  # behind what earlier starts wrote
+        made_a_step = any(map(STEP.search, file))
+    if not made_a_step:
         say("it failed before its first step, so it is not put into the queue again")
     elif restarts >= limit:
         say(f"it was put into the queue again {restarts} time(s) already (BURST_REQUEUES)")
@@ -123,10 +126,3 @@ def _requeue(job: str, restarts: int, log: Path, before: int) -> bool:
         (log.parent / "status").unlink(missing_ok=True)
         return subprocess.call(["scontrol", "requeue", job]) == 0
     return False
-
-
-def _made_a_step(log: Path, before: int) -> bool:
-    """Whether the log has a finished step behind its first bytes."""
-    with log.open("rb") as file:
-        file.seek(before)
-        return any(map(STEP.search, file))

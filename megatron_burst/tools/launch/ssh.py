@@ -61,7 +61,9 @@ def connect(host: str, output: Path, *task: str) -> list[str]:
         task: the words after `python`.
     """
     image = os.environ.get("BURST_IMAGE", "")
-    here, variables = Path.cwd(), site.variables_for_nodes()
+    here = Path.cwd()
+    variables = {name: value for name, value in os.environ.items() if site.FOR_NODES.match(name)}
+    variables |= {"PYTHONPATH": str(site.ROOT)} if site.CHECKOUT else {}
     container: list[str] = []
     if image:
         settings = [word for name in variables for word in ("--env", name)]

@@ -13,7 +13,12 @@ _HEAD_GRAIN = 40
 FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85
 with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
-_UNITS = {"tflops": 1e12, "gb_s": 1e9, "us": 1e-6}
+_USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0}  # of rates that need not be given
+_RATES = (
+    *("forward_tflops", "backward_tflops", "linear_tflops"),
+    *("memory_gb_s", "within_gb_s", "nic_gb_s", *_USUAL),
+)
+_UNITS = {"tflops": ("rate", 1e12), "gb_s": ("rate", 1e9), "us": ("latency", 1e-6)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,39 +63,28 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         ValueError: a rate is missing, or the GPU's peak is not known.
     """
     peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table.get("gpu", "")) or 0.0)
-    rates = table.get("rates", {})
+    given, rates = _USUAL | table.get("rates", {}), {}
     if missing := [field for field in _NEEDED if field not in table]:
         raise ValueError(f"cluster {name} has no {', '.join(missing)}")
     if not peak:
         raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
-
-    def rate(field: str, default: float | None = None) -> float:
-        if field not in rates and default is None:
+    for field in _RATES:
+        if field not in given:
             raise ValueError(f"cluster {name} has no rate {field}")
-        given = rates.get(field, default)
-        value = given[0] if isinstance(given, list) else given
-        if isinstance(value, str):
-            return peak * constant(value)
-        return float(value * next(unit for end, unit in _UNITS.items() if field.endswith(end)))
-
+        value = given[field][0] if isinstance(given[field], list) else given[field]
+        what, _, unit = field.partition("_")
+        kind, size = _UNITS[unit]
+        rates[f"{what}_{kind}"] = peak * constant(value) if isinstance(value, str) else value * size
     return Cluster(
         name=name,
         gpus_per_node=table["gpus_per_node"],
         gpus_per_host=table.get("gpus_per_host", 0),
         memory=table["memory_gib"] * 2**30,
-        forward_rate=rate("forward_tflops"),
-        backward_rate=rate("backward_tflops"),
-        linear_rate=rate("linear_tflops"),
+        **rates,
         fp8_speedup=table.get("fp8_speedup", 1.0),
-        memory_rate=rate("memory_gb_s"),
-        within_rate=rate("within_gb_s"),
-        nic_rate=rate("nic_gb_s"),
-        within_latency=rate("within_us", 0.0),
-        nic_latency=rate("nic_us", 0.0),
         gpus_per_nic=max(1, table["gpus_per_node"] // table["nics_per_node"]),
         contention=constant("contention") if table.get("contended") else 0.0,
         copy_rate=float("inf"),
-        host_rate=rate("host_gb_s", 25.0),
         peak=peak,
         grain=KEYS_A_CALL,
         head_grain=_HEAD_GRAIN,

@@ -27,7 +27,7 @@ _RATES = {  # of a cluster, that can be given as measured
     "backward_tflops": "of attention's backward",
     "linear_tflops": "of matrix products",
 }
-# The columns of numbers: the figure, in what unit and form.
+# The columns of numbers: the figure, what it is multiplied by, and its form.
 _COLUMNS = {
     "TP": ("tensor", 1, "{}"),
     "CP": ("context", 1, "{}"),
@@ -37,9 +37,9 @@ _COLUMNS = {
     "heads": ("head_parallel_size", 1, "{}"),
     "host": ("offloaded", 1, "{}"),
     "rho": ("recompute_fraction", 1, "{}"),
-    "GiB": ("memory_bytes", 2**30, "{:.1f}"),
-    "MiB": ("sent_bytes_a_layer", 2**20, "{:.0f}"),
-    "NIC": ("sent_between_nodes_bytes_a_layer", 2**20, "{:.0f}"),
+    "GiB": ("memory_bytes", 2**-30, "{:.1f}"),
+    "MiB": ("sent_bytes_a_layer", 2**-20, "{:.0f}"),
+    "NIC": ("sent_between_nodes_bytes_a_layer", 2**-20, "{:.0f}"),
     "exposed": ("exposed_share", 1, "{:.1%}"),
     "s/step": ("seconds_a_step", 1, "{:.2f}"),
     "tokens/s/GPU": ("tokens_per_second_per_gpu", 1, "{:.1f}"),
@@ -96,14 +96,11 @@ def describe_loss(flags: Flags) -> str:
 
 def _figures(each: Candidate) -> dict[str, Any]:
     """Return a row of the ranking as it is written to JSON."""
+    sizes = "tensor", "context", "pipeline", "expert", "data"
     return {
         "algorithm": each.name,
         "predicted_alike": list(each.twins),
-        "tensor": each.load.tensor,
-        "context": each.load.context,
-        "pipeline": each.load.pipeline,
-        "expert": each.load.expert,
-        "data": each.load.data,
+        **{size: getattr(each.load, size) for size in sizes},
         "head_parallel_size": each.load.head_parallel,
         "offloaded": each.offloaded,
         "recompute_fraction": each.fraction,
@@ -123,10 +120,8 @@ def _figures(each: Candidate) -> dict[str, Any]:
 def _print(found: list[Candidate], most: int) -> None:
     load, table = found[0].load, terminal.table(("algorithm",), _COLUMNS)
     for each in found[:most]:
-        figures, cells = _figures(each), []
-        for name, unit, form in _COLUMNS.values():
-            value = figures[name]
-            cells.append(form.format(value / unit if unit > 1 else value))
+        figures = _figures(each)
+        cells = (form.format(figures[name] * unit) for name, unit, form in _COLUMNS.values())
         table.add_row(str(each) if each.fits else f"{each} (too much memory)", *cells)
     console = terminal.console()
     console.print(

@@ -3,9 +3,8 @@
 import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_burst.tools.model import Flags, cut, hybrid_pattern, whole
 
@@ -16,8 +15,7 @@ _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A named run."""
 
     cluster: str
@@ -25,8 +23,7 @@ class Run:
     flags: Flags
 
 
-@dataclass(frozen=True, slots=True)
-class Configs:
+class Configs(NamedTuple):
     """The files of configs/; ValueError for a name that they do not have."""
 
     models: Table

@@ -4,14 +4,13 @@ import math
 import random
 import re
 from functools import cache
-from typing import Any
 
 import torch
 
 from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
-from megatron_burst.plugin.flags import Flag, flags
+from megatron_burst.plugin.flags import flags
 from megatron_burst.tools.model import Flags, cut, model_of, whole
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -37,6 +36,7 @@ _REFUSED = {
 }
 _ALLOWED = {"recompute-method": ("uniform",), "recompute-granularity": ("full", "selective")}
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
+_flags = cache(flags)
 _SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
 
 
@@ -85,24 +85,20 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
 
 
 def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
-    """Read one of our configurations from the flags, with its defaults where they do not say."""
+    """Read one of our configurations from the flags, with its defaults where they do not say.
+
+    Raises:
+        ValueError: a flag's text means nothing.
+    """
     known: type = config
-    named = [(name, flag) for name, flag in _flags(known) if name in given]
-    return config(**{flag.field: _value(flag, name, given[name]) for name, flag in named})
-
-
-def _value(flag: Flag, name: str, given: Any) -> Any:
-    """What a flag's text means; ValueError with its name where it means nothing."""
-    try:
-        return flag.type(given)
-    except ValueError as error:
-        raise ValueError(f"--{name} {given}: {error}") from error
-
-
-@cache
-def _flags(config: type) -> list[tuple[str, Flag]]:
-    """The flags of a configuration by their names without dashes."""
-    return [(flag.name.removeprefix("--"), flag) for flag in flags(config)]
+    values = {}
+    for flag in _flags(known):
+        if (name := flag.name.removeprefix("--")) in given:
+            try:
+                values[flag.field] = flag.type(given[name])
+            except ValueError as error:
+                raise ValueError(f"--{name} {given[name]}: {error}") from error
+    return config(**values)
 
 
 def loss_chunking(given: Flags) -> Chunking | None:

@@ -53,8 +53,7 @@ def search(
     found: list[Candidate] = []
     least, clocks = None, 0
     for way in ways:
-        rates = sorted((each.time.tokens_per_gpu for each in found), reverse=True)
-        if len(rates) >= most and 1 / way.bound < rates[most - 1]:
+        if len(found) >= most and 1 / way.bound < found[most - 1].time.tokens_per_gpu:
             break
         if not (loads := [*_with_room(way, given, wish)]):
             continue
@@ -72,10 +71,10 @@ def search(
             elif least is None or each.memory.total < least.memory.total:
                 least = each
         found += sorted(fitting, key=lambda each: each.time.seconds)[:1]
+        found.sort(key=lambda each: -each.time.tokens_per_gpu)
     if not found:
         raise ValueError(_nothing(least, [way.load for way in ways]))
-    order = sorted(found, key=lambda each: -each.time.tokens_per_gpu)
-    return each_once(order)[:most]
+    return each_once(found)[:most]
 
 
 def _in_chunks_that_fit(found: Candidate) -> Candidate:

@@ -1,7 +1,7 @@
 """The time of a training step: attention by its plans, all else by FLOPs and bytes."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
@@ -11,10 +11,10 @@ from megatron_burst.tools.plan.workload import Workload
 
 _BLOCK = 128  # rows of a tile of a grouped matrix product
 _UPDATE_BYTES = 32  # read and written of a parameter by the optimizer
+_MODULES = {"mlp": "mlp", "experts": "moe"}  # --recompute-modules by kinds of layers
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Of a step."""
 
     attention: Pass  # all passes of a layer
@@ -64,18 +64,14 @@ def layers_seconds(load: Workload) -> float:
     rate = machine.linear_rate * (machine.fp8_speedup if load.fp8 else 1)
     seconds = 0.0
     for name, part in load.model.parts.items():
-        times, filled = _times(load, name), _filled(load, part) if name == "experts" else 1.0
+        # In forwards, of which the backward counts for two.
+        times = 4 if load.recompute or _MODULES.get(name) in load.selective else 3
+        filled = _filled(load, part) if name == "experts" else 1.0
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
         seconds += part.count * times * tokens * (products + moved)
         seconds += part.count * (times - 1) * _exchanged(load, name, part)
     return seconds + load.model.layers * _tensor_parallel(load)
-
-
-def _times(load: Workload, name: str) -> int:
-    """How many forwards a layer's forward and backward count for: the backward is two."""
-    modules = {"mlp": "mlp", "experts": "moe"}
-    return 4 if load.recompute or modules.get(name) in load.selective else 3
 
 
 def _filled(load: Workload, part: Part) -> float:

@@ -1,7 +1,7 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -54,7 +54,11 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     fraction, heads = load.config.recompute_fraction, _exchange(load)
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
-        chunk = _on_clock(ring, load.cluster, load.beside, backward=backward)
+        choice, shape = chosen(ring)
+        taken = (choice.backward if backward else choice.forward)[0]
+        links = _Links(ring.nodes, shape, load.cluster, load.beside)
+        seconds = _seconds(taken.schedule, links, backward=backward)
+        chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
@@ -110,15 +114,6 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
 
 
-def _on_clock(ring: Ring, cluster: Cluster, beside: int, *, backward: bool) -> Pass:
-    """A pass without the all-to-alls over heads; `beside` GPUs are in a place of their rings."""
-    choice, shape = chosen(ring)
-    taken = (choice.backward if backward else choice.forward)[0]
-    links = _Links(ring.nodes, shape, cluster, beside)
-    seconds = _seconds(taken.schedule, links, backward=backward)
-    return Pass(*seconds, taken.cost.rank, taken.cost.nic)
-
-
 @lru_cache(maxsize=256)
 def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[float, float, float]:
     """Of all ranks, and of the one that computes most its kernels and its sums."""
@@ -153,14 +148,13 @@ def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
     return a_query * work.query_rows + a_key * work.key_rows + a_visitor * work.visitors
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
+class _Links(NamedTuple):
     """The links of one ring, with those of the rings beside it on the same NICs."""
 
     nodes: tuple[int, ...]  # of each rank
     shape: Shape
     cluster: Cluster
-    beside: int
+    beside: int  # GPUs of a node that are in the same place of their rings
 
     def timed(
         self, messages: Iterable[Messages], sizes: Mapping[Kind, int], local_tokens: int
@@ -170,7 +164,8 @@ class _Links:
         node = np.array(self.nodes)
         loads = [each.loads(sizes, local_tokens) for each in messages]
         between = [node[each.sources] != node[each.targets] for each in loads]
-        nic = self._nics(node)
+        place = np.arange(len(node)) % self.nodes.count(0) * self.beside // machine.gpus_per_nic
+        nic = node * (1 + place.max()) + place
         leaving = np.zeros(len(node), bool)  # who sends to other nodes
         for each, leaves in zip(loads, between, strict=True):
             leaving[each.sources[leaves & (each.sizes > 0)]] = True
@@ -182,11 +177,6 @@ class _Links:
             latency = np.where(far, machine.nic_latency, machine.within_latency)
             timed.append(Timed(each, far, seconds + latency * (each.sizes > 0)))
         return timed
-
-    def _nics(self, node: NDArray[np.int64]) -> NDArray[np.int64]:
-        on_a_node = self.nodes.count(0)
-        place = np.arange(len(node)) % on_a_node * self.beside // self.cluster.gpus_per_nic
-        return node * (1 + place.max()) + place
 
     def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
         """Return the seconds that messages take from the computing beside them: [step, rank]."""

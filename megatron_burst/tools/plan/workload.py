@@ -156,12 +156,6 @@ class Workload:
         ulysses = self.config.algorithm is Algorithm.ULYSSES
         return self.tensor * (1 if ulysses else self.head_parallel)
 
-    @cached_property
-    def mask(self) -> Mask:
-        """Of a sequence."""
-        make = Mask.causal if self.causal else Mask.full
-        return make(window=self.window, documents=self.documents)
-
     @property
     def head_chunks(self) -> int:
         """Into how many chunks attention cuts a rank's heads."""
@@ -182,13 +176,14 @@ class Workload:
         if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
             config = replace(config, recompute_fraction=None, recompute_offload=False)
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
+        mask = Mask.causal if self.causal else Mask.full
         if (chunks := self.head_chunks) > 1:
             heads, kv_heads = shape.query_heads // chunks, shape.kv_heads // chunks
             shape = replace(shape, query_heads=heads, kv_heads=kv_heads, latents=None)
         return Ring(
             config=config,
             tokens=self.tokens,
-            mask=self.mask,
+            mask=mask(window=self.window, documents=self.documents),
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
             shape=shape,
             card=self.cluster.memory,
