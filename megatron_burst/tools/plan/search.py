@@ -6,9 +6,10 @@ the clocks of a search are used up.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple
 
+from megatron_burst.plans.document_work import DocumentWork
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import memory, step
@@ -211,10 +212,8 @@ def _bound(load: Workload) -> float:
 
 def _kernel_seconds(load: Workload, *, backward: bool) -> float:
     """Of attention of a layer, evenly spread and without a message."""
-    model, borders = load.model, load.documents or (0, load.tokens)
-    seen = sum((stop - start) ** 2 / 2 for start, stop in pairwise(borders))
-    window = load.tokens if load.window is None else load.window + 1
-    pairs = load.micro * min(seen, load.tokens * window)
+    model, work = load.model, DocumentWork.of(load.ring.mask, load.tokens)
+    pairs = load.micro * int(work.pairs.sum())
     dims = model.heads // load.tensor, model.head_dim, model.value_head_dim
     flops = attention_flops(1, *dims, backward=backward) * pairs / load.context
     mean = (model.head_dim + model.value_head_dim) / 2
