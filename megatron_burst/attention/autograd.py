@@ -183,7 +183,10 @@ class _RingAttention(torch.autograd.Function):
 
         out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
         if memory is not None:
-            memory.carry(call.first_saved_row, out, lse)
+            if saved := memory.recall():
+                saved.put(out, lse)
+            else:
+                memory.save(call.first_saved_row, out, lse)
         ctx.save_for_backward(q, k, v, latent, weight, sink, out, lse)
         ctx.chunks, ctx.call, ctx.add_weight_gradient = chunks, call, add_weight_gradient
         ctx.mark_non_differentiable(lse)

@@ -33,13 +33,10 @@ class AttentionMemory:
     def __post_init__(self) -> None:
         check_fraction(self.fraction)
 
-    def carry(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
-        """Save the results from `row` on; in the second pass complete those before with them."""
-        saved, self.saved = self.saved, None
+    def save(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
+        """Save the results from `row` on."""
         late = out_BSHD[:, row:], lse_BHS[:, :, row:]
-        if saved is not None:
-            saved.put(out_BSHD, lse_BHS)
-        elif self.host is not None:
+        if self.host is not None:
             self.saved = self.host.store(row, *late)
         else:
             out, lse = (x.clone() for x in late)  # the whole is to be freed
@@ -49,6 +46,11 @@ class AttentionMemory:
         """Start to bring what is saved back from the host, ahead of the second pass."""
         if self.host is not None and self.saved is not None:
             self.saved = self.host.fetch(self.saved)
+
+    def recall(self) -> "SavedRows | None":
+        """Return what is saved and forget it; None before the first pass."""
+        saved, self.saved = self.saved, None
+        return saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,16 @@ def results() -> tuple[Tensor, Tensor]:
 
 
 def first_pass(memory: AttentionMemory) -> None:
-    memory.carry(ROW, *results())  # and the results are freed
+    memory.save(ROW, *results())  # and the results are freed
     results()  # which may get their memory
 
 
 def second_pass(memory: AttentionMemory) -> None:
     out, lse = results()
-    assert memory.saved is not None
-    memory.carry(ROW, out, lse)  # what was fetched is freed
+    saved = memory.recall()
+    assert saved is not None
+    saved.put(out, lse)
+    del saved  # and with it what was fetched
     (out + 1, lse + 1)  # what follows reads them
     results()
 
