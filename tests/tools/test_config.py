@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> Non
 def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
     run = CONFIGS.run("llama3_8b_256k_8gpu_h100")
     flags = {**run.flags, "lm-head-memory-mb": 512}
-    load, slow = load_of(run), replace(run, flags=flags)
+    load, slow = load_of(run), run._replace(flags=flags)
     assert "964 tokens a chunk" in command.describe_loss(flags)
     assert ", dW in blocks of 16384 rows; 5 products" in command.describe_loss(flags)
     more = step.head_seconds(load_of(slow)) - step.head_seconds(load)
