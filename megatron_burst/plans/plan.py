@@ -24,7 +24,7 @@ class Kind(StrEnum):
     QUERY = "query"
     D_KV = "d_kv"
     D_QUERY = "d_query"
-    PARTIAL_D_KV = "partial d_kv"  # what one kernel call returned of it, no sum
+    PARTIAL_D_KV = "partial d_kv"  # of which no row is a sum of several tiles
     PARTIAL_D_QUERY = "partial d_query"
     OUTPUT = "output"  # of queries against some of the keys, with its log-sum-exp
     HEADS = "heads"  # what an all-to-all over the heads moves
