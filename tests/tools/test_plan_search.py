@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megatron_burst.loss.chunk_size import MIB, Sizes, within
+from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import Part, model_of
 from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
-from megatron_burst.tools.plan.search import Wish, _sizes, search
+from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -116,6 +117,13 @@ def test_parts_of_a_stage_are_counted_by_its_layers(layers: int, stages: int, ea
     parts = {"num_layers_per_virtual_pipeline_stage": each, "num_layers": layers}
     load = load_of("llama3_8b", 8, **parts, pipeline_model_parallel_size=stages)
     assert load.virtual == layers // stages // each
+
+
+def test_what_bounds_a_search_is_the_pairs_that_a_window_leaves() -> None:
+    loads = [load_of("llama3_8b", 8, window_size=text) for text in ("-1,0", "4095,0")]
+    full, some = (_kernel_seconds(load, backward=False) for load in loads)
+    pairs = [visible_pairs(load.ring.mask, load.tokens) for load in loads]
+    assert some / full == pytest.approx(pairs[1] / pairs[0]) and some < full
 
 
 @pytest.mark.parametrize("text", ["4095,0", "(4095, 0)"])
