@@ -5,7 +5,7 @@ send. Both look at all pairs of ranks, so they are made of arrays here, and not 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,11 @@ def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
     query_owner, key_owner = np.concatenate([owners for owners, _ in seen], axis=1)
     cells, numbers = Cells.joined([x for _, x in seen]), np.arange(ranks**2).reshape(ranks, ranks)
     of, cells = _joined(query_owner * ranks + key_owner, cells)
-    return Needs.of_cells(cells, of, numbers, mask, layout.local_tokens)
+    found = Needs.of_cells(cells, of, numbers, mask, layout.local_tokens)
+    if mask.window is None:
+        return found
+    # A window's cells are not the tiles, which may share rows.
+    return replace(found, once=dict.fromkeys(found.once, np.eye(ranks, dtype=bool)))
 
 
 def _seen(every: Pieces, begin: int, mask: Mask, tokens: int) -> tuple[Ints, Cells]:
