@@ -300,8 +300,10 @@ def _joined(rows: Sequence[Sequence[Cell]]) -> list[Cell]:
 
 
 def _see_the_same(above: Sequence[Cell], below: Sequence[Cell]) -> bool:
+    """Return whether all queries of two pieces see all of the same keys."""
     return (
         above[0].queries.stop == below[0].queries.start
         and all(cell.band == Band.FULL for cell in (*above, *below))
         and [cell.keys for cell in above] == [cell.keys for cell in below]
+        and all(len({cell.queries for cell in row}) == 1 for row in (above, below))
     )

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.cost import visible_pairs
-from megatron_burst.plans.layout import Interval, Layout, segmented_zigzag, zigzag_of_each
+from megatron_burst.plans.layout import (
+    Interval,
+    Layout,
+    joined,
+    segmented_zigzag,
+    striped,
+    zigzag,
+    zigzag_of_each,
+)
 from megatron_burst.plans.mask import Band, Mask
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.plan import Kind, Tile
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
 from tests.tier import examples
@@ -52,6 +60,12 @@ def check(layout: Layout, masking: Masking) -> None:
         assert torch.equal(found, visible[rows][:, columns].int())
         for tile in tiles:
             assert_fits(tile)
+        pair = query_owner, key_owner
+        for kind, owner_and_user in ((Kind.KV, pair[::-1]), (Kind.QUERY, pair)):
+            rows = [tile.rows_of(kind) for tile in tiles]
+            each, union = (sum(row.length for row in some) for some in (rows, joined(rows)))
+            is_once = tiling.needs.once[kind][owner_and_user]
+            assert is_once <= (each == union or query_owner == key_owner)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,6 +83,15 @@ def test_tiles_cover_what_is_seen_once(
 def test_tiles_of_the_hard_masks(layout: str, ranks: int, chunk: int) -> None:
     for masking in hard_maskings(2 * ranks, chunk).values():
         check(LAYOUTS[layout](4 * ranks * chunk, ranks), masking)
+
+
+def test_pieces_that_see_the_same_keys_but_not_all_of_both() -> None:
+    """Random masks have found both: neighbours that were joined as if all their queries saw all."""
+    table = tuple(
+        tuple(map(bool, row)) for row in ((1, 0, 0, 0), (0, 1, 0, 0), *[(1, 0, 1, 0)] * 2)
+    )
+    check(striped(12, 2), Masking(table=table))  # query 6 does not see key 7, 8 and 10 do
+    check(zigzag(12, 3), Masking(False, 1, (0, 1, 12)))  # query 2 sees key 1 and, as 8, 10 and 11
 
 
 @examples(60)
