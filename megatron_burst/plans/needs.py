@@ -5,7 +5,7 @@ send. Both look at all pairs of ranks, so they are made of arrays here, and not 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,30 +95,34 @@ def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
     ranks, every = layout.ranks, pieces[np.argsort(pieces.starts)]
     begins = range(0, len(every.owner), _QUERIES)
     seen = [_seen(every, begin, mask, layout.tokens) for begin in begins]
-    query_owner, key_owner = np.concatenate([owners for owners, _ in seen], axis=1)
+    piece, query_owner, key_owner = np.concatenate([of for of, _ in seen], axis=1)
     cells, numbers = Cells.joined([x for _, x in seen]), np.arange(ranks**2).reshape(ranks, ranks)
-    of, cells = _joined(query_owner * ranks + key_owner, cells)
-    found = Needs.of_cells(cells, of, numbers, mask, layout.local_tokens)
-    if mask.window is None:
-        return found
-    # A window's cells are not the tiles, which may share rows.
-    return replace(found, once=dict.fromkeys(found.once, np.eye(ranks, dtype=bool)))
+    of, cells = _joined(query_owner * ranks + key_owner, piece, cells)
+    return Needs.of_cells(cells, of, numbers, mask, layout.local_tokens)
 
 
 def _seen(every: Pieces, begin: int, mask: Mask, tokens: int) -> tuple[Ints, Cells]:
-    """Return what some pieces of queries see, from piece `begin` on, and whose: [2, cell]."""
+    """Return what some pieces of queries see, from piece `begin` on.
+
+    Which pieces of whose queries and whose keys: [3, cell].
+    """
     queries = every[begin : begin + _QUERIES]
     low, high = mask.reach(int(queries.starts[0]), int(queries.lasts.max()))
     keys = every[(every.lasts >= low) & (every.starts <= high)]
     table = mask.overview(queries.bounds, keys.bounds, tokens)
     q, k = np.nonzero(table)
-    return _cut(queries[q], keys[k], mask, table[q, k] == FULLY)
+    queries, keys = queries[q], keys[k]
+    is_seen, cells = _cut(queries, keys, mask, table[q, k] == FULLY)
+    return np.stack([begin + q, queries.owner, keys.owner])[:, is_seen], cells
 
 
 def _cut(
     queries: Pieces, keys: Pieces, mask: Mask, is_full: NDArray[np.bool]
-) -> tuple[Ints, Cells]:
-    """Return what causality and a window leave of pairs of pieces: `Band.cut` of all at once."""
+) -> tuple[NDArray[np.bool], Cells]:
+    """Return what causality and a window leave of pairs of pieces: `Band.cut` of all at once.
+
+    First of which pairs anything is left.
+    """
     distance, step = queries.starts - keys.starts, queries.step
     rows, columns = queries.stop - queries.first, keys.stop - keys.first
     right = np.where(is_full | (not mask.is_causal), FAR, distance // step)
@@ -133,35 +137,43 @@ def _cut(
         keys.first + key_stop,
     )
     sides = left + key_first - first, right - key_first + first
-    cells = Cells(np.stack(ends, axis=1)[seen], np.stack(sides, axis=1)[seen])
-    return np.stack([queries.owner, keys.owner])[:, seen], cells
+    return seen, Cells(np.stack(ends, axis=1)[seen], np.stack(sides, axis=1)[seen])
 
 
-def _joined(of: Ints, cells: Cells) -> tuple[Ints, Cells]:
+def _joined(of: Ints, pieces: Ints, cells: Cells) -> tuple[Ints, Cells]:
     """Join full cells as `Tiling` does: neighbouring keys, then queries that see these alone."""
     if not len(cells):
         return of, cells
-    is_full = (cells.sides == FAR).all(axis=1)
-    order = np.lexsort((cells.keys[:, 0], cells.queries[:, 0], of))
-    of, cells = _neighbours_joined(of[order], cells.some(order), slice(0, 2), is_full[order])
-    is_full = (cells.sides == FAR).all(axis=1)
-    new = np.append(True, (np.diff(of) != 0) | (np.diff(cells.queries, axis=0) != 0).any(axis=1))
-    is_full &= new & np.append(new[1:], True)  # else they see more than one run of keys
+    order = np.lexsort((cells.keys[:, 0], pieces, of))
+    of, pieces, cells = of[order], pieces[order], cells.some(order)
+    kept, cells = _neighbours_joined(of, cells, slice(0, 2), _are_full(cells))
+    of, pieces = of[kept], pieces[kept]
+    new = np.append(True, (np.diff(of) != 0) | (np.diff(pieces) != 0))
+    is_alone = new & np.append(new[1:], True)  # else they see more than one run of keys
     order = np.lexsort((cells.queries[:, 0], cells.keys[:, 0], of))
-    return _neighbours_joined(of[order], cells.some(order), slice(2, 4), is_full[order])
+    of, cells, may = of[order], cells.some(order), (_are_full(cells) & is_alone)[order]
+    kept, cells = _neighbours_joined(of, cells, slice(2, 4), may)
+    return of[kept], cells
+
+
+def _are_full(cells: Cells) -> NDArray[np.bool]:
+    return (cells.sides == FAR).all(axis=1)
 
 
 def _neighbours_joined(
     of: Ints, cells: Cells, same: slice, may: NDArray[np.bool]
 ) -> tuple[Ints, Cells]:
-    """Join each with the one before it that has the `same` rows, if the others go on there."""
+    """Join each with the one before it that has the `same` rows, if the others go on there.
+
+    First of what each of the new ones is made, by the number of its first.
+    """
     rows, other = cells.rows, slice(2 - same.start, 4 - same.start)
     goes_on = (of[1:] == of[:-1]) & (rows[1:, same] == rows[:-1, same]).all(axis=1)
     goes_on &= (rows[1:, other.start] == rows[:-1, other.stop - 1]) & may[1:] & may[:-1]
     first = np.flatnonzero(np.append(True, ~goes_on))
     joined = cells.some(first)
     joined.rows[:, other.stop - 1] = rows[np.append(first[1:], len(rows)) - 1, other.stop - 1]
-    return of[first], joined
+    return first, joined
 
 
 def _rows(pair: Ints, first: Ints, stop: Ints, count: int, local: int) -> Ints:
