@@ -123,6 +123,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
     [
         (["--ranks", "4", "--", "--cp-comm-type", "p2p"], "--cp-comm-type: the comparison sets it"),
         (["--ranks", "4", "--", "--save=x"], "--save: the comparison sets it"),
+        (["--ranks", "4", "--", "--yaml-cfg=x.yaml"], "--yaml-cfg is not read here"),
         (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
         (["--ranks", "4", "--variants", "nothing"], "matches none"),
         (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),

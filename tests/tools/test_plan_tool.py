@@ -320,6 +320,7 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2".split(),
             "3 parts of --hybrid-layer-pattern do not divide over --pipeline-model-parallel-size 2",
         ),
+        ("--run toy -- --yaml-cfg x.yaml".split(), "--yaml-cfg is not read here"),
         (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
         (
             ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "1"],

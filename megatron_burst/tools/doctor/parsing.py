@@ -76,6 +76,8 @@ def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
 
 def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     """Do what the program does, and note how far it comes; raises what ends it."""
+    if any(word.partition("=")[0] == "--yaml-cfg" for word in line.flags):
+        raise ValueError("the doctor does not read --yaml-cfg: pass what the file says as flags")
     compat.check_megatron_version()
     if not target.is_cluster and cpu_platform.cpu_platform_wanted():
         cpu_platform.activate()

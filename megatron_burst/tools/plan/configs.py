@@ -139,7 +139,7 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
     """Undo `arguments`: values stay strings, several are a list; a flag without one is True.
 
     Raises:
-        ValueError: a word that belongs to no flag.
+        ValueError: a word that belongs to no flag, or flags are in a file.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -150,6 +150,8 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{word} belongs to no flag")
         else:
             found[name].append(word)
+    if "yaml-cfg" in found:
+        raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
     return {
         name: True if not values else values[0] if len(values) == 1 else values
         for name, values in found.items()

@@ -126,6 +126,7 @@ def test_a_model_that_a_checkpoint_describes(
         ("--tensor-model-parallel-size 3", "validation", "world size (16) is not divisible"),
         pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
         ("--window-size 4,4 --qk-clip", "validation", "window_size = (4, 4)"),
+        ("--yaml-cfg=x.yaml", "validation", "the doctor does not read --yaml-cfg"),
         ("--hybrid-layer-pattern *-/D-", "validation", "D in the pattern *-/D-: DeepSeek"),
         pytest.param(
             *("--save-interval 3 --qk-clip", "validation", "qk_clip = True"), marks=pytest.mark.slow
