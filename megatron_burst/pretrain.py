@@ -30,8 +30,8 @@ def _train() -> None:
     from megatron_burst.plugin import attach, pretraining
 
     args = arguments.parse_and_validate_args()
-    if missing := pretraining.unsupported(args):
-        sys.exit(f"megatron_burst: {missing}")
+    if reason := pretraining.refusal(args):
+        sys.exit(f"megatron_burst: {reason}")
     model_config = pretraining.model_config(args)
     container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
     try:

@@ -39,6 +39,17 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "log_straggler",
     "inprocess_restart",
 )
+# Any of these says where tokens come from, or that none are needed.
+_DATA = (
+    "mock_data",
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+    "ckpt_convert_format",
+)
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
@@ -50,8 +61,10 @@ def model_config(args: Namespace) -> Any:
     return argument_utils.gpt_config_from_args(args)
 
 
-def unsupported(args: Namespace) -> str | None:
-    """Say what only Megatron-LM's own scripts can do of what is asked for, if anything."""
+def refusal(args: Namespace) -> str | None:
+    """Say why this entry cannot train what is asked for, if it cannot: no data, another script."""
+    if not any(getattr(args, name) for name in _DATA):
+        return "no data is given: pass --data-path PREFIX, or --mock-data for made-up tokens"
     asked = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]

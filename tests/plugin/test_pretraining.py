@@ -57,6 +57,10 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
     ("changes", "named"),
     [
         ({}, None),
+        ({"mock_data": False}, "no data is given: pass --data-path PREFIX, or --mock-data"),
+        ({"mock_data": False, "data_path": ["corpus"]}, None),
+        ({"mock_data": False, "per_split_data_args_path": "splits.json"}, None),
+        ({"mock_data": False, "ckpt_convert_format": "torch_dist"}, None),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
@@ -67,9 +71,10 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_what_needs_megatrons_script_is_named(changes: dict[str, Any], named: str | None) -> None:
-    off = dict.fromkeys(pretraining._NEEDS_UPSTREAM_SCRIPT, False)
+def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: str | None) -> None:
+    off = dict.fromkeys((*pretraining._DATA, *pretraining._NEEDS_UPSTREAM_SCRIPT), False)
+    off["mock_data"] = True
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
-    said = pretraining.unsupported(SimpleNamespace(**off | changes))
+    said = pretraining.refusal(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said

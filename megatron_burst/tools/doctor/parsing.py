@@ -134,8 +134,8 @@ def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None
     from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.limits import refusals
 
-    if line.program in OUR_ENTRIES and (missing := pretraining.unsupported(args)):
-        raise ValueError(missing)
+    if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
+        raise ValueError(reason)
     model_config = pretraining.model_config(args)
     if config is not None and (reasons := refusals(model_config.transformer)):
         raise ValueError("\n".join(reasons))

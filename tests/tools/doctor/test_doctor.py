@@ -77,6 +77,8 @@ def test_the_data_of_a_cluster_need_not_be_here(
     data = ["--data-path", "/not/here/corpus"]
     status, report = judged(capsys, *torchrun, *MODEL, *burst, *CP16, *data)
     assert status == 0 and report["verdict"] == "ok", report["findings"]
+    _, report = judged(capsys, *torchrun, *MODEL, *burst, *CP16)
+    assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
 def test_our_spec_needs_no_launcher_and_its_limits_are_known(
