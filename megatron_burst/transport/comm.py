@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.pinned import pinned_like
 from megatron_burst.transport.profiling import span
-from megatron_burst.transport.watchdog import Watchdog
+from megatron_burst.transport.watchdog import Limit, Watchdog
 
 _CHANNELS = list(Channel)
 
@@ -49,9 +49,10 @@ class Communicator:
         self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
         self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
-        self._limits = {c: _nccl_limit(g) or timeout_seconds for c, g in channels.items()}
-        soonest = min([timeout_seconds, *self._limits.values()])
-        self._watchdog = None if self._on_gloo else Watchdog(soonest)
+        self._limits = {c: _nccl_limit(g, timeout_seconds) for c, g in channels.items()}
+        # Of all ranks, too: Megatron's own messages wait behind ours, and end with that limit.
+        limits = [*self._limits.values(), _nccl_limit(dist.group.WORLD, timeout_seconds)]
+        self._watchdog = None if self._on_gloo else Watchdog(limits)
         self.bytes_by_channel: Counter[Channel] = Counter()
 
     @property
@@ -301,17 +302,22 @@ def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) ->
     return bool(found)
 
 
-def nccl_options(group: dist.ProcessGroup) -> Any:
-    """Return the options with which a group was made; None if it is not NCCL's."""
-    if dist.Backend.NCCL not in dist.get_backend(group):
+def nccl_options(group: dist.ProcessGroup | None) -> Any:
+    """Return the options that a group has; None if it is not NCCL's."""
+    if group is None or dist.Backend.NCCL not in dist.get_backend(group):
         return None
     return getattr(group._get_backend(torch.device("cuda")), "options", None)
 
 
-def _nccl_limit(group: dist.ProcessGroup) -> float | None:
-    """Return after how many seconds NCCL ends the process; an adopted group has its own limit."""
-    limit = getattr(nccl_options(group), "_timeout", None)
-    return limit.total_seconds() if limit else None
+def _nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:
+    """Return what reads the group's own time limit, which Megatron may change, in seconds."""
+    options = nccl_options(group)
+
+    def limit() -> float:
+        found = getattr(options, "_timeout", None)
+        return found.total_seconds() if found else usual
+
+    return limit
 
 
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:

@@ -10,12 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
 type IsCompleted = Callable[[], bool]
+type Limit = Callable[[], float]  # the seconds after which NCCL ends the process, as they are now
 
 _SHARE = 0.9  # of the time limit, after which a transfer is reported
 
@@ -23,26 +24,27 @@ _SHARE = 0.9  # of the time limit, after which a transfer is reported
 class _Watched(NamedTuple):
     name: str
     is_completed: IsCompleted
-    limit: float  # seconds after which NCCL ends the process
+    limit: Limit
     since: float  # seconds of the monotonic clock
 
 
 class Watchdog:
-    """Reports each stall once, shortly before the shortest time limit of a communicator.
+    """Reports each stall once, shortly before the shortest of some time limits.
 
-    It counts from when the host posted the transfer: so does NCCL's.
+    It counts from when the host posted the transfer: so does NCCL's. Limits are asked for at every
+    look: --distributed-timeout-seconds-after-init changes those of Megatron's groups.
     """
 
     def __init__(
-        self, timeout_seconds: float, report: Callable[[str], None] = logger.critical
+        self, limits: Sequence[Limit], report: Callable[[str], None] = logger.critical
     ) -> None:
-        self._timeout, self._report = timeout_seconds, report
+        self._limits, self._report = limits, report
         self._watched: deque[_Watched] = deque()
         self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, name: str, is_completed: IsCompleted, limit: float) -> None:
-        """Look after a transfer that NCCL gives so many seconds; `name` is for the message."""
+    def watch(self, name: str, is_completed: IsCompleted, limit: Limit) -> None:
+        """Look after a transfer that NCCL gives so long; `name` is for the message."""
         self._watched.append(_Watched(name, is_completed, limit, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(
@@ -60,14 +62,17 @@ class Watchdog:
         if not self._watched or self._watched[0] is self._reported:
             return
         oldest = self._watched[0]
-        if now - oldest.since >= _SHARE * self._timeout:
+        if now - oldest.since >= _SHARE * self._soonest():
             self._reported = oldest
             self._report(
                 f"{oldest.name}: not through after {now - oldest.since:.0f} s; NCCL ends the "
-                f"process after {oldest.limit:g} s"
+                f"process after {oldest.limit():g} s"
             )
+
+    def _soonest(self) -> float:
+        return min(limit() for limit in self._limits)
 
     def _look_on(self) -> None:
         while True:
             self.look(time.monotonic())
-            time.sleep(min(1.0, self._timeout / 20))
+            time.sleep(min(1.0, self._soonest() / 20))

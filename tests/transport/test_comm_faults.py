@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels.cpu import CpuKernel
+from megatron_burst.transport.watchdog import Limit
 from tests.workers import Team, WorkerPool, forkserver
 
 BROKEN = 1
@@ -273,8 +274,8 @@ def watched_names(team: Team, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start, names = dist.batch_isend_irecv, []
 
     class Recorder:
-        def watch(self, name: str, is_completed: Callable[[], bool], limit: float) -> None:
-            assert is_completed() in (True, False) and limit == context.config.timeout_seconds
+        def watch(self, name: str, is_completed: Callable[[], bool], limit: Limit) -> None:
+            assert is_completed() in (True, False) and limit() == context.config.timeout_seconds
             names.append(name)
 
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: [OneHandle(start(batch))])

@@ -19,6 +19,10 @@ LIMIT = 100.0  # seconds
 LONG = 30  # for a machine with more to do
 
 
+def limit() -> float:
+    return LIMIT
+
+
 class Work:
     """A transfer on its way."""
 
@@ -45,17 +49,17 @@ def said() -> list[str]:
 @pytest.fixture
 def watchdog(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     monkeypatch.setattr(threading.Thread, "start", lambda _: None)  # the test looks itself
-    return Watchdog(LIMIT, said.append)
+    return Watchdog([limit], said.append)
 
 
 def test_it_reports_what_is_not_through_before_nccl_ends_the_process(
     watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, stalled = Clock(monkeypatch), Work()
-    watchdog.watch("send kv of rank 0", Work(is_through=True).is_completed, LIMIT)
-    watchdog.watch("receive kv of rank 1", stalled.is_completed, LIMIT)
+    watchdog.watch("send kv of rank 0", Work(is_through=True).is_completed, limit)
+    watchdog.watch("receive kv of rank 1", stalled.is_completed, limit)
     clock.now = 10.0
-    watchdog.watch("receive kv of rank 2", Work().is_completed, LIMIT)
+    watchdog.watch("receive kv of rank 2", Work().is_completed, limit)
     watchdog.look(LIMIT * 0.8)
     assert not said
     watchdog.look(LIMIT * 0.95)
@@ -68,8 +72,8 @@ def test_seconds_of_long_limits_are_written_out(
 ) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda _: None)
     Clock(monkeypatch)
-    watchdog = Watchdog(36_000.0, said.append)
-    watchdog.watch("send kv of rank 0", Work().is_completed, 36_000.0)
+    watchdog = Watchdog([lambda: 36_000.0], said.append)
+    watchdog.watch("send kv of rank 0", Work().is_completed, lambda: 36_000.0)
     watchdog.look(32_400.4)
     assert "after 32400 s; NCCL ends the process after 36000 s" in said[0]
 
@@ -85,8 +89,9 @@ class Adopted:
 
 
 @pytest.mark.parametrize(("theirs", "reported"), [(40.0, 36.0), (600.0, 90.0)])
+@pytest.mark.parametrize("at_first", [None, 500.0])
 def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_any(
-    theirs: float, reported: float, monkeypatch: pytest.MonkeyPatch
+    theirs: float, reported: float, at_first: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Clock(monkeypatch)
     monkeypatch.setattr(threading.Thread, "start", lambda _: None)
@@ -97,25 +102,37 @@ def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_
         "batch_isend_irecv": lambda _: [Work()],
     }.items():
         monkeypatch.setattr(dist, name, made)
-    groups: Any = {Channel.READ_WITHIN: Adopted(theirs), Channel.READ_BETWEEN: Adopted(LIMIT)}
+    adopted = Adopted(at_first or theirs)
+    groups: Any = {Channel.READ_WITHIN: adopted, Channel.READ_BETWEEN: Adopted(LIMIT)}
     communicator, said = Communicator(range(2), groups, LIMIT), list[str]()
     assert (watchdog := communicator._watchdog) is not None
     watchdog._report = said.append
     send = Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0)
     communicator.start([communicator.message(send, torch.zeros(1))], "forward step 0")
+    adopted.options._timeout = timedelta(seconds=theirs)  # as Megatron sets it after the first step
     watchdog.look(reported - 0.1)
     assert not said
     watchdog.look(reported + 0.1)
     assert said[0].endswith(f" s; NCCL ends the process after {theirs:g} s")
 
 
+def test_a_shorter_limit_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Adopted(LIMIT)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    groups: Any = {Channel.READ_WITHIN: Adopted(LIMIT)}
+    watchdog = Communicator(range(2), groups, LIMIT)._watchdog
+    world.options._timeout = timedelta(seconds=30)
+    assert watchdog is not None and watchdog._soonest() == 30
+
+
 def test_a_stall_is_reported_once_and_the_next_one_again(
     watchdog: Watchdog, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, slow = Clock(monkeypatch), Work()
-    watchdog.watch("slow", slow.is_completed, LIMIT)
+    watchdog.watch("slow", slow.is_completed, limit)
     clock.now = 50.0
-    watchdog.watch("stalled", Work().is_completed, LIMIT)
+    watchdog.watch("stalled", Work().is_completed, limit)
     for now in (91.0, 95.0, 99.0):
         watchdog.look(now)
     assert [text.split(":")[0] for text in said] == ["slow"]
@@ -132,7 +149,7 @@ def test_it_is_silent_while_things_get_through_and_when_nothing_is_awaited(
     clock = Clock(monkeypatch)
     for number in range(8):
         clock.now, work = number * LIMIT / 2, Work()
-        watchdog.watch("work", work.is_completed, LIMIT)
+        watchdog.watch("work", work.is_completed, limit)
         watchdog.look(clock.now + 0.8 * LIMIT)
         work.is_through = True
     watchdog.look(100 * LIMIT)
@@ -141,16 +158,16 @@ def test_it_is_silent_while_things_get_through_and_when_nothing_is_awaited(
 
 def test_one_thread_looks_on_from_the_first_transfer_and_the_process_goes_on() -> None:
     before, said = threads(), queue.Queue[str]()
-    watchdog = Watchdog(0.2, said.put)
+    watchdog = Watchdog([lambda: 0.2], said.put)
     assert not threads() - before
     works = [Work() for _ in range(3)]
     for number, work in enumerate(works):
-        watchdog.watch(f"work {number}", work.is_completed, LIMIT)
+        watchdog.watch(f"work {number}", work.is_completed, limit)
         assert len(threads() - before) == 1
     assert said.get(timeout=LONG).startswith("work 0: not through after ")
     for work in works:
         work.is_through = True
-    watchdog.watch("work 3", Work().is_completed, LIMIT)
+    watchdog.watch("work 3", Work().is_completed, limit)
     assert said.get(timeout=LONG).startswith("work 3: ")
 
 
