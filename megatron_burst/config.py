@@ -87,7 +87,7 @@ class BurstConfig:
     default): on a GPU 1, 2 or 4, where tiles are small, within --burst-memory-mb, elsewhere 1;
     logged. With 1 schedules are chosen by bytes alone. It is 1 under windows, documents and block
     masks, with several sequences in a batch, where latents travel, and in a flat ring over several
-    nodes."""
+    nodes; where another number is given, the log says why."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""

@@ -23,7 +23,7 @@ _BACKWARD = 2.5  # FLOPs of attention's backward, in those of its forward
 def with_larger_calls[Way: (Ring, Mesh)](
     way: Way, shape: Shape, asked: int | None, memory_limit: float, *, backward: bool
 ) -> Way:
-    """Return it with as many blocks a call as are `asked` for, or as pay; see `can_share`."""
+    """Return it with as many blocks a call as are `asked` for, or as pay; see `why_single`."""
     if asked is not None:
         return replace(way, blocks_per_call=asked)
     sizes = shape.item_bytes(backward=backward)
@@ -47,17 +47,21 @@ def is_worth(time: float, usual: float) -> bool:
     return time <= _WORTH * usual
 
 
-def can_share(way: Schedule, shape: Shape, nodes: Sequence[Hashable], *, backward: bool) -> bool:
-    """Say whether one call can take several of its blocks, without a copy or a byte more.
+def why_single(way: Schedule, shape: Shape, nodes: Sequence[Hashable], *, backward: bool) -> str:
+    """Say why one call cannot take several of its blocks without a copy or a byte more, or "".
 
     They lie side by side if keys travel, of one sequence, and all is seen in full; they go straight
     from rank to rank, and their gradients back, if the links within each row of the grid are alike.
     """
-    one_sequence = shape.tokens == way.tiling.local_tokens and shape.latents is None
-    seen_in_full = way.tiling.key_chunk > 0
-    several = way.sent is Kind.KV and way.turn.length > 2
-    straight = way.goes_straight(nodes, backward=backward)
-    return several and one_sequence and seen_in_full and straight
+    reasons = {
+        "latents travel": shape.latents is not None,
+        "a batch has several sequences": shape.tokens != way.tiling.local_tokens,
+        "under this mask and layout blocks are seen in part": not way.tiling.key_chunk,
+        "queries go around": way.sent is not Kind.KV,
+        "fewer than three ranks share a node": way.turn.length < 3,
+        "blocks or gradients go from rank to rank": not way.goes_straight(nodes, backward=backward),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from megatron_burst.config import (
     LayoutName,
     Topology,
 )
-from megatron_burst.plans.blocks_per_call import can_share, is_worth, time_of, with_larger_calls
+from megatron_burst.plans.blocks_per_call import is_worth, time_of, why_single, with_larger_calls
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
@@ -52,6 +52,7 @@ class Choice:
     forward: Sequence[Offer]
     backward: Sequence[Offer]
     unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
+    unused: str = ""  # what was asked for and cannot be, for the log
 
     @property
     def is_banded(self) -> bool:
@@ -73,6 +74,7 @@ class Choice:
             f"{forward.schedule.name}{instead}; on the bottleneck link forward "
             f"{_compared(self.forward)}, backward {_compared(self.backward)}; at most "
             f"{mib(memory)} are held for others; FLOPs max/mean {forward.schedule.imbalance:.3f}"
+            f"{self.unused}"
         )
 
 
@@ -97,13 +99,12 @@ def choose(
     Raises:
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
-
-    def offers(*, backward: bool) -> Sequence[Offer]:
-        asked = _Pass(config, tiling, grid, nodes, shape, along_grid, memory_limit, backward)
-        return asked.offers()
-
+    asked = config, tiling, grid, nodes, shape, along_grid, memory_limit
+    passes = _Pass(*asked, backward=False), _Pass(*asked, backward=True)
+    forward, backward = (each.offers() for each in passes)
+    unused = passes[0].unused(forward[0].schedule) + passes[1].unused(backward[0].schedule)
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
-    return Choice(tiling, offers(backward=False), offers(backward=True), unmasked)
+    return Choice(tiling, forward, backward, unmasked, unused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,14 @@ class _Pass:
         taken = [*filter(is_even, rings), *filter(is_worth_it, others)]
         left = [offer for offer in (*rings, *others) if offer not in taken]
         return [*self._ordered(taken), *sorted(left, key=by_cost)]
+
+    def unused(self, taken: Schedule) -> str:
+        """Say that `taken` has one block a call where several are asked for, and why; or ""."""
+        asked, name = self.config.blocks_per_call, "backward" if self.backward else "forward"
+        if asked in (None, 1, taken.blocks_per_call):
+            return ""
+        why = why_single(taken, self.shape, self.nodes, backward=self.backward)
+        return f"; 1 block a call {name}, not {asked}: {why}"
 
     def _ordered(self, offers: Iterable[Offer]) -> Sequence[Offer]:
         """Return them by cost, but first the fastest, where its larger calls make up for bytes."""
@@ -185,7 +194,7 @@ class _Pass:
     def _with_larger_calls[Way: (Ring, Mesh)](self, way: Way) -> Way:
         asked, is_burst = self.config.blocks_per_call, self.config.algorithm is Algorithm.BURST
         given = way, self.shape
-        if asked == 1 or not is_burst or not can_share(*given, self.nodes, backward=self.backward):
+        if asked == 1 or not is_burst or why_single(*given, self.nodes, backward=self.backward):
             return way
         return with_larger_calls(*given, asked, self.memory_limit, backward=self.backward)
 

@@ -167,6 +167,15 @@ NONE = {
     "gradients by a chain": {"gradient_return": "chain"},
 }
 
+WHY = {
+    "two sequences": "a batch has several sequences",
+    "latents": "latents travel",
+    "nodes of two": "fewer than three ranks share a node",
+    "queries travel": "queries go around",
+    "flat over nodes": "blocks or gradients go from rank to rank",
+    "gradients by a chain": "blocks or gradients go from rank to rank",
+}  # of the others: the mask or the layout
+
 
 @pytest.mark.parametrize("blocks", [None, 4])
 @pytest.mark.parametrize("case", ["", *NONE])
@@ -177,12 +186,17 @@ def test_where_it_does_not_apply_it_is_one(case: str, blocks: int | None) -> Non
         **NONE.get(case, {}),
     }
     tiling, grid, nodes, shape = (given.pop(name) for name in ("tiling", "grid", "nodes", "shape"))
-    choice = choose(BurstConfig(**given), tiling, grid, shape, nodes)
+    config = BurstConfig(**given)
+    choice = choose(config, tiling, grid, shape, nodes)
     forward, backward = (o[0].schedule for o in (choice.forward, choice.backward))
     found = [getattr(way, "blocks_per_call", 1) for way in (forward, backward)]
     only_backward = case in ("queries travel", "gradients by a chain")
     assert found == [4 if only_backward or not case else 1, 1 if case else 4]
     assert ("kv ring of 4 blocks a call" in str(choice)) == (4 in found)
+    why = WHY.get(case, "under this mask and layout blocks are seen in part")
+    for name, number in zip(("forward", "backward"), found, strict=True):
+        is_said = f"; 1 block a call {name}, not 4: {why}" in str(choice)
+        assert is_said == (config.blocks_per_call == 4 and number == 1)
 
 
 NO_MESH = {
