@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from megatron_burst.loss.chunk_size import MIB, Sizes, within
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.tools.command import main
+from megatron_burst.tools.gpu_check.stage import Device
+from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.tools.model import Part, model_of
 from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
@@ -280,6 +283,21 @@ def test_a_measured_machine_is_a_cluster(
     assert main(["plan", "--measure", "here"]) == 1
     assert main(["plan", "--measure", str(tmp_path / "none" / "here.toml")]) == 1
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_let_go_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def seconds(_: Device, run: Callable[[], object]) -> float:
+        held.append(live.now)
+        run()
+        return 1.0
+
+    monkeypatch.setattr(Device, "seconds", seconds)
+    with LiveBytes() as live:
+        measure.measured(torch.device("cpu"))
+    attention, _, products, *copies = held
+    assert attention == 16 * MIB and products == MIB // 2 and copies == [48 * MIB] * 2
 
 
 def test_a_cluster_file_is_read_or_said_what_is_missing(

@@ -67,28 +67,43 @@ def cluster_file(name: str) -> str:
 def measured(device: torch.device) -> dict[str, float]:
     """Return what the device sustains: attention, matrix products, copies, links to its peers.
 
-    Attention is a full tile, by the kernel that training would take.
+    Each lets its tensors go before the next begins. Attention is a full tile, by the kernel that
+    training would take.
     """
-    is_gpu, seconds = device.type == "cuda", Device(device, Path()).seconds
-    dtype = torch.bfloat16 if is_gpu else torch.float32
-    tokens, width, count = (16384, 8192, 2**30) if is_gpu else (512, 256, 2**24)
-    sizes, dims = Sizes(tokens, 16, 16, 128), (16, 128, 128)
-    kernel = select_kernel("auto", Request(device, dtype, 16, *dims))
-    one = OneCall(kernel, sizes.draw(device, dtype), Band.FULL)
-    forward = attention_flops(one.pairs, *dims) / seconds(one.forward)
-    backward = attention_flops(one.pairs, *dims, backward=True) / seconds(one.backward)
-    a, b = torch.randn(2, width, width, device=device, dtype=dtype)
-    source = torch.empty(count, dtype=torch.uint8, device=device)
+    timed = Device(device, Path())
+    return {**_attention(timed), **_products(timed), **_copies(timed)}
+
+
+def _attention(timed: Device) -> dict[str, float]:
+    dtype = _dtype(timed)
+    sizes, dims = Sizes(16384 if timed.is_gpu else 512, 16, 16, 128), (16, 128, 128)
+    kernel = select_kernel("auto", Request(timed.device, dtype, 16, *dims))
+    one = OneCall(kernel, sizes.draw(timed.device, dtype), Band.FULL)
+    forward = attention_flops(one.pairs, *dims) / timed.seconds(one.forward)
+    backward = attention_flops(one.pairs, *dims, backward=True) / timed.seconds(one.backward)
+    return {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12}
+
+
+def _products(timed: Device) -> dict[str, float]:
+    width = 8192 if timed.is_gpu else 256
+    a, b = torch.randn(2, width, width, device=timed.device, dtype=_dtype(timed))
+    return {"linear_tflops": 2 * width**3 / timed.seconds(lambda: a @ b) / 1e12}
+
+
+def _copies(timed: Device) -> dict[str, float]:
+    count = 2**30 if timed.is_gpu else 2**24
+    source = torch.empty(count, dtype=torch.uint8, device=timed.device)
     target = torch.empty_like(source)
-    host = torch.empty(count, dtype=torch.uint8, pin_memory=is_gpu)
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=timed.is_gpu)
     found = {
-        "forward_tflops": forward / 1e12,
-        "backward_tflops": backward / 1e12,
-        "linear_tflops": 2 * width**3 / seconds(lambda: a @ b) / 1e12,
-        "memory_gb_s": 2 * count / seconds(lambda: target.copy_(source)) / 1e9,
-        "host_gb_s": count / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
+        "memory_gb_s": 2 * count / timed.seconds(lambda: target.copy_(source)) / 1e9,
+        "host_gb_s": count / timed.seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
     }
-    if is_gpu and torch.cuda.device_count() > 1:
+    if timed.is_gpu and torch.cuda.device_count() > 1:
         peer = torch.empty_like(source, device="cuda:1")
-        found["within_gb_s"] = count / seconds(lambda: peer.copy_(source)) / 1e9
+        found["within_gb_s"] = count / timed.seconds(lambda: peer.copy_(source)) / 1e9
     return found
+
+
+def _dtype(timed: Device) -> torch.dtype:
+    return torch.bfloat16 if timed.is_gpu else torch.float32
