@@ -7,7 +7,9 @@ with a token of its own. How long they are decides how packed sequences spread o
 
 import hashlib
 import json
+import shlex
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -93,7 +95,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write(texts: Iterable[bytes], prefix: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCAB_SIZE))
     for text in texts:
@@ -107,10 +110,15 @@ def main(argv: list[str]) -> int:
     example = "megatron-burst corpus --output corpus --input documents.jsonl"
     parser = Parser("corpus", __doc__, example)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="DIR")
-    add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH")
+    text = "corpus.bin, corpus.idx and corpus.json, which has the flags of a training, go here"
+    add("--output", type=Path, required=True, metavar="DIR", help=text)
+    text = "text, directories or JSONL files with a text a line"
+    add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH", help=text)
     add("--paragraphs", action="store_true", help="what is between empty lines is a document")
     args = parser.parse_args(argv)
     said = prepare(args.input, args.output, paragraphs=args.paragraphs)
-    print((args.output / "corpus.json").read_text() if args.json else said)
+    content = (args.output / "corpus.json").read_text()
+    found = json.loads(content)
+    flags = shlex.join(["--data-path", found["prefix"], *found["tokenizer_args"]])
+    print(content if args.json else f"{said}\nflags of a training on it: {flags}")
     return 0

@@ -92,7 +92,9 @@ def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
     text = text_file(tmp_path / "x.txt", "a\nb\n\n\n\nccccc\n\ndd")
     assert run(tmp_path, "--paragraphs", "--input", text) == 0
     assert tokens_of(facts(tmp_path)["prefix"]) == [[*t, 256] for t in (b"a\nb", b"ccccc", b"dd")]
-    assert "3 documents, 13 tokens; mean 4, median 4, longest 6" in capsys.readouterr().out
+    said, flags = capsys.readouterr().out.splitlines()
+    assert "3 documents, 13 tokens; mean 4, median 4, longest 6" in said
+    assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size" in flags
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_too_much_is_cut_between_documents(
     text_file(folder / "b", "y" * 600)
     assert run(tmp_path, "--input", folder) == 0
     assert facts(tmp_path)["tokens"] == 1202
-    assert "cut" not in capsys.readouterr().out
+    assert "cut at" not in capsys.readouterr().out
     monkeypatch.setattr(corpus, "LIMIT", 1000)
     assert run(tmp_path, "--input", folder) == 0
     assert facts(tmp_path)["tokens"] == 601

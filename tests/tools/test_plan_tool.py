@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.command import main
-from megatron_burst.tools.model import Flags, model_of
+from megatron_burst.tools.model import Flags, model_of, whole
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan import command, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -356,6 +356,13 @@ def test_what_cannot_be_ranked_is_said(
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
     return command._asked(CONFIGS, command._parser().parse_args(own), parsed(rest or []))[0]
+
+
+def test_examples_say_all_that_is_needed() -> None:
+    examples = [text for text in command._parser().examples if "--model" in text]
+    assert examples and all(
+        whole(asked(text.removeprefix("megatron-burst plan")), "seq-length", 0) for text in examples
+    )
 
 
 def test_another_model_leaves_nothing_of_the_runs_own() -> None:

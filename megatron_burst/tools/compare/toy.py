@@ -1,7 +1,6 @@
 """A comparison for any machine: a small model on text that every Python brings along."""
 
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +23,7 @@ def make_toy(directory: Path, inputs: Sequence[Path], *, paragraphs: bool = Fals
     Raises:
         ValueError: the corpus cannot be made.
     """
-    with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
-        prepare(inputs, directory, paragraphs=paragraphs)
+    prepare(inputs, directory, paragraphs=paragraphs)
     content = json.loads((directory / "corpus.json").read_text())
     # Megatron's index cache knows a corpus by its path alone: another text needs another cache.
     cache = directory / f"cache-{content['source'][:12]}"

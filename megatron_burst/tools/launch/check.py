@@ -30,8 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nodes", metavar='"HOST ..."', help="default: BURST_NODES")
     add("--list", action="store_true", help="print the names of the free nodes alone, on one line")
-    add("--memory-mib", type=int, default=500, help="in use, with which a GPU counts as free")
-    add("--timeout", type=float, default=30, help="seconds to wait for an answer")
+    text = "in use, with which a GPU counts as free (default: %(default)s)"
+    add("--memory-mib", type=int, default=500, metavar="N", help=text)
+    text = "seconds to wait for an answer (default: %(default)s)"
+    add("--timeout", type=float, default=30, metavar="S", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

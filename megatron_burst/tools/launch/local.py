@@ -6,7 +6,7 @@ import subprocess
 from megatron_burst.tools.launch import node, site
 from megatron_burst.tools.launch.processes import run_logged
 
-ABOUT = """Trains on this machine, on its GPUs, or on the CPU with MEGATRON_BURST_CPU=1.
+ABOUT = """Trains on this machine, on its GPUs, or with none or MEGATRON_BURST_CPU=1 on the CPU.
 
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
 

@@ -181,7 +181,7 @@ def _parser() -> options.Parser:
         _ABOUT,
         "megatron-burst plan --run 14b_1m_32gpu_a800",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
-        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --search",
+        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --search",
         "megatron-burst plan --measure here.toml",
         "megatron-burst plan --run toy --flags",
     )
