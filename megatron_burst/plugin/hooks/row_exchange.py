@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 
 from megatron_burst.plans.layout import Layout
 from megatron_burst.transport.pinned import to_device
@@ -131,9 +131,23 @@ def _bytes(x: Tensor) -> Tensor:
     return x.t().reshape(-1).view(torch.uint8).view(x.shape[1], -1)
 
 
+class _Carry(torch.autograd.Function):
+    """The rows [rows, ...] that arrive; where none comes there is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = moves, group
+        leaving = x.index_select(0, moves.leave)
+        arriving = x.new_empty(len(moves.arrive), *x.shape[1:])
+        dist.all_to_all_single(arriving, leaving, moves.received, moves.sent, group)
+        return torch.zeros_like(x).index_copy_(0, moves.arrive, arriving)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        moves, group = ctx.arguments
+        return _carry(gradient, moves.back, group), None, None
+
+
 def _carry(x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
-    """Return, differentiably, the rows [rows, ...] that arrive; where none comes there is zero."""
-    leaving = x.index_select(0, moves.leave)
-    room = x.new_empty(len(moves.arrive), *x.shape[1:])
-    arriving = all_to_all_single(room, leaving, moves.received, moves.sent, group)
-    return torch.zeros_like(x).index_copy_(0, moves.arrive, arriving)
+    carried: Tensor = _Carry.apply(x, moves, group)
+    return carried
