@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from pages import fill, table, write_csv
+from pages import fill, parser, table, write_csv
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.balance import balanced, imbalance
@@ -112,6 +112,7 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     situations = [row(*case) for case in product(LENGTHS, TOKENS, RANKS, DRAWS)]
     write_csv(PAGE, situations)
     fill(PAGE, parts(situations))

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from pages import fill, read_csv, table, write_csv
+from pages import fill, parser, read_csv, table, write_csv
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
@@ -133,7 +133,9 @@ def _place(each: Row) -> str:
 
 
 def main() -> None:
-    every, numbers = cases(), [int(number) for number in sys.argv[1:]]
+    arguments = parser(__doc__)
+    arguments.add_argument("numbers", type=int, nargs="*", metavar="NUMBER")
+    every, numbers = cases(), arguments.parse_args().numbers
     rows = read_csv(PAGE) if numbers else [{}] * len(every)
     for number in numbers or range(len(every)):
         rows[number] = row(every[number], counted(every[number]))

@@ -1,11 +1,18 @@
 """The parts of a page of docs that a script writes, each between two comments."""
 
+import argparse
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 _PART = re.compile(r"(<!-- (\S+): written by .*? -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose --help is a script's docstring."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=about, formatter_class=as_written)
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:

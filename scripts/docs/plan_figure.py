@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.path import Path as Curve
 from numpy.typing import NDArray
+from pages import parser
 from plot import save
 
 from megatron_burst.config import GradientReturn
@@ -183,5 +184,6 @@ def draw(nodes: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     for name, nodes in NODES.items():
         draw(nodes, Path(__file__).parents[2] / name)

@@ -5,14 +5,13 @@ python scripts/docs/planner.py --write docs/planner.md
 python scripts/docs/planner.py --fit                 # the constants of configs/published.toml
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import validation
 from matplotlib.figure import Figure
-from pages import fill, write_csv
+from pages import fill, parser, write_csv
 from plot import save
 from rows import Row, rows_of
 
@@ -61,12 +60,10 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="with a CSV and a picture")
-    parser.add_argument("--fit", action="store_true", help="fit the constants again; print them")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--write", type=Path, metavar="PAGE", help="with a CSV and a picture")
+    arguments.add_argument("--fit", action="store_true", help="fit the constants again; print them")
+    args = arguments.parse_args()
     configs = Configs.read()
     if args.fit:
         for name, value in validation.fit(configs).items():

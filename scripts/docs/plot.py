@@ -7,7 +7,6 @@ Which picture it is says the CSV's column "benchmark". Below it stand the date, 
 versions and the command, all from the CSV.
 """
 
-import argparse
 import math
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pages import read_csv
+from pages import parser, read_csv
 
 MIB = 2**20
 # Text stays text, and equal figures make equal files.
@@ -165,12 +164,10 @@ def draw(table: Path, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("table", type=Path, metavar="CSV")
-    parser.add_argument("--output", type=Path, required=True, help="an .svg or .png")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("table", type=Path, metavar="CSV")
+    arguments.add_argument("--output", type=Path, required=True, help="an .svg or .png")
+    args = arguments.parse_args()
     try:
         draw(args.table, args.output)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from pages import fill, table, write_csv
+from pages import fill, parser, table, write_csv
 from plot import save
 from rows import attention_alone
 
@@ -130,7 +130,9 @@ def draw(found: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-if __name__ == "__main__":  # clusters last, because they have their plans in common
+if __name__ == "__main__":
+    parser(__doc__).parse_args()
+    # Clusters last, because they have their plans in common.
     every = product(GPUS, KV_HEADS, TOKENS, CLUSTERS)
     situations = [row(cluster, *sizes) for *sizes, cluster in every]
     write_csv(PAGE, situations)

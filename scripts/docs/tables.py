@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import support_table
-from pages import fill, table
+from pages import fill, parser, table
 
 import megatron_burst
 from megatron_burst import (
@@ -98,5 +98,6 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
 }
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     for name, parts in PAGES.items():
         fill(DOCS / name, parts())

@@ -20,6 +20,7 @@ from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*")})
 STARTED = [path for path in SHELL if os.access(path, os.X_OK)]
+PYTHON = sorted(p for p in SCRIPTS.rglob("*.py") if 'if __name__ == "__main__":' in p.read_text())
 # What a shell must not change on its way through others.
 AWKWARD = ("--title", "a b", "--quote", 'it\'s "so"', "--glob", "*", "--empty", "", "$HOME;ls")
 
@@ -49,6 +50,13 @@ def test_every_script_explains_itself_and_does_nothing(script: Path, tmp_path: P
     starts = (f"Usage: {script.relative_to(ROOT)}", "usage: megatron-burst launch ")
     assert done.stdout.startswith(starts)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", PYTHON, ids=lambda path: path.name)
+def test_every_python_script_explains_itself(script: Path) -> None:
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    assert done.stdout.startswith(f"usage: {script.name} "), done.stderr
 
 
 @pytest.mark.parametrize("script", STARTED, ids=lambda path: path.name)
