@@ -63,8 +63,11 @@ def model_config(args: Namespace) -> Any:
 
 def refusal(args: Namespace) -> str | None:
     """Say why this entry cannot train what is asked for, if it cannot: no data, another script."""
-    if not any(getattr(args, name) for name in _DATA):
+    given = [name for name in _DATA if getattr(args, name)]
+    if not given:
         return "no data is given: pass --data-path PREFIX, or --mock-data for made-up tokens"
+    if args.sft and given == ["mock_data"]:
+        return "--sft reads conversations: pass --data-path FILE in the place of --mock-data"
     asked = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]

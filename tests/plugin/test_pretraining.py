@@ -61,6 +61,8 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"mock_data": False, "data_path": ["corpus"]}, None),
         ({"mock_data": False, "per_split_data_args_path": "splits.json"}, None),
         ({"mock_data": False, "ckpt_convert_format": "torch_dist"}, None),
+        ({"sft": True}, "--sft reads conversations: pass --data-path FILE in the place of"),
+        ({"sft": True, "data_path": ["conversations.jsonl"]}, None),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
@@ -73,7 +75,7 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: str | None) -> None:
     off = dict.fromkeys((*pretraining._DATA, *pretraining._NEEDS_UPSTREAM_SCRIPT), False)
-    off["mock_data"] = True
+    off |= {"mock_data": True, "sft": False}
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
