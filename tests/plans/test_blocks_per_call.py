@@ -91,6 +91,13 @@ def test_single_blocks_do_not_take_the_buffers_of_several(
         assert way.forward(16).most_buffered[Kind.KV] == most
 
 
+def test_calls_of_few_blocks_take_no_room_that_those_of_more_could_have_had() -> None:
+    """Of a node's 12 blocks one group of four is of earlier and later ranks, two calls."""
+    ring = ring_of(Tiling(zigzag(2 * 24, 24), Mask.causal()), grid_of(24, 12), 4)
+    most = max(ring.forward(rank).most_buffered[Kind.KV] for rank in range(24))
+    assert most == 11 <= ring.memory(dict.fromkeys(Kind, 1), backward=False)
+
+
 @both_passes
 def test_the_work_that_is_counted_is_that_of_the_calls(backward: bool) -> None:
     places = [(8, 8), (8, 4), (5, 5), (12, 3)]
