@@ -1,6 +1,5 @@
 """Rings and meshes whose kernel calls take several key blocks. (fast tier; the largest slow)"""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -20,7 +19,7 @@ from megatron_burst.plans.planning import Offer, choose
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
-from tests.plans.simulator import simulate
+from tests.plans.simulator import bytes_held, simulate
 from tests.tier import slow_if
 
 N = 16  # tokens of a rank
@@ -69,11 +68,7 @@ def test_plans_are_right_send_no_byte_more_and_hold_no_more_than_they_say(
                 traffic(each.messages(backward=backward), sizes, nodes, N) for each in (way, usual)
             )
             assert sent == before
-            held = [
-                p.most_buffered + (Counter() if isinstance(way, Ring) else p.most_sums)
-                for p in plans
-            ]
-            most = max(sum(sizes[kind] * n for kind, n in each.items()) for each in held)
+            most = max(bytes_held(plan, sizes, backward) for plan in plans)
             assert most <= way.memory(sizes, backward=backward)
 
 
