@@ -153,12 +153,14 @@ def test_where_each_rank_is_a_node_the_blocks_that_it_keeps_lie_side_by_side() -
 
 
 CAUSAL = Tiling(zigzag(8 * 1024, 8), Mask.causal())
+BACKWARDS = Layout(tuple(shard[::-1] for shard in zigzag(8 * 1024, 8).shards))
 NONE = {
     "a window": {"tiling": Tiling(CAUSAL.layout, Mask.causal(window=5000))},
     "documents": {"tiling": Tiling(CAUSAL.layout, Mask.causal(documents=(0, 5000, 8192)))},
     "a later stop": {"tiling": Tiling(CAUSAL.layout, replace(Mask.causal(), query_stop=4096))},
     "contiguous": {"tiling": Tiling(contiguous(8 * 1024, 8), Mask.causal())},
     "striped": {"tiling": Tiling(striped(8 * 1024, 8), Mask.causal())},
+    "not in order": {"tiling": Tiling(BACKWARDS, Mask.causal())},
     "uneven pieces": {"tiling": Tiling(segmented_zigzag([16, 8176], 8), Mask.causal())},
     "two sequences": {"shape": shape_of(2048)},
     "latents": {"shape": Shape(1024, 32, 8, 128, 128, 2, 4, latents=LatentShape(576, 10**6))},
