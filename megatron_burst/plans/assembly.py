@@ -65,43 +65,31 @@ def _buffers(
 ) -> dict[int, _Buffer]:
     """Give each message that arrives, by number, a buffer of its kind that is free then.
 
-    It is the smallest that has room, and the first of these. Blocks that lie side by side, which
-    are posted in one step, share theirs.
+    It is the first of these. Blocks that lie side by side, which are posted in one step, share
+    theirs, and those of which there are most come first: no buffer is too small for what follows.
     """
     met = {step: by_blocks(some) for step, some in tiles.items()}
     last_use = _last_uses(rank, hops, met)
     beside = _side_by_side(met) if joins else {}
-    busy: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
-    given: dict[Hashable, int] = {}  # by those side by side, or by number
-    chosen = {}
-    for number in sorted(sorted(last_use), key=lambda number: hops[number].leaves):
-        item, leaves, lands = hops[number].item, *hops[number][4:]
-        alone, buffers = _Use(lands + 1, number, 0, 1), busy[item.kind]
-        use = next((use for use in beside.get(item, ()) if use.step > lands), alone)
-        if use.blocks not in given:
-            stays = use.places == 1 and last_use[number] > lands + 1
-            given[use.blocks] = _free(buffers, use.places, leaves, stays)
-        index = given[use.blocks]
-        room, until = buffers[index]
-        buffers[index] = room, max(until, last_use[number])
-        chosen[number] = _Buffer(index, use.place, use.places)
-    return chosen
+    uses = {number: _use_of(hops[number], number, beside) for number in sorted(last_use)}
+    steps: dict[Hashable, int] = defaultdict(int)  # in which it is needed: a bit each
+    for number, use in uses.items():
+        steps[use.blocks] |= (2 << last_use[number]) - (1 << hops[number].leaves)
+    busy: dict[Kind, list[int]] = defaultdict(list)  # the steps of each buffer
+    given: dict[Hashable, int] = {}
+    for number in sorted(uses, key=lambda number: (-uses[number].places, hops[number].leaves)):
+        if (blocks := uses[number].blocks) not in given:
+            given[blocks] = _take(busy[hops[number].item.kind], steps[blocks])
+    return {number: _Buffer(given[use.blocks], *use[2:]) for number, use in uses.items()}
 
 
-def _free(buffers: list[tuple[int, int]], places: int, leaves: int, stays: bool) -> int:
-    """Return the number of a buffer with room for so many; of each its room, and until when.
-
-    A single block that `stays`, as those that a mesh keeps, takes no room of several.
-    """
-    fitting = [
-        (room, number)
-        for number, (room, until) in enumerate(buffers)
-        if (room == places if stays else room >= places) and until < leaves
-    ]
-    if fitting:
-        return min(fitting)[1]
-    buffers.append((places, leaves))
-    return len(buffers) - 1
+def _take(busy: list[int], steps: int) -> int:
+    """Return the number of the first buffer that is free in these steps, and busy from now on."""
+    number = next((n for n, taken in enumerate(busy) if not taken & steps), len(busy))
+    if number == len(busy):
+        busy.append(0)
+    busy[number] |= steps
+    return number
 
 
 class _Use(NamedTuple):
@@ -111,6 +99,12 @@ class _Use(NamedTuple):
     blocks: Hashable  # that lie side by side
     place: int
     places: int
+
+
+def _use_of(hop: Hop, number: int, beside: Mapping[Item, Sequence[_Use]]) -> _Use:
+    """Return the call that reads what arrives next, or of what is not read the message's own."""
+    alone = _Use(hop.lands + 1, number, 0, 1)
+    return next((use for use in beside.get(hop.item, ()) if use.step > hop.lands), alone)
 
 
 def _side_by_side(met: Mapping[int, Sequence[Tiles]]) -> dict[Item, list[_Use]]:

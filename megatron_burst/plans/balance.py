@@ -42,13 +42,14 @@ def balanced(
     that puts the fewest bytes on the bottleneck link. The same on every rank: integers decide.
 
     Args:
-        mask: without a block table.
+        mask: without a block table or padding.
         tokens: of the sequence.
         nodes: of each rank.
         queries_a_key: query heads for each kv head, on which it depends what is sent.
 
     Raises:
-        ValueError: the tokens do not divide as zigzag needs it, or the mask has a block table.
+        ValueError: the tokens do not divide as zigzag needs it, or the mask has a block table
+            or padding.
     """
     usual = zigzag(tokens, len(nodes))
     best = _Found(imbalance(usual, mask), usual)
@@ -112,7 +113,7 @@ def imbalance(layout: Layout, mask: Mask) -> float:
     """Return max / mean of the ranks' pairs, of their queries' or their keys', the larger.
 
     `Tiling.needs.pairs` has the same sums, of rows and of columns; this needs no tiles. The layout
-    is of ranges without gaps, the mask without a block table.
+    is of ranges without gaps, the mask without a block table or padding.
     """
     work = DocumentWork.of(mask, layout.tokens)
     ends = np.array([(r.start, r.stop) for shard in layout.shards for r in shard]).T

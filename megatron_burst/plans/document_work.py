@@ -22,10 +22,14 @@ class DocumentWork:
 
     @classmethod
     def of(cls, mask: Mask, tokens: int) -> "DocumentWork":
-        """Return those of a mask; one document, where it has none."""
+        """Return those of a mask; one document, where it has none.
+
+        Raises:
+            ValueError: it has a block table, or documents with padding.
+        """
         mask.check_length(tokens)
-        if mask.block_table is not None:
-            raise ValueError("a layout is balanced for documents, not for a block mask")
+        if mask.block_table is not None or mask.padding:
+            raise ValueError("a layout is balanced for documents, not for a block mask or padding")
         borders = np.array(mask.documents or (0, tokens))
         window = tokens if mask.window is None else mask.window
         return cls(borders[:-1], np.diff(borders), window, mask.is_causal)

@@ -78,7 +78,8 @@ class Mesh(Schedule):
         if result := visiting.result(backward=backward):
             held += 3 * sizes[result]
         if result := around.result(backward=backward):
-            held += (table.held + (2 if passing else 1)) * sizes[result]
+            beside = 2 if passing else max(1, *(n - 1 for n in self.turn.calls))  # that arrive
+            held += (table.held + beside) * sizes[result]
             held += (parts if passing else 0) * sizes[self.of_one_step(result)]
         return held
 

@@ -65,13 +65,14 @@ class Ring(Schedule):
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        more, parts, sums = (1, 3, 3) if self._two_levels else (0, 4, 0)
+        more, parts, sums = (1, 2, 4) if self._two_levels else (0, 4, 0)
         if (several := self.blocks_per_call) > 1:
             more, parts = 2 * more, parts + 4 * (several - 1)
         most = self.grid.ranks - 1
-        held = (most if self.gather else min(self.turn.most + more, most)) * sizes[self.sent]
+        at_once = most if self.gather else 0
+        held = (at_once or min(self.turn.most + more, most)) * sizes[self.sent]
         if backward:
-            held += parts * sizes[self.returned] + sums * sizes[self.sent.gradient]
+            held += (parts + at_once) * sizes[self.returned] + sums * sizes[self.sent.gradient]
         return held
 
     def messages(self, *, backward: bool) -> tuple[Route, ...]:

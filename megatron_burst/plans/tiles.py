@@ -82,14 +82,15 @@ class Tiling:
     def key_chunk(self) -> int:
         """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
 
-        0 where not every rank needs all rows of every other, or sees some in part, or chunks would
-        be too many, because they differ.
+        0 where not every rank needs all rows of every other, or sees some in part or others than
+        the first, of which several blocks' are no slice, or chunks would be too many, because they
+        differ.
         """
         if self.mask.is_sparse or self.kinds is None or not self.all_is_needed:
             return 0
         kinds = np.flatnonzero(self.kinds.of_two_ranks).tolist()
         seen = [self(*self.kinds.examples[kind]).cells for kind in kinds]
-        if not all(cells.full_as(cells) for cells in seen):
+        if not all(cells.full_as(cells) and not cells.keys[:, 0].any() for cells in seen):
             return 0
         chunk = math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
         return chunk if chunk * _CHUNKS >= self.local_tokens else 0

@@ -34,6 +34,28 @@ def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> 
     return sum(payload(send.item, sizes, local_tokens) for send in plan.sends)
 
 
+def bytes_held(plan: Plan, sizes: Mapping[Kind, int], backward: bool) -> int:
+    """Return the most bytes of buffers and of others' results; each has the size it is sent in."""
+    buffers = sum(sizes[kind] * times for (kind, _), (_, times) in plan.largest_arrivals.items())
+    sent_as = {send.item.sum: send.item.kind for send in plan.sends}
+    sums, most = dict[Item, int](), 0
+    landing: dict[int, list[Receive | Send]] = defaultdict(list)
+    for number, step in enumerate(plan.steps):
+        for message in (*step.receives, *step.sends):
+            if message.item.kind.is_result and message.item.owner != plan.rank:
+                landing[message.lands].append(message)
+        for item in (item for tile in step.tiles for item in results_of(tile, backward)):
+            if item.owner != plan.rank:
+                sums[item] = sizes[sent_as[item]]
+        most = max(most, sum(sums.values()))
+        for message in landing[number]:
+            if isinstance(message, Send):
+                sums.pop(message.item.sum)
+            else:
+                sums[message.item.sum] = sizes[message.item.sum.kind]
+    return buffers + most
+
+
 class PlanError(Exception):
     """A set of plans that would hang or compute something wrong."""
 

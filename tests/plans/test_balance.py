@@ -215,8 +215,10 @@ def test_what_cannot_be_dealt_is_refused_with_the_numbers() -> None:
         balanced(Mask.causal(documents=(0, 3, 16)), 16, "aaa")
     with pytest.raises(ValueError, match="documents end at 12, the sequence has 16"):
         balanced(Mask.causal(documents=(0, 3, 12)), 16, "aa")
-    with pytest.raises(ValueError, match="not for a block mask"):
-        balanced(Mask.causal(block_table=torch.ones(2, 2, dtype=torch.bool)), 16, "aa")
+    blocks = Mask.causal(block_table=torch.ones(2, 2, dtype=torch.bool))
+    for mask in blocks, Mask.causal(documents=(0, 8, 16), lengths=(7, 8)):
+        with pytest.raises(ValueError, match="not for a block mask or padding"):
+            balanced(mask, 16, "aa")
 
 
 @pytest.mark.parametrize(("nodes", "size"), [("aaaabbbb", 2), ("aaaabbbb", 4), ("aaaaaaaa", 8)])

@@ -13,13 +13,13 @@ from megatron_burst.plans.cost import Shape, traffic
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.mesh import Mesh, meshes
-from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send
+from megatron_burst.plans.plan import Channel, Kind, Plan
 from megatron_burst.plans.planning import choose
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
-from tests.plans.simulator import simulate
+from tests.plans.simulator import bytes_held, simulate
 from tests.plans.test_plan import make_grid
 from tests.tier import slow_if, some
 
@@ -107,7 +107,8 @@ def test_no_rank_holds_more_than_is_said(grid: Grid) -> None:
         for mesh in every_mesh(grid, mask):
             for backward in BOTH:
                 sizes = GQA.item_bytes(backward=backward)
-                most = max(held_by(plan, sizes, backward) for plan in plans_of(mesh, backward))
+                plans = plans_of(mesh, backward)
+                most = max(bytes_held(plan, sizes, backward) for plan in plans)
                 limit = mesh.memory(sizes, backward=backward)
                 assert most <= limit
                 if mask == Mask.full():
@@ -128,27 +129,6 @@ def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
             )
             assert len(busy) == sum(x - 1 for x in (mesh.held, mesh.table.visitors))
             assert all(lands < leaves for (_, lands), (leaves, _) in itertools.pairwise(busy))
-
-
-def held_by(plan: Plan, sizes: dict[Kind, int], backward: bool) -> int:
-    buffers = sum(sizes[kind] for kind, _ in plan.largest_arrivals)
-    sums, most = dict[Item, int](), 0
-    landing: dict[int, list[Receive | Send]] = {}
-    for number, step in enumerate(plan.steps):
-        for message in (*step.receives, *step.sends):
-            if message.item.kind.is_result and message.item.owner != plan.rank:
-                landing.setdefault(message.lands, []).append(message)
-        for tile in step.tiles:
-            for item in tile.gradients if backward else (tile.output,):
-                if item.owner != plan.rank:
-                    sums[item] = sizes[item.kind]
-        most = max(most, sum(sums.values()))
-        for message in landing.pop(number, ()):
-            if isinstance(message, Send):
-                sums.pop(message.item.sum)
-            else:
-                sums[message.item.sum] = sizes[message.item.sum.kind]
-    return buffers + most
 
 
 @pytest.mark.parametrize(

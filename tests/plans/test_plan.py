@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.config import GradientReturn
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.mask import Band, Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
@@ -19,10 +20,11 @@ from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 from tests.oracle import visible_pairs
-from tests.plans.simulator import simulate
+from tests.plans.simulator import bytes_held, simulate
 from tests.tier import is_thorough, slow_if, some
 
 CHUNK = 4
+GQA = Shape(8192, 32, 8, 128, 128, 2, 4, sends_raw=True)  # of a Llama's heads
 RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
 # What is sent and how its gradients return; None: the forward, in which only keys are sent.
 KINDS = [(Kind.KV, None), *itertools.product((Kind.KV, Kind.QUERY), RETURNS)]
@@ -52,10 +54,13 @@ class Variant:
     def backward(self) -> bool:
         return self.returns is not None
 
-    def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
+    def ring(self, layout: Layout, mask: Mask) -> Ring:
         returns = self.returns or GradientReturn.CHAIN
-        ring = Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
+        return Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
+
+    def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
         make = Ring.backward if self.backward else Ring.forward
+        ring = self.ring(layout, mask)
         return [make(ring, rank) for rank in range(self.grid.ranks)]
 
 
@@ -181,6 +186,13 @@ def test_few_buffers_are_enough(case: Case) -> None:
         else:
             assert blocks <= (2 if flat else 3)
         assert gradients <= (1 if flat else 2)
+
+
+@of_every_case
+def test_no_rank_holds_more_than_is_said(case: Case) -> None:
+    backward, sizes = case.variant.backward, GQA.item_bytes(backward=case.variant.backward)
+    limit = case.variant.ring(case.layout, Mask.causal()).memory(sizes, backward=backward)
+    assert max(bytes_held(plan, sizes, backward) for plan in case.plans) <= limit
 
 
 @of_every_case
