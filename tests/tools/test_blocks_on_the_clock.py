@@ -8,7 +8,7 @@ import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.timing import attention_passes
+from megatron_burst.tools.plan.timing import attention_passes, buffers, chosen
 from tests.tier import slow_if
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
@@ -42,3 +42,13 @@ def test_the_choice_is_close_to_the_best(cluster: str) -> None:
             assert auto <= 1.02 * forced[0], (way, kv_heads, tokens)
             saved.append(auto / forced[0])
     assert min(saved) < 0.75, "grouped heads and few tokens gain most"
+
+
+@pytest.mark.parametrize(("gpus", "topology"), WAYS)
+def test_what_some_ranks_hold_is_what_any_holds(gpus: int, topology: str) -> None:
+    config = BurstConfig(backward="kv", topology=topology, blocks_per_call=4, memory_mb=2**20)
+    load = attention_alone(Configs.read().cluster("h100"), gpus, 1024, config, (32, 8, 128))
+    schedule = chosen(load.ring)[0].backward[0].schedule
+    plans = map(schedule.backward, range(gpus))
+    every = {(*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans}
+    assert schedule.blocks_per_call == 4 and buffers(load.ring) == every
