@@ -102,9 +102,9 @@ def needs_of(pieces: Pieces, mask: Mask, layout: Layout) -> Needs:
 
 
 def _seen(every: Pieces, begin: int, mask: Mask, tokens: int) -> tuple[Ints, Cells]:
-    """Return what some pieces of queries see, from piece `begin` on.
+    """Return what some pieces of queries see, from piece `begin` on, cell by cell.
 
-    Which pieces of whose queries and whose keys: [3, cell].
+    With the number of the piece, the owner of its queries and that of the keys: [3, cell].
     """
     queries = every[begin : begin + _QUERIES]
     low, high = mask.reach(int(queries.starts[0]), int(queries.lasts.max()))
@@ -121,7 +121,7 @@ def _cut(
 ) -> tuple[NDArray[np.bool], Cells]:
     """Return what causality and a window leave of pairs of pieces: `Band.cut` of all at once.
 
-    First of which pairs anything is left.
+    Before it whether anything is left of each pair.
     """
     distance, step = queries.starts - keys.starts, queries.step
     rows, columns = queries.stop - queries.first, keys.stop - keys.first
@@ -165,7 +165,7 @@ def _neighbours_joined(
 ) -> tuple[Ints, Cells]:
     """Join each with the one before it that has the `same` rows, if the others go on there.
 
-    First of what each of the new ones is made, by the number of its first.
+    Before the joined ones the number of the first cell that each is made of.
     """
     rows, other = cells.rows, slice(2 - same.start, 4 - same.start)
     goes_on = (of[1:] == of[:-1]) & (rows[1:, same] == rows[:-1, same]).all(axis=1)

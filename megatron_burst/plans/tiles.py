@@ -82,9 +82,9 @@ class Tiling:
     def key_chunk(self) -> int:
         """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
 
-        0 where not every rank needs all rows of every other, or sees some in part or others than
-        the first, of which several blocks' are no slice, or chunks would be too many, because they
-        differ.
+        0 where not every rank needs all rows of every other, or sees some in part, or not from the
+        first row on, so that what it sees of several blocks side by side is no slice, or where
+        chunks would be too many, because they differ.
         """
         if self.mask.is_sparse or self.kinds is None or not self.all_is_needed:
             return 0
