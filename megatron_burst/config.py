@@ -1,6 +1,7 @@
 """What a user can choose: frozen dataclasses whose field docstrings are the flags' help texts."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -332,6 +333,38 @@ class LmHeadConfig:
                 f"{text}: it must be positive",
             ),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpConfig:
+    """Settings of the layers' MLPs; the field is a flag.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+
+    prefix: ClassVar[str] = "--mlp-"
+    chunks: int | None = field(default=1, metadata={"type": size_or_auto})
+    """Into how many chunks of tokens a dense MLP, or shared experts, cut a rank's tokens, so that
+    what lives between their two products is one chunk's. The backward computes each chunk again,
+    which under full recompute of one layer at a time is not once more than without. auto: as
+    many as make that no more than the hidden states, with at least 2048 tokens each. It goes with
+    every --context-parallel-algo. 1 (the default): Megatron's own."""
+
+    def __post_init__(self) -> None:
+        text = f"--mlp-chunks must be positive, got {self.chunks}"
+        refuse((self.chunks is not None and self.chunks < 1, text))
+
+    def count(self, tokens: int, hidden: int, between: float) -> int:
+        """Return how many chunks an MLP makes of a rank's tokens.
+
+        Args:
+            hidden: numbers of a token in the hidden states.
+            between: numbers of a token between the two products: what the first makes and what the
+                second takes. Gradients double it.
+        """
+        most = max(1, tokens // 2048)  # a product of fewer rows does not fill a GPU
+        return self.chunks or min(most, math.ceil(2 * between / hidden))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

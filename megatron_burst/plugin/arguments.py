@@ -18,6 +18,7 @@ from megatron_burst.config import (
     LmHeadConfig,
     LmHeadLoss,
     Mla,
+    MlpConfig,
     Topology,
     refuse,
 )
@@ -31,7 +32,15 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.flags import all_flags, flags
-from megatron_burst.plugin.limits import LATENT_LIMITS, LM_HEAD_LIMITS, beyond, refusals, refuse_all
+from megatron_burst.plugin.limits import (
+    LATENT_LIMITS,
+    LM_HEAD_LIMITS,
+    MLP_LIMITS,
+    MLP_WORKING,
+    beyond,
+    refusals,
+    refuse_all,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +180,23 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
     return config
 
 
+def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
+    """Return the settings of MLPs in chunks; None for Megatron's own.
+
+    Raises:
+        ValueError: the number is not positive, or an argument of Megatron cannot be honoured.
+    """
+    config = MlpConfig(**_values(args, MlpConfig))
+    if config.chunks == 1:
+        return None
+    modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
+    again = args.recompute_granularity == "selective" and bool(modules)
+    text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
+    reasons = [*beyond(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
+    refuse_all("--mlp-chunks cannot run this", reasons)
+    return config
+
+
 def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
     """Return whether --burst-check-files asks for the checks; ValueError for an unknown value."""
     asked = FileConfig(**_values(args, FileConfig)).check_files
@@ -192,6 +218,7 @@ def configure(args: argparse.Namespace) -> None:
     """
     set_dropouts(args)
     lm_head_config_from_args(args)
+    mlp_config_from_args(args)
     config = burst_config_from_args(args)
     if config is None:
         _check_megatron_algorithm(args)

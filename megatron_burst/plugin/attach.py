@@ -20,6 +20,7 @@ from megatron_burst.plugin.arguments import (
     checks_files,
     configure,
     lm_head_config_from_args,
+    mlp_config_from_args,
     settle_dropouts,
 )
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
@@ -31,6 +32,7 @@ from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
+from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
@@ -177,5 +179,7 @@ def _hooks(
     head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
     if head is not None:
         yield ChunkedHead(head)
+    if (mlp := mlp_config_from_args(args)) is not None:
+        yield ChunkedMlps(mlp)
     if args.mtp_num_layers and (shared is not None or head is not None):
         yield MtpLosses()

@@ -7,7 +7,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_burst.config import BurstConfig, FileConfig, LmHeadConfig, flag_name, members
+from megatron_burst.config import (
+    BurstConfig,
+    FileConfig,
+    LmHeadConfig,
+    MlpConfig,
+    flag_name,
+    members,
+)
 
 
 class Flag(NamedTuple):
@@ -41,7 +48,7 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
 
 def all_flags() -> tuple[Flag, ...]:
     """Return every flag of the group "burst", those of attention first."""
-    return (*flags(), *flags(LmHeadConfig), *flags(FileConfig))
+    return (*flags(), *flags(LmHeadConfig), *flags(MlpConfig), *flags(FileConfig))
 
 
 def _type(spec: dataclasses.Field[Any]) -> type:

@@ -109,6 +109,27 @@ LM_HEAD_LIMITS = with_remedies(
     batch_invariant_mode="chunks are other shapes than Megatron's",
 )
 
+# Of MLPs in chunks.
+MLP_LIMITS = with_remedies(
+    fp8="chunks were not shown to be right with scales that a whole tensor shares",
+    fp4="chunks were not shown to be right with scales that a whole tensor shares",
+    delay_wgrad_compute="gradients of weights come behind the chunks that sum them",
+    tp_comm_overlap="its buffers are made for all tokens of a rank",
+    use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",
+    use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
+    overlap_moe_expert_parallel_comm="its schedule runs the parts of a layer by itself",
+    cuda_graph_impl="chunks were not shown to be right in a graph",
+    moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",
+    mlp_chunks_for_training=(
+        "it holds all chunks until the backward: drop --mlp-chunks-for-training, "
+        "--mlp-chunks does its work"
+    ),
+)
+MLP_WORKING: Mapping[str, tuple[Any, ...]] = {
+    "cuda_graph_impl": (None, "none"),
+    "mlp_chunks_for_training": (None, 1),
+}
+
 
 def refuse_all(what: str, reasons: Iterable[str]) -> None:
     """Raise a ValueError that says what cannot be done and every reason, if there is one."""

@@ -20,6 +20,7 @@ from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
     LIMITS,
     LM_HEAD_LIMITS,
+    MLP_LIMITS,
     pattern_refusals,
     refusals,
 )
@@ -87,6 +88,7 @@ def tables() -> dict[str, Table]:
         "attention": (limits, _limit_rows(LIMITS)),
         "latents": (limits, _limit_rows(LATENT_LIMITS)),
         "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
+        "mlp": (limits, _limit_rows(MLP_LIMITS)),
     }
 
 

@@ -53,7 +53,11 @@ def _values(flag: Flag) -> list[str]:
     if flag.field == "kernel":
         values = ["auto", *KERNELS]
     if flag.type is size_or_auto:
-        return ["auto", "a number"]
+        return (
+            ["auto", "a number"]
+            if flag.default is None
+            else [str(flag.default), "auto", "a number"]
+        )
     default = "none" if flag.default is None else str(flag.default)
     return [default, *(value for value in values if value != default)]
 

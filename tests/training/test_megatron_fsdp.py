@@ -23,6 +23,7 @@ CASES = {
         "optim_grads_params",
         f"{RECOMPUTE} --recompute-attention-fraction 0.5",
     ),
+    "MLPs in chunks": (2, "optim_grads_params", f"{RECOMPUTE} --mlp-chunks 3"),
     "TP 2, sequence parallel": (4, "optim_grads_params", TENSOR),
     "a hybrid model": (2, "optim_grads_params", "--hybrid-layer-pattern *-*-"),
     "learnable sinks": (2, "optim_grads_params", "--softmax-type learnable"),

@@ -158,7 +158,10 @@ def _working_set(load: Workload) -> int:
         joined = (load.head_chunks - 1) * sums
         at_attention += shape.tokens * shape.element_bytes * (read + joined)
     gathered = a_token * load.model.hidden if load.tensor > 1 else 0
-    others = [part.saved for name, part in parts.items() if name != "attention"]
-    at_mlp = max((2 * (saved - 2 * load.model.hidden) for saved in others), default=0)
-    at_mlp = a_token * (around + ceil(at_mlp / load.mlp_chunks)) // load.tensor
+    others = {
+        n: 2 * (p.saved - 2 * load.model.hidden) for n, p in parts.items() if n != "attention"
+    }
+    if "mlp" in others:
+        others["mlp"] = ceil(others["mlp"] / load.mlp_chunks)
+    at_mlp = a_token * (around + max(others.values(), default=0)) // load.tensor
     return gathered + max(at_mlp, int(load.cluster.working_set * at_attention))

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss
+from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss, MlpConfig
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plugin.flags import flags
@@ -68,6 +68,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         recompute=granularity == "full",
         selective=_modules(given) if granularity == "selective" else frozenset(),
         chunked_loss=chunking is not None,
+        mlp_chunks=_mlp_chunks(given),
         loss_bytes=chunking.peak if chunking else 0,
         head_products=chunking.products if chunking else 3,
         sharded=bool(given.get("use-distributed-optimizer")),
@@ -84,7 +85,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     return load
 
 
-def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> T:
+def config_of[T: (BurstConfig, LmHeadConfig, MlpConfig)](config: type[T], given: Flags) -> T:
     """Read one of our configurations from the flags, with its defaults where they do not say.
 
     Raises:
@@ -99,6 +100,19 @@ def config_of[T: (BurstConfig, LmHeadConfig)](config: type[T], given: Flags) -> 
             except ValueError as error:
                 raise ValueError(f"--{name} {given[name]}: {error}") from error
     return config(**values)
+
+
+def _mlp_chunks(given: Flags) -> int:
+    """Return into how many chunks training will cut the tokens of a dense MLP."""
+    model, tensor = model_of(given), whole(given, "tensor-model-parallel-size")
+    tokens = whole(given, "micro-batch-size") * whole(given, "seq-length")
+    tokens //= whole(given, "context-parallel-size")
+    between = model.others["mlp"].saved - 2 * model.hidden
+    if given.get("sequence-parallel"):
+        tokens //= tensor
+    else:
+        between //= tensor
+    return config_of(MlpConfig, given).count(tokens, model.hidden, between)
 
 
 def loss_chunking(given: Flags) -> Chunking | None:

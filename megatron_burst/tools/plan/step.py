@@ -65,7 +65,8 @@ def layers_seconds(load: Workload) -> float:
     seconds = 0.0
     for name, part in load.model.parts.items():
         # In forwards, of which the backward counts for two.
-        times = 4 if load.recompute or _MODULES.get(name) in load.selective else 3
+        again = _MODULES.get(name) in load.selective or (name == "mlp" and load.mlp_chunks > 1)
+        times = 4 if load.recompute or again else 3
         filled = _filled(load, part) if name == "experts" else 1.0
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
