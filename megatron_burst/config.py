@@ -1,7 +1,6 @@
 """What a user can choose: frozen dataclasses whose field docstrings are the flags' help texts."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -164,10 +163,10 @@ class BurstConfig:
     to whole chunks; with --burst-layout segmented-zigzag the sequence is cut there, so that every
     rank repeats as much."""
 
-    recompute_offload: bool = field(
-        default=False, metadata={"flag": "--recompute-attention-offload"}
-    )
-    """Save those outputs in the host's pinned memory; for GPUs."""
+    recompute_offload: bool = field(default=False, metadata={"flag": "--recompute-offload"})
+    """Keep what recompute saves in the host's pinned memory: the inputs of layers under
+    --recompute-granularity full, and the outputs that --recompute-attention-fraction saves. Copies
+    run beside the layers, back one layer ahead; of either at most two layers' are on the GPU."""
 
     check_nan: bool = False
     """For finding a fault: attention looks for NaN and Inf in what it is given and what it makes,
@@ -224,11 +223,6 @@ class BurstConfig:
                 layout is LayoutName.BALANCED and self.block_mask is not None,
                 f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
                 f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            ),
-            (
-                self.recompute_offload and fraction is None,
-                "--recompute-attention-offload has no effect without "
-                "--recompute-attention-fraction",
             ),
             (
                 self.mla is Mla.LATENT and (self.head_parallel_size or 1) > 1,
@@ -345,26 +339,14 @@ class MlpConfig:
 
     prefix: ClassVar[str] = "--mlp-"
     chunks: int | None = field(default=1, metadata={"type": size_or_auto})
-    """Into how many chunks of tokens a dense MLP, or shared experts, cut a rank's tokens, so that
-    what lives between their two products is one chunk's. The backward computes each chunk again,
-    which under full recompute of one layer at a time is not once more than without. auto: as
-    many as make that no more than the hidden states, with at least 2048 tokens each. It goes with
-    every --context-parallel-algo. 1 (the default): Megatron's own."""
+    """Into how many chunks of tokens a dense MLP, or shared experts, cut a rank's tokens: between
+    their two products one chunk lives, and the backward computes each again. auto: as many as make
+    that no more than the hidden states, with at least 2048 tokens each. It goes with every
+    --context-parallel-algo. 1 (the default): Megatron's own."""
 
     def __post_init__(self) -> None:
         text = f"--mlp-chunks must be positive, got {self.chunks}"
         refuse((self.chunks is not None and self.chunks < 1, text))
-
-    def count(self, tokens: int, hidden: int, between: float) -> int:
-        """Return how many chunks an MLP makes of a rank's tokens.
-
-        Args:
-            hidden: numbers of a token in the hidden states.
-            between: numbers of a token between the two products: what the first makes and what the
-                second takes. Gradients double it.
-        """
-        most = max(1, tokens // 2048)  # a product of fewer rows does not fill a GPU
-        return self.chunks or min(most, math.ceil(2 * between / hidden))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_NO_WORK = torch.ops.aten.empty.memory_format, torch.ops.prim.device.default
+
 type Clock = Counter["Stream"]  # how much of what each stream does has come before
 
 
@@ -75,9 +77,10 @@ class Streams(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function.is_view or function is torch.ops.aten.empty.memory_format:
+        if function.is_view or function in _NO_WORK:
             for x in tree_iter(result):
-                self._of(x)
+                if isinstance(x, Tensor):
+                    self._of(x)
             return result
         said = zip(args, function._schema.arguments, strict=False)
         written = [x for x, argument in said if _is_written(argument)]

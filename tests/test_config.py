@@ -58,7 +58,7 @@ def test_flags_agree_with_the_fields() -> None:
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",
         "recompute_fraction": "--recompute-attention-fraction",
-        "recompute_offload": "--recompute-attention-offload",
+        "recompute_offload": "--recompute-offload",
         "check_nan": "--burst-check-nan",
         "verify": "--burst-verify",
     }

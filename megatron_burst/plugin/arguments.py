@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
@@ -46,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
@@ -264,8 +263,15 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
 
 
 def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
-    """Attention's outputs are saved only where Megatron would recompute them."""
+    """Attention's outputs are saved, and inputs offloaded, only where Megatron recomputes."""
     if config.recompute_fraction is None:
+        refuse(
+            (
+                config.recompute_offload and args.recompute_granularity != "full",
+                "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
+                f"{_FULL}, or drop it",
+            )
+        )
         return
     given = f"--recompute-attention-fraction {config.recompute_fraction}"
     selective = args.recompute_granularity == "selective" or args.recompute_activations
@@ -273,19 +279,13 @@ def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
     refuse(
         (
             args.recompute_granularity != "full" and not attention,
-            f"{given} has no effect where Megatron does not recompute attention: add "
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+            f"{given} has no effect where Megatron does not recompute attention: add {_FULL}, or "
             "drop it",
         ),
         (
             args.distribute_saved_activations,
             f"{given} finds what it saved by the inputs that Megatron saves, which "
             "--distribute-saved-activations replaces: drop one of them",
-        ),
-        (
-            config.recompute_offload and not torch.cuda.is_available(),
-            "--recompute-attention-offload moves results from a GPU's memory to the host's, and "
-            "there is no GPU: drop it",
         ),
     )
 

@@ -34,8 +34,10 @@ from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
+from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
+from megatron_burst.plugin.host_room import HostRoom
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
 from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
@@ -173,6 +175,12 @@ def _hooks(
             yield SequenceHooks(shared, ahead, documents_apart=args.sft)
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
+        if shared.config.recompute_offload:
+            tokens = tokens_of_rank(args)
+            assert tokens is not None
+            yield HostRoom(tokens, shared.config.recompute_fraction)
+            if args.recompute_granularity == "full":
+                yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)

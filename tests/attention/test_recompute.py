@@ -91,7 +91,7 @@ def twice(
             for a, b in zip(found, expected, strict=True)
             if not b.isinf().any()
         ),
-        "kept": kept.nbytes,
+        "kept": sum(x.nbytes for x in kept.tensors),
         "sent": sent,
         "pairs": calls["pairs"] - before["pairs"],
     }

@@ -406,8 +406,8 @@ def test_recompute_that_can_keep_attention(parser: argparse.ArgumentParser, line
         ),
         (BURST + FULL + "--recompute-attention-fraction 1.5", "within 0 and 1, got 1.5"),
         (
-            BURST + FULL + "--recompute-attention-offload",
-            "--recompute-attention-offload has no effect without --recompute-attention-fraction",
+            BURST + "--recompute-offload",
+            "--recompute-offload has no effect where Megatron recomputes no whole layers: add",
         ),
         (
             FULL + "--recompute-attention-fraction 0.5",
@@ -417,16 +417,6 @@ def test_recompute_that_can_keep_attention(parser: argparse.ArgumentParser, line
 )
 def test_recompute_that_cannot(parser: argparse.ArgumentParser, line: str, message: str) -> None:
     assert message in refusal(parser, line)
-
-
-def test_without_a_gpu_there_is_nothing_to_offload(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = KEEP + FULL + "--recompute-attention-offload"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "there is no GPU: drop it" in refusal(parser, line)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    configure(parse(parser, line))
 
 
 # Windows, documents, block masks and layouts.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst.config import MlpConfig
+from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.tools.live_bytes import LiveBytes
 
 pytest.importorskip("megatron.core.transformer.mlp")
@@ -71,7 +71,7 @@ def gradients(mlp: Mlp, run: Run, dtype: torch.dtype) -> list[Tensor]:
 def test_equals_the_whole(kind: type[Mlp], chunks: int) -> None:
     expected = gradients(kind(torch.float64), add_residual, torch.float64)
     chunked = kind(torch.float64)
-    ChunkedMlp(chunked, True, MlpConfig(chunks=chunks))
+    ChunkedMlp(chunked, True, chunks)
     found = gradients(chunked, add_residual, torch.float64)
     assert len(found) == len(expected) == (5 if kind is Shared else 6)
     for one, other in zip(found, expected, strict=True):
@@ -86,7 +86,7 @@ def test_a_replay_of_one_layer_computes_no_output() -> None:
     """The output's place is NaN there: whatever read it would be seen."""
     expected = gradients(Mlp(torch.float64), replayed, torch.float64)
     chunked = Mlp(torch.float64)
-    ChunkedMlp(chunked, False, MlpConfig(chunks=4))
+    ChunkedMlp(chunked, False, 4)
     found = gradients(chunked, replayed, torch.float64)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
@@ -100,14 +100,14 @@ def test_a_replay_whose_output_is_read_computes_it() -> None:
 
     expected = gradients(Mlp(torch.float64), twice, torch.float64)
     chunked = Mlp(torch.float64)
-    ChunkedMlp(chunked, True, MlpConfig(chunks=4))
+    ChunkedMlp(chunked, True, 4)
     for one, other in zip(gradients(chunked, twice, torch.float64), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 def test_the_hook_of_a_weight_runs_once() -> None:
     chunked, seen = Mlp(torch.float32), []
-    ChunkedMlp(chunked, True, MlpConfig(chunks=4))
+    ChunkedMlp(chunked, True, 4)
     for weight in chunked.parameters():
         accumulate = weight.expand_as(weight).grad_fn.next_functions[0][0]
         accumulate.register_hook(lambda *_, w=weight, kept=accumulate: seen.append(id(w)))
@@ -143,7 +143,7 @@ def test_gradients_that_a_kernel_added_are_not_added_again() -> None:
             weight.main_grad = torch.zeros_like(weight)
             weight.grad_added_to_main_grad = weight is mlp.fc1.weight  # of a micro-batch before
         if chunks > 1:
-            ChunkedMlp(mlp, True, MlpConfig(chunks=chunks))
+            ChunkedMlp(mlp, True, chunks)
         found = gradients(mlp, add_residual, torch.float64)
         flags = [weight.grad_added_to_main_grad for weight in mlp.parameters()]
         assert chunks == 1 or flags == [weight is mlp.fc2.weight for weight in mlp.parameters()]
@@ -158,7 +158,7 @@ def test_weight_gradients_are_summed_in_float32() -> None:
 
     def run(dtype: torch.dtype, chunks: int) -> Tensor:
         mlp = Mlp(torch.float32).to(dtype)
-        ChunkedMlp(mlp, True, MlpConfig(chunks=chunks))
+        ChunkedMlp(mlp, True, chunks)
         torch.manual_seed(1)
         x = torch.randn(1024, 1, HIDDEN, dtype=torch.bfloat16).to(dtype)
         mlp(x)[0].sum().backward()
@@ -170,7 +170,7 @@ def test_weight_gradients_are_summed_in_float32() -> None:
 
 def test_frozen_weights_and_inputs() -> None:
     chunked, whole = Mlp(torch.float64), Mlp(torch.float64)
-    ChunkedMlp(chunked, True, MlpConfig(chunks=3))
+    ChunkedMlp(chunked, True, 3)
     for mlp in (chunked, whole):
         mlp.fc1.weight.requires_grad_(False)
     x = torch.randn(TOKENS, 2, HIDDEN, dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_a_bias_that_is_no_parameter_is_refused() -> None:
             return super().forward(hidden)[0], self.bias.float()
 
     chunked = Casting(torch.float64)
-    ChunkedMlp(chunked, True, MlpConfig(chunks=2))
+    ChunkedMlp(chunked, True, 2)
     with pytest.raises(ValueError, match="no parameter of it"):
         chunked(torch.randn(TOKENS, 1, HIDDEN, dtype=torch.float64))
 
@@ -200,7 +200,7 @@ def test_one_chunk_lives_at_a_time() -> None:
             mlp = Mlp(torch.bfloat16, hidden, width)
             x = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
             if chunks > 1:
-                ChunkedMlp(mlp, False, MlpConfig(chunks=chunks))
+                ChunkedMlp(mlp, False, chunks)
             with LiveBytes([x, *mlp.parameters()]) as live:
                 replayed(mlp, x).sum().backward()
         return live.peak / x.nbytes
@@ -220,4 +220,4 @@ def test_one_chunk_lives_at_a_time() -> None:
     ],
 )
 def test_automatic_chunks(tokens: int, between: int, chunks: int) -> None:
-    assert MlpConfig(chunks=None).count(tokens, 4096, between) == chunks
+    assert choose_mlp_chunks(tokens, 4096, between) == chunks

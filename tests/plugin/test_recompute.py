@@ -400,9 +400,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         save(memory, *arguments)
 
     def fetching(memory: AttentionMemory) -> None:
-        before = memory.saved
+        stored = memory.saved and memory.saved.results
+        before = stored and stored._back
         fetch(memory)
-        if memory.saved is not before:
+        if stored and stored._back is not before:
             log.append(f"fetch {numbers[id(memory)]}")
 
     def recalling(memory: AttentionMemory) -> Any:
@@ -415,7 +416,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.__new__(Stream))
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(AttentionMemory, "save", saving)
     monkeypatch.setattr(AttentionMemory, "fetch", fetching)
     monkeypatch.setattr(AttentionMemory, "recall", recalling)
@@ -440,7 +440,9 @@ def test_what_waits_on_the_host_is_fetched_a_layer_ahead_on_one_stream(
     assert not copies, "nothing is fetched in a forward"
     for loss in losses:
         loss.backward()
-    assert ", ".join(copies) == ", ".join([order] * in_flight)
+    # What was saved last is still on the card.
+    orders = [order] * (in_flight - 1) + [order.replace("fetch 3, ", "")]
+    assert ", ".join(copies) == ", ".join(orders)
     assert Stream.made == 1
     check(model, expected(*range(in_flight), run=run), found=LAYERS * in_flight)
 
@@ -454,5 +456,6 @@ def test_a_forward_between_backwards_is_not_fetched_early(copies: list[str]) -> 
     for loss in losses[1:]:
         loss.backward()
     a_backward = "fetch 3, fetch 2, put 3, fetch 1, put 2, fetch 0, put 1, put 0"
-    assert ", ".join(copies) == ", ".join([a_backward] * 3)
+    orders = [a_backward] * 2 + [a_backward.removeprefix("fetch 3, ")]
+    assert ", ".join(copies) == ", ".join(orders)
     check(model, expected(0, 1, 2), found=3 * LAYERS)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
-from megatron_burst.attention.saved import AttentionMemory, HostMemory
+from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.plugin.models import LanguageModel
+from megatron_burst.transport.host import HostMemory
 
 
 class _Call(dict[int, AttentionMemory | None]):
@@ -64,7 +65,7 @@ class Checkpoints:
     def enter_layer(self, hidden: Tensor) -> None:
         """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
         storage = hidden.untyped_storage()
-        if _starts_a_pass(hidden):
+        if starts_a_pass(hidden):
             self._begin(storage)
             self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
         elif self._left() is not storage:
@@ -81,7 +82,7 @@ class Checkpoints:
         """
         again = torch.is_grad_enabled()
         storage = self._current() if self._is_second == again else None
-        if _starts_a_pass(query):  # Megatron's selective recompute checkpoints attention alone
+        if starts_a_pass(query):  # Megatron's selective recompute checkpoints attention alone
             storage = query.untyped_storage()
             self._begin(storage)
         call: _Call | None = None if storage is None else self._calls.get(storage)
@@ -96,6 +97,16 @@ class Checkpoints:
         twice = id(attention) in call  # a shared layer: which of them the second pass is in?
         call[id(attention)] = None if twice else AttentionMemory(self._fraction, self._host)
         return call[id(attention)]
+
+    def mover(self, storage: torch.UntypedStorage) -> Callable[[torch.UntypedStorage], None]:
+        """Return what says in which storage a checkpoint's input came back that was in this one."""
+        call = self._calls.get(storage)
+
+        def moved(back: torch.UntypedStorage) -> None:
+            if call is not None:
+                self._calls[back] = call
+
+        return moved
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         """A pass begins; the first one's call is new."""
@@ -129,7 +140,7 @@ class RecomputeHooks:
         self._checkpoints.leave_layer(output[0] if isinstance(output, tuple) else output)
 
 
-def _starts_a_pass(x: Tensor) -> bool:
+def starts_a_pass(x: Tensor) -> bool:
     """Whether a checkpoint has saved `x`, or a detached alias of it is where a second pass begins.
 
     Further inside a first pass nothing requires a gradient, and inside a second nothing is a leaf.

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.config import MlpConfig
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class ChunkedMlps:
             refuse_all(
                 "--mlp-chunks cannot run this", beyond(MLP_LIMITS, model.config, MLP_WORKING)
             )
-            found = [ChunkedMlp(*each, self._config) for each in _mlps(model)]
+            found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model)]
             logger.info("--mlp-chunks %s: %d MLPs", self._config.chunks or "auto", len(found))
         return models
 
@@ -72,11 +73,11 @@ class ChunkedMlp:
     Args:
         mlp: whose forward is replaced; rows [tokens, batch] do not depend on each other.
         output_is_read: whether the values of the output matter in the replay of a checkpoint.
-        settings: how many chunks.
+        chunks: how many; None chooses.
     """
 
-    def __init__(self, mlp: MLP, output_is_read: bool, settings: MlpConfig) -> None:
-        self._mlp, self._forward, self._settings = mlp, mlp.forward, settings
+    def __init__(self, mlp: MLP, output_is_read: bool, chunks: int | None) -> None:
+        self._mlp, self._forward, self._chunks = mlp, mlp.forward, chunks
         self._output_is_read = output_is_read
         self._bias: Tensor | None = None  # what Megatron adds to the output itself
         self._returns_bias = False
@@ -86,8 +87,8 @@ class ChunkedMlp:
         self, hidden: Tensor, padding_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return what the MLP returns for hidden states [tokens, batch, hidden]."""
-        count = self._settings.count(hidden.shape[:-1].numel(), hidden.shape[-1], self._between)
-        tokens = math.ceil(len(hidden) / count)
+        sizes = hidden.shape[:-1].numel(), hidden.shape[-1], self._between
+        tokens = math.ceil(len(hidden) / (self._chunks or choose_mlp_chunks(*sizes)))
         weights = [weight for weight in self._mlp.parameters() if weight.requires_grad]
         output = _InChunks.apply(hidden, self, tokens, *weights)
         return (output, self._bias) if self._returns_bias else output

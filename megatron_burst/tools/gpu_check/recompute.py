@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention.saved import AttentionMemory, HostMemory, SavedRows
+from megatron_burst.attention.saved import AttentionMemory, SavedRows
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import Sizes, Tensors
+from megatron_burst.transport.host import HostMemory
 
-REMEDY = "train without --recompute-attention-offload, or without partial recompute"
+REMEDY = "train without --recompute-offload, or without partial recompute"
 _ERROR = 5e-3  # of the norm: what is recomputed may be rounded otherwise, once
 _FRACTIONS = (0.0, 0.5, 1.0)  # one rank has two chunks
 _CYCLES = 200_000_000  # that a GPU is kept busy, so that a copy may come too early
@@ -41,10 +42,13 @@ def _of_memory(
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
     yield at_most(f"{name}: error", error, _ERROR)
     assert saved is not None
-    share, right = saved.nbytes / sum(x.nbytes for x in expected[:2]), 1 - memory.fraction
+    share, right = (
+        sum(x.nbytes for x in saved.tensors) / sum(x.nbytes for x in expected[:2]),
+        1 - memory.fraction,
+    )
     yield Check(f"{name}: saved of the results", f"{share:.3f}", f"= {right:g}", share == right)
     if memory.host is not None and share:
-        pinned = saved.out_BSHD.is_pinned()
+        pinned = saved.tensors[0].is_pinned()
         yield Check(f"{name}: where", "pinned" if pinned else "not pinned", "pinned", pinned)
     del found, saved
     left = device.left_behind(lambda: twice(memory))

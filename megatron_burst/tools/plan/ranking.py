@@ -57,7 +57,7 @@ class Candidate:
     @property
     def offloaded(self) -> str:
         """What is in the host's memory, for a table."""
-        named = {"optimizer-cpu-offload": "optimizer", "recompute-attention-offload": "attention"}
+        named = {"optimizer-cpu-offload": "optimizer", "recompute-offload": "recompute"}
         return ", ".join(what for flag, what in named.items() if self.flags.get(flag)) or "-"
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss, MlpConfig
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
+from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
 from megatron_burst.tools.model import Flags, cut, model_of, whole
 from megatron_burst.tools.plan.cluster import Cluster
@@ -62,12 +63,13 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
-        config=config_of(BurstConfig, given),
+        config=(config := config_of(BurstConfig, given)),
         window=_window(given),
         documents=_documents(given),
         recompute=granularity == "full",
         selective=_modules(given) if granularity == "selective" else frozenset(),
         chunked_loss=chunking is not None,
+        offload_inputs=config.recompute_offload and granularity == "full",
         mlp_chunks=_mlp_chunks(given),
         loss_bytes=chunking.peak if chunking else 0,
         head_products=chunking.products if chunking else 3,
@@ -112,7 +114,8 @@ def _mlp_chunks(given: Flags) -> int:
         tokens //= tensor
     else:
         between //= tensor
-    return config_of(MlpConfig, given).count(tokens, model.hidden, between)
+    chunks = config_of(MlpConfig, given).chunks
+    return chunks or choose_mlp_chunks(tokens, model.hidden, between)
 
 
 def loss_chunking(given: Flags) -> Chunking | None:

@@ -197,8 +197,8 @@ def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any
     full = flags.get("recompute-granularity") == "full"
     for offload, fraction in product(offloads, sorted(fractions) if full else (None,)):
         yield {**offload, **recomputing(fraction)}
-        if fraction == 0:
-            yield {**offload, **recomputing(fraction), "recompute-attention-offload": True}
+        if full and "recompute-offload" not in flags:
+            yield {**offload, **recomputing(fraction), "recompute-offload": True}
 
 
 def _bound(load: Workload) -> float:

@@ -1,0 +1,104 @@
+"""What Megatron's recompute saves, the inputs of layers, in the host's memory.
+
+A checkpoint saves its input by autograd, whose hooks for saved tensors hand it over here and take
+it back. They stand around the forward of the layers, in which nothing else that is large is saved.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_burst.plugin.attention.recompute import Checkpoints, starts_a_pass
+from megatron_burst.transport.host import HostMemory, Stored
+
+
+class OffloadInputs:
+    """A pre-wrap hook of Megatron's model builders: inputs of checkpoints go to the host's memory.
+
+    Each leaves behind its checkpoint's forward. In the backward one comes back while the checkpoint
+    behind it runs.
+
+    Args:
+        checkpoints: what finds attention's results by the storage of that input; None: nothing.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None) -> None:
+        self._checkpoints, self._host = checkpoints, HostMemory()
+        self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
+        self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
+        self._hooks: list[saved_tensors_hooks] = []
+
+    def __call__(self, models: list[Any]) -> list[Any]:
+        """Attach to the layers of all pipeline stages among `models` and return them."""
+        for model in models:
+            model.register_forward_pre_hook(lambda *_: self._begin_forward())
+            for part in (model.decoder, getattr(model, "mtp", None)):
+                if part is not None:
+                    part.register_forward_pre_hook(lambda *_: self._enter())
+                    part.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            for module in (*model.decoder.layers, *_mtp_norms(model)):
+                module.register_forward_pre_hook(self._see, with_kwargs=True)
+        return models
+
+    def _begin_forward(self) -> None:
+        self._last = _nothing
+        self._inputs.clear()
+
+    def _enter(self) -> None:
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.append(hooks)
+        hooks.__enter__()
+
+    def _leave(self) -> None:
+        self._hooks.pop().__exit__()
+        self._inputs.clear()
+
+    def _see(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins that may be the first of a checkpoint."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if starts_a_pass(hidden) and not torch.is_grad_enabled():
+            self._inputs.append(weakref.ref(hidden))
+
+    def _pack(self, x: Tensor) -> "Tensor | _Input":
+        """Take what autograd saves; all but inputs of checkpoints stays where it is."""
+        if all(seen() is not x for seen in self._inputs):
+            return x.detach()  # what a node saves of its own output would keep the node
+        found = _Input(self._host.store(x.detach()), self._last)
+        if self._checkpoints is not None:
+            found.moved = self._checkpoints.mover(x.untyped_storage())
+        self._last = weakref.ref(found)
+        return found
+
+
+class _Input:
+    """The input of a checkpoint; the graph holds it."""
+
+    def __init__(self, stored: Stored, before: "Callable[[], _Input | None]") -> None:
+        self.stored, self._before = stored, before
+        self.moved: Callable[[torch.UntypedStorage], None] = lambda _: None
+
+    def recall(self) -> Tensor:
+        """Return it for the second pass, while the one before it starts to come back."""
+        (x,) = self.stored.recall()
+        if (before := self._before()) is not None:
+            before.stored.fetch()
+        self.moved(x.untyped_storage())
+        return x
+
+
+def _unpack(saved: "Tensor | _Input") -> Tensor:
+    return saved.recall() if isinstance(saved, _Input) else saved
+
+
+def _mtp_norms(model: Any) -> Iterator[Any]:
+    """Yield what sees first what the checkpoint of an MTP layer saves."""
+    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
+        yield from (layer.enorm, layer.hnorm)
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference."""

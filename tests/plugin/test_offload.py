@@ -1,0 +1,205 @@
+"""Inputs of checkpoints go to the host's memory, and attention's results are still found."""
+
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_burst.plugin import host_room  # noqa: E402
+from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
+from megatron_burst.transport.host import HostMemory  # noqa: E402
+from tests.plugin.test_recompute import (  # noqa: E402
+    LAYERS,
+    RUNS,
+    Model,
+    Run,
+    batch,
+    block,
+    in_pairs,
+    selective,
+    uniform,
+)
+
+CHECKPOINTS = {uniform: LAYERS, in_pairs: LAYERS // 2, block: 2, selective: 0}
+
+
+class Decoder(torch.nn.Module):
+    """Calls the layers, as Megatron's block does, inside of its own forward."""
+
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, model: Any, hidden: Tensor, run: Run) -> Tensor:
+        return run(model, hidden).tanh()  # a norm behind the layers saves its output
+
+
+class Offloading(Model):
+    def __init__(self, fraction: float | None) -> None:
+        super().__init__(fraction)
+        self.decoder = Decoder(self.decoder.layers)
+        OffloadInputs(self.checkpoints)([self])
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return self.decoder([self][0], self.embedding(x), run).square().sum()
+
+
+class Plain(Offloading):
+    def __init__(self) -> None:
+        Model.__init__(self, None)
+        self.decoder = Decoder(self.decoder.layers)
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many inputs went and came back; the CPU stands in for the card."""
+    seen: Counter[str] = Counter()
+    for name in ("store", "start_back"):
+        original = getattr(HostMemory, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original) -> Any:
+            seen[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(HostMemory, name, counted)
+    done = SimpleNamespace(
+        wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: None
+    )
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: done)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: done)
+    return seen
+
+
+def wanted(*numbers: int, run: Run) -> list[Tensor]:
+    model = Plain()
+    for number in numbers:
+        model(batch(number), run).backward()
+    return model.gradients()
+
+
+@pytest.mark.parametrize("fraction", [None, 0.3])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_gradients_and_copies(copies: Counter[str], run: Run, fraction: float | None) -> None:
+    model = Offloading(fraction)
+    losses = [model(batch(number), run) for number in range(3)]
+    assert copies == Counter(store=3 * CHECKPOINTS[run]) + Counter()
+    for loss in losses:
+        loss.backward()
+    for x, y in zip(model.gradients(), wanted(0, 1, 2, run=run), strict=True):
+        assert (x - y).norm() <= 2e-6 * y.norm()
+    if CHECKPOINTS[run]:  # the one that left last is still on the card
+        assert copies["start_back"] == 3 * CHECKPOINTS[run] - 1
+    if fraction is not None:
+        found = 2 if run is block else LAYERS
+        assert (model.checkpoints.found, model.checkpoints.kept) == (3 * found, 0)
+
+
+def test_at_most_two_inputs_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    store, back = HostMemory.store, HostMemory.start_back
+    seen: list[Any] = []
+
+    def leaving(host: HostMemory, x: Tensor) -> Any:
+        seen.append(x.untyped_storage()._weak_ref())
+        return store(host, x)
+
+    def arriving(host: HostMemory, *there: Any) -> Any:
+        copy = back(host, *there)
+        seen.append(copy.tensors[0].untyped_storage()._weak_ref())
+        return copy
+
+    monkeypatch.setattr(HostMemory, "store", leaving)
+    monkeypatch.setattr(HostMemory, "start_back", arriving)
+    model = Offloading(None)
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(
+            lambda *_: alive.append(
+                sum(not torch.UntypedStorage._expired(reference) for reference in seen)
+            )
+        )
+    model(batch(0), uniform).backward()
+    assert max(alive) == 2 and len(seen) == 2 * LAYERS - 1
+
+
+def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(layers: int, **settings: Any) -> Any:
+        config = TransformerConfig(
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            recompute_granularity="full",
+            recompute_num_layers=1,
+            recompute_method="uniform",
+            **settings,
+        )
+        decoder = SimpleNamespace(layers=[None] * layers)
+        return SimpleNamespace(config=config, decoder=decoder, modules=lambda: iter(()))
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(host_room, "get_num_microbatches", lambda: 1)
+    for gib, fits in ((255, False), (257, True)):  # 8 ranks · 32 layers · 1 GiB
+        monkeypatch.setattr(host_room, "available_bytes", lambda gib=gib: gib * 2**30)
+        with nullcontext() if fits else pytest.raises(ValueError, match="8 ranks on this node 256"):
+            host_room.HostRoom(131072, None)([model(32)])
+    assert host_room.offloaded_bytes(model(32), 131072, None) == 32 * 2**30
+    spread = model(32, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert host_room.offloaded_bytes(spread, 131072, None) == 16 * 2**30
+
+
+def test_an_evaluation_copies_nothing(copies: Counter[str]) -> None:
+    model = Offloading(0.5)
+    with torch.no_grad():
+        model(batch(0), uniform)
+    assert not copies
+
+
+def test_an_exception_leaves_nothing_behind(copies: Counter[str]) -> None:
+    model = Offloading(0.5)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    handle = model.decoder.layers[2].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(batch(0), uniform)
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    loss = model(batch(1), uniform)
+    handle = model.decoder.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward()
+    handle.remove()
+    del loss
+    model.zero_grad()
+    model(batch(2), uniform).backward()
+    for x, y in zip(model.gradients(), wanted(2, run=uniform), strict=True):
+        assert (x - y).norm() <= 2e-6 * y.norm()
+
+
+def test_a_control_group_bounds_what_is_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job" / "step"
+    folder.mkdir(parents=True)
+    for group, limit in ((folder, "max"), (folder.parent, str(7 * 2**30))):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{2**30}\n")
+    (tmp_path / "cgroup").write_text("0::/job/step\n")
+    monkeypatch.setattr(host_room, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_room, "_OWN_CGROUPS", tmp_path / "cgroup")
+    free = SimpleNamespace(available=100 * 2**30)
+    monkeypatch.setattr(host_room.psutil, "virtual_memory", lambda: free)
+    assert host_room.available_bytes() == 6 * 2**30

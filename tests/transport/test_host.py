@@ -1,0 +1,135 @@
+"""What waits in the host's memory goes and comes in an order that holds. (fast tier)
+
+Without a device: tests/streams.py stands in for CUDA's streams.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_burst.transport.host import HostMemory, PinnedBuffers, Stored, slab_count
+from tests.streams import Stream, Streams
+
+
+def layer(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class OnTheCard:
+    """The most layers' inputs that exist at a time, without what is at work."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def count(self) -> None:
+        gc.collect()
+
+
+def train(layers: int, prefetches: bool = True, steps: int = 2) -> Streams:
+    """Inputs of layers leave behind each layer; in the backward one comes back ahead."""
+    streams, host = Streams(), HostMemory()
+    with streams.recording():
+        for _ in range(steps):
+            x, inputs = torch.zeros(64, device="cuda"), list[Stored]()
+            for _ in range(layers):
+                output = layer(x)
+                inputs.append(host.store(x))
+                x = output
+            while inputs:
+                (inputs.pop().recall()[0] + x).sum()
+                if prefetches and inputs:
+                    inputs[-1].fetch()
+    return streams
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_copies_are_ordered(prefetches: bool) -> None:
+    streams = train(4, prefetches)
+    assert len(streams.made) == 1
+    # The last layer's input is still on the card when the backward begins.
+    assert streams.copies == 2 * (4 * ["to the host"] + 3 * ["to the device"])
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+@pytest.mark.parametrize("step", ["wait_stream", "wait_event"])
+def test_a_missing_wait_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, step: str, prefetches: bool
+) -> None:
+    monkeypatch.setattr(Stream, step, lambda *_: None)
+    with pytest.raises(AssertionError, match="may run before|given away|may overwrite"):
+        train(4, prefetches)
+
+
+def test_values_return_and_buffers_are_used_again() -> None:
+    host, seen = HostMemory(), set()
+    with _host_alone():
+        for _ in range(3):
+            kept = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(4)]
+            copies = [x.clone() for x in kept]
+            stored = [host.store(x) for x in kept]
+            seen |= {one.there[0].data_ptr() for one in stored}
+            host.settle()
+            del kept
+            for one, copy in zip(reversed(stored), reversed(copies), strict=True):
+                (back,) = one.recall()
+                assert back.dtype == copy.dtype and torch.equal(back, copy)
+            del stored, one
+    assert len(seen) == 4, "a step takes what the one before gave back"
+
+
+def test_an_input_that_is_never_asked_for_gives_its_buffer_back() -> None:
+    host = HostMemory()
+    with _host_alone():
+        stored = host.store(torch.zeros(3))
+        first = stored.there[0].data_ptr()
+        del stored
+        assert host.store(torch.zeros(3)).there[0].data_ptr() == first
+
+
+def _host_alone() -> "pytest.MonkeyPatch":
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    @contextmanager
+    def patched():
+        done = SimpleNamespace(
+            wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: None
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Stream", lambda _: done)
+            patch.setattr(torch.cuda, "current_stream", lambda _=None: done)
+
+            @contextmanager
+            def stream(_):
+                yield
+
+            patch.setattr(torch.cuda, "stream", stream)
+            make = torch.empty
+            patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: make(*a, **k))
+            yield
+
+    return patched()
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (2**30, 1),
+        (335 * 10**6, 3),  # 1,005 of 1,074 MB, where torch takes 537 for each
+        (5 * 2**20, 3),  # 15 of 16
+        (9 * 2**20, 7),  # 63 of 64
+        (2**30 + 256, 15),
+    ],
+)
+def test_slabs_leave_little_unused(size: int, count: int) -> None:
+    assert slab_count(size) == count
+
+
+def test_buffers_are_cut_from_slabs() -> None:
+    with _host_alone():
+        buffers = PinnedBuffers()
+        taken = [buffers.take(5 * 2**20 - 3) for _ in range(6)]
+    assert {len(one) for one in taken} == {5 * 2**20}
+    assert len({one.untyped_storage().data_ptr() for one in taken}) == 2
