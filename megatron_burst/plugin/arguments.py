@@ -31,12 +31,18 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
 from megatron_burst.plugin.flags import all_flags, flags
-from megatron_burst.plugin.limits import LATENT_LIMITS, LM_HEAD_LIMITS, beyond, refusals, refuse_all
+from megatron_burst.plugin.limits import (
+    LATENT_LIMITS,
+    MEGATRON,
+    beyond,
+    lm_head_refusals,
+    refusals,
+    refuse_all,
+)
 
 logger = logging.getLogger(__name__)
 
 _METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
-MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
@@ -167,7 +173,7 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
     config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
-    refuse_all(f"--lm-head-loss {config.loss} cannot run this", beyond(LM_HEAD_LIMITS, args))
+    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
     return config
 
 

@@ -19,6 +19,7 @@ from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (
     block_spec,
     local_stack_spec,
+    local_variant_spec,
     with_sequence_parallel_norm,
 )
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
@@ -128,6 +129,9 @@ class LayerSpecProvider:
 
     def _original(self, model_config: Any, vp_stage: int | None) -> Any:
         if self._spec is None:
+            transformer = getattr(model_config, "transformer", model_config)
+            if transformer.experimental_attention_variant and not transformer_block.HAVE_TE:
+                return local_variant_spec(transformer, vp_stage)
             from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
 
             return default_layer_spec(model_config, vp_stage)

@@ -142,7 +142,7 @@ def test_a_stage_without_attention_makes_the_contexts_too() -> None:
         (
             "M*G",
             {"layout": "segmented-zigzag"},
-            r"M \(Mamba\) and G \(gated delta net\) in the pattern M\*G: .* drop --burst-layout",
+            r"M \(Mamba\) and G \(gated delta net\) layers undo .* drop --burst-layout",
         ),
     ],
 )

@@ -6,7 +6,6 @@ The same on several context-parallel ranks is refused before the first token. Pr
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 

@@ -223,11 +223,10 @@ class BurstCoreAttention(ModuleWithSink):
             ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
                 which nobody moves the tokens.
         """
-        if query.shape[0] != key.shape[0]:
-            given = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias}
-            return self._decode(self.softmax_offset, query, key, value, attention_mask, **given)
-        self._decode.check()
         self._refuse(attention_mask, attention_bias)
+        self._decode.check()
+        if query.shape[0] != key.shape[0]:
+            return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
         documents = self._documents(packed_seq_params, query)
         is_thd = not isinstance(packed_seq_params, Documents | None)
         mask_type = attn_mask_type or self._attn_mask_type

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 
@@ -28,7 +29,14 @@ class Decoder:
         if InferenceMode.is_active() and torch.is_inference_mode_enabled():
             self._refuse()
 
-    def __call__(self, sink: Tensor | None, *given: Any, **options: Any) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_type: AttnMaskType | None,
+        sink: Tensor | None,
+    ) -> Tensor:
         """Attend as Megatron does: fewer queries [s, b, heads, d] than keys and values.
 
         Raises:
@@ -40,7 +48,7 @@ class Decoder:
             self._built = self._build().eval()
             if isinstance(sink, nn.Parameter):  # the only weight there is: both have one
                 self._built.softmax_offset = sink
-        out: Tensor = self._built(*given, **options)
+        out: Tensor = self._built(query, key, value, None, attn_mask_type=mask_type)
         return out
 
     def _refuse(self) -> None:
