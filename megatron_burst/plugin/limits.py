@@ -14,6 +14,9 @@ _GRAPHS_BESIDE_ATTENTION = {
     "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
 }
 
+# What Megatron reads them as once it has validated its arguments.
+_DEPRECATED_GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+
 
 def with_remedies(**reasons: str) -> dict[str, str]:
     """Return limits, arguments of Megatron and why they have to be off; to drop one is the remedy.
@@ -119,6 +122,7 @@ LM_HEAD_LIMITS = with_remedies(
         "full_iteration"
     ),
     batch_invariant_mode="chunks are other shapes than Megatron's",
+    save_activations_interval="it saves logits, which never exist",
     save_dgrads_interval="the output layer hands on no tensor whose gradient could be saved",
     perform_rl_step=(
         "its losses are made of logits, outside the model: take --lm-head-loss megatron with "
@@ -142,7 +146,13 @@ def refusals(settings: Any) -> list[str]:
     """
     pattern = layer_pattern(settings)
     layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
-    checks = _graph_refusals, _window_refusals, _document_refusals, _mtp_refusals
+    checks = (
+        _graph_refusals,
+        _window_refusals,
+        _document_refusals,
+        _rotary_refusals,
+        _mtp_refusals,
+    )
     others = (reason for check in checks for reason in check(settings))
     return [*beyond(LIMITS, settings), *others, *pattern_refusals(pattern, layout, settings)]
 
@@ -225,6 +235,8 @@ def beyond(
 def _graph_refusals(settings: Any) -> Iterator[str]:
     """Per-layer CUDA graphs may hold anything but attention; no module named is the whole layer."""
     impl = getattr(settings, "cuda_graph_impl", None)
+    for flag, meant in _DEPRECATED_GRAPHS.items():
+        impl = meant if getattr(settings, flag, False) else impl
     if impl not in _GRAPHS_BESIDE_ATTENTION:
         return
     # Until Megatron has validated its arguments, those of --cuda-graph-scope have their own place.
@@ -282,6 +294,21 @@ def _document_refusals(args: Any) -> Iterator[str]:
             "which cannot tell them apart for seq_aux_loss: "
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
+
+
+def _rotary_refusals(args: Any) -> Iterator[str]:
+    """Embeddings whose rows cannot be taken one by one, where tokens leave Megatron's order."""
+    layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
+    why = _documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
+    if not why:
+        return
+    kind = getattr(args, "position_embedding_type", None)
+    if kind == "mrope":
+        yield f"position_embedding_type = mrope: it cannot follow {why}: drop one of them"
+    fuses = getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion
+    # Without rope Megatron switches the fusion off by itself.
+    if fuses and (kind == "rope" or args.use_rotary_position_embeddings):
+        yield f"apply_rope_fusion = True: MLA's cannot follow {why}: pass --no-rope-fusion"
 
 
 def _mtp_refusals(args: Any) -> Iterator[str]:

@@ -557,6 +557,31 @@ def test_hybrid_patterns_that_cannot(
     assert re.search(message, refusal(parser, f"{HYBRID} '{pattern}' {flags}"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--position-embedding-type mrope", "mrope: it cannot follow {}: drop one of them"),
+        (
+            "--multi-latent-attention --position-embedding-type rope",
+            "MLA's cannot follow {}: pass --no-rope-fusion",
+        ),
+        ("--multi-latent-attention --position-embedding-type rope --no-rope-fusion", None),
+        ("--multi-latent-attention", None),  # Megatron has no rotary embeddings to fuse
+        ("--position-embedding-type rope", None),
+    ],
+)
+def test_rotary_embeddings_that_cannot_follow_the_tokens(
+    parser: argparse.ArgumentParser, flags: str, message: str | None
+) -> None:
+    configure(parse(parser, BURST + flags))  # in zigzag, without documents
+    moved = {DOCUMENTS: "dataloader_inter_document_masking", SEGMENTED: SEGMENTED.strip()}
+    for more, why in moved.items():
+        if message is None:
+            configure(parse(parser, BURST + flags + more))
+        else:
+            assert message.format(why) in refusal(parser, BURST + flags + more)
+
+
 GDN = BURST + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 
 
@@ -675,6 +700,8 @@ def test_cuda_graphs_without_attention_run_and_others_are_refused(
         named = ", ".join(BOTH[:3]) if impl == "local" else "mlp, moe, moe_router"
         assert f"with --cuda-graph-impl {impl} name some of {named}" in text
     assert "cuda_graph_modules = none, the whole layer: " in refusal(parser, line)
+    deprecated = {"local": "--enable-cuda-graph", "transformer_engine": "--external-cuda-graph"}
+    assert f"with --cuda-graph-impl {impl} name" in refusal(parser, BURST + deprecated[impl])
 
 
 def captured_by_megatron(module: CudaGraphModule, impl: str) -> bool:
@@ -887,6 +914,7 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",
+    "save_activations_interval": "--save-activations-interval 2",
     "save_dgrads_interval": "--save-dgrads-interval 2",
     "perform_rl_step": "--perform-rl-step",
 }
