@@ -143,8 +143,8 @@ def within(sizes: Sizes, limit: int | None) -> Chunking:
     if limit < fixed + each:
         of_all = f" on each of {parts} ranks" if parts > 1 else ""
         raise ValueError(
-            f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token of "
-            f"{tokens_of_a_part}{of_all}, with {sizes.vocabulary} rows of the vocabulary: at least "
+            f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token"
+            f"{of_all}, with {sizes.vocabulary} rows of the vocabulary: at least "
             f"{-(-(fixed + each) // MIB)} MiB"
         )
     tokens = _even(tokens_of_a_part, min(combined, (limit - fixed) // each))

@@ -32,10 +32,11 @@ from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_l
 from megatron_burst.plugin.flags import all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
-    LM_HEAD_LIMITS,
+    MEGATRON,
     MLP_LIMITS,
     MLP_WORKING,
     beyond,
+    lm_head_refusals,
     refusals,
     refuse_all,
 )
@@ -43,7 +44,6 @@ from megatron_burst.plugin.limits import (
 logger = logging.getLogger(__name__)
 
 _METAVARS = {"kernel": "NAME", "block_mask": "FILE"}
-MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
@@ -175,7 +175,7 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
     config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
-    refuse_all(f"--lm-head-loss {config.loss} cannot run this", beyond(LM_HEAD_LIMITS, args))
+    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
     return config
 
 

@@ -19,6 +19,7 @@ from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (
     block_spec,
     local_stack_spec,
+    local_variant_spec,
     with_sequence_parallel_norm,
 )
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
@@ -93,10 +94,19 @@ def stack_spec(spec: Any, shared: SharedState | None) -> Any:
         spec: the one that `--spec` named; None for Megatron's own.
         shared: the contexts of our attention; None leaves core attention as it is.
     """
-    if spec is None or spec is hybrid_stack_spec:
+    if spec is None or spec is hybrid_stack_spec or (shared is not None and _has_ours(spec)):
         spec = hybrid_stack_spec if transformer_block.HAVE_TE else local_stack_spec()
     spec = with_sequence_parallel_norm(spec)
     return spec if shared is None else burst_layer_spec(spec, shared)
+
+
+def _has_ours(spec: Any) -> bool:
+    """Whether it is one of `megatron_burst.plugin.spec`, whose attention is ours already.
+
+    --use-checkpoint-args brings it from a run that was started with it.
+    """
+    named = getattr(spec, "module", spec)
+    return getattr(named, "__module__", None) == "megatron_burst.plugin.spec"
 
 
 class LayerSpecProvider:
@@ -108,7 +118,7 @@ class LayerSpecProvider:
     """
 
     def __init__(self, spec: Any, shared: SharedState | None) -> None:
-        self._spec = spec
+        self._spec = None if shared is not None and _has_ours(spec) else spec
         self.shared = shared
 
     def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
@@ -128,6 +138,9 @@ class LayerSpecProvider:
 
     def _original(self, model_config: Any, vp_stage: int | None) -> Any:
         if self._spec is None:
+            transformer = getattr(model_config, "transformer", model_config)
+            if transformer.experimental_attention_variant and not transformer_block.HAVE_TE:
+                return local_variant_spec(transformer, vp_stage)
             from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
 
             return default_layer_spec(model_config, vp_stage)

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_burst.config import LayoutName
+from megatron_burst.config import Algorithm, LayoutName
+
+MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 # What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
 # Megatron's own implementation captures whole layers.
@@ -11,6 +13,9 @@ _GRAPHS_BESIDE_ATTENTION = {
     "local": ("moe_router", "moe_preprocess", "mamba"),
     "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
 }
+
+# What Megatron reads them as once it has validated its arguments.
+_DEPRECATED_GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
 
 def with_remedies(**reasons: str) -> dict[str, str]:
@@ -30,6 +35,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "")
 WORKING: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": (None, "auto"),
     "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
+    "experimental_attention_variant": (None, "gated_delta_net"),
 }
 
 # Of our attention.
@@ -38,7 +44,7 @@ LIMITS = with_remedies(
         "a kernel's random numbers are local to a tile, so no CP size would equal another: pass "
         "--attention-dropout 0"
     ),
-    experimental_attention_variant="it brings an attention of its own",
+    experimental_attention_variant="of these gated_delta_net alone runs beside our attention",
     reset_attention_mask=(
         "it needs the dense mask, which is never built: drop --reset-attention-mask, and take "
         "--dataloader-inter-document-masking"
@@ -73,6 +79,15 @@ LIMITS = with_remedies(
         "it chooses among Megatron's own kernels: drop --attention-backend, or choose with "
         "--burst-kernel"
     ),
+    flash_attention_version=(
+        "it chooses among Megatron's own kernels: drop --flash-attention-version, or choose with "
+        "--burst-kernel"
+    ),
+    inprocess_restart=(
+        "groups of ours are made once a model is configured, and would outlive Megatron's: "
+        "drop --inprocess-restart"
+    ),
+    fake_process_group="a ring waits for ranks that are not there",
 )
 
 # Of sending the latents of multi-latent attention; K and V can always be sent.
@@ -107,6 +122,12 @@ LM_HEAD_LIMITS = with_remedies(
         "full_iteration"
     ),
     batch_invariant_mode="chunks are other shapes than Megatron's",
+    save_activations_interval="it saves logits, which never exist",
+    save_dgrads_interval="the output layer hands on no tensor whose gradient could be saved",
+    perform_rl_step=(
+        "its losses are made of logits, outside the model: take --lm-head-loss megatron with "
+        "--perform-rl-step"
+    ),
 )
 
 # Of MLPs in chunks.
@@ -144,11 +165,37 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    pattern = getattr(settings, "hybrid_layer_pattern", None)
+    pattern = layer_pattern(settings)
     layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
-    checks = _graph_refusals, _window_refusals, _document_refusals, _mtp_refusals
+    checks = (
+        _graph_refusals,
+        _window_refusals,
+        _document_refusals,
+        _rotary_refusals,
+        _mtp_refusals,
+    )
     others = (reason for check in checks for reason in check(settings))
     return [*beyond(LIMITS, settings), *others, *pattern_refusals(pattern, layout, settings)]
+
+
+def lm_head_refusals(args: Any) -> list[str]:
+    """Return why the chunked loss cannot run with Megatron's parsed arguments, one line each."""
+    documents = _documents_flag(args)
+    ranks, name = args.context_parallel_size, getattr(args, "context_parallel_algo", None)
+    reasons = beyond(LM_HEAD_LIMITS, args)
+    if args.mtp_num_layers and documents and ranks > 1 and name == MEGATRON:
+        reasons.append(
+            f"mtp_num_layers = {args.mtp_num_layers}, {documents} = True: over {ranks} "
+            "context-parallel ranks Megatron's attention leaves tokens where MTP's losses cannot "
+            f"the next: take --context-parallel-algo {Algorithm.BURST}, or drop one of them"
+        )
+    return reasons
+
+
+def _documents_flag(args: Any) -> str | None:
+    """Name the argument that brings documents, if one does."""
+    names = "dataloader_inter_document_masking", "sft"
+    return next((name for name in names if getattr(args, name, False)), None)
 
 
 def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
@@ -167,8 +214,8 @@ def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterato
     found = recurrent_layers(pattern)
     if layout != LayoutName.ZIGZAG and found:
         yield (
-            f"{found} in the pattern {pattern}: these layers undo Megatron's zigzag "
-            f"by themselves and know no other order: drop --burst-layout {layout}"
+            f"{found} layers undo Megatron's zigzag by themselves and know no other order: "
+            f"drop --burst-layout {layout}"
         )
     ranks = getattr(settings, "tensor_model_parallel_size", 1)
     if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
@@ -176,6 +223,13 @@ def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterato
             f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
             "of its norm over them under sequence parallelism alone: add --sequence-parallel"
         )
+
+
+def layer_pattern(settings: Any) -> str | None:
+    """Return the pattern of a hybrid model's layers; "G" for a GPTModel that has such among its."""
+    pattern: str | None = getattr(settings, "hybrid_layer_pattern", None)
+    variant = getattr(settings, "experimental_attention_variant", None)
+    return "G" if variant == "gated_delta_net" else pattern
 
 
 def recurrent_layers(pattern: str | None) -> str:
@@ -202,6 +256,8 @@ def beyond(
 def _graph_refusals(settings: Any) -> Iterator[str]:
     """Per-layer CUDA graphs may hold anything but attention; no module named is the whole layer."""
     impl = getattr(settings, "cuda_graph_impl", None)
+    for flag, meant in _DEPRECATED_GRAPHS.items():
+        impl = meant if getattr(settings, flag, False) else impl
     if impl not in _GRAPHS_BESIDE_ATTENTION:
         return
     # Until Megatron has validated its arguments, those of --cuda-graph-scope have their own place.
@@ -232,11 +288,10 @@ def _window_refusals(settings: Any) -> Iterator[str]:
 
 def _document_refusals(args: Any) -> Iterator[str]:
     """Recurrent layers, the layout of --sft, and samples that have to be told apart on one rank."""
-    names = "dataloader_inter_document_masking", "sft"
-    name = next((name for name in names if getattr(args, name, False)), None)
+    name = _documents_flag(args)
     if name is None:
         return
-    found = recurrent_layers(getattr(args, "hybrid_layer_pattern", None))
+    found = recurrent_layers(layer_pattern(args))
     layout = getattr(args, "burst_layout", "zigzag")
     if found and name == "sft":
         yield f"sft = True: {found} layers were not shown to be right with it: drop --sft"
@@ -262,8 +317,29 @@ def _document_refusals(args: Any) -> Iterator[str]:
         )
 
 
+def _rotary_refusals(args: Any) -> Iterator[str]:
+    """Embeddings whose rows cannot be taken one by one, where tokens leave Megatron's order."""
+    layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
+    why = _documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
+    if not why:
+        return
+    kind = getattr(args, "position_embedding_type", None)
+    if kind == "mrope":
+        yield f"position_embedding_type = mrope: it cannot follow {why}: drop one of them"
+    fuses = getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion
+    # Without rope Megatron switches the fusion off by itself.
+    if fuses and (kind == "rope" or args.use_rotary_position_embeddings):
+        yield f"apply_rope_fusion = True: MLA's cannot follow {why}: pass --no-rope-fusion"
+
+
 def _mtp_refusals(args: Any) -> Iterator[str]:
     """Megatron moves hidden states from rank to rank without their gradients."""
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant and getattr(args, "mtp_num_layers", None):
+        yield (
+            f"mtp_num_layers = {args.mtp_num_layers}: a GPTModel of Megatron's has no MTP beside "
+            f"{variant}: take --hybrid-layer-pattern, or drop --mtp-num-layers"
+        )
     ranks = getattr(args, "context_parallel_size", 1)
     mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main
     if mixes and ranks > 1:

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -18,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
 
@@ -122,6 +127,31 @@ def local_stack_spec() -> ModuleSpec:
 
     spec: ModuleSpec = rewrite_spec(hybrid_stack_spec, localised)
     return dataclasses.replace(spec, module=LocalHybridStack)
+
+
+def local_variant_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Megatron's block spec of a GPT with gated-delta-net layers, of its local layers.
+
+    --linear-attention-freq says which layers these are. Checkpoints of the one fit the other.
+    """
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    block = get_gpt_decoder_block_spec(
+        plain, False, config.normalization, config.qk_l2_norm, vp_stage=vp_stage
+    )
+    assert block.layer_specs is not None
+    mixer = local_stack_spec().submodules.gdn_layer.submodules.self_attention
+    norm, linear = _FUSED_NORMS["gdn_layer"]
+    here = get_linear_attention_pattern(config)[get_transformer_layer_offset(config, vp_stage) :]
+    for number, layer in enumerate(block.layer_specs):
+        if here[number]:
+            names = layer.submodules.sharded_state_dict_keys_map
+            names = {**names, f"{norm}.": f"{linear}.layer_norm_"}
+            changes = {"self_attention": mixer, "sharded_state_dict_keys_map": names}
+            block.layer_specs[number] = _with_submodules(layer, **changes)
+    return block
 
 
 def _with_submodules(spec: Any, **changes: Any) -> Any:

@@ -97,6 +97,15 @@ def test_losses_gradients_and_counts_are_those_of_the_logits(
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_limit_for_no_token_is_refused_when_the_model_is_built(tied: bool) -> None:
+    hook = ChunkedHead(LmHeadConfig(loss="chunked", memory_mb=1))
+    weight = torch.zeros(300_000, 1)
+    with pytest.raises(ValueError, match=r"mb\) 1 is too small for one token.*at least 2 MiB"):
+        hook([bare("gpt", torch.zeros(2, 1, 1), weight, tied=tied)])
+    hook([bare("gpt", torch.zeros(2, 1, 1), weight[:100_000], tied=tied)])
+
+
 def test_the_counts_are_of_tokens_that_were_foretold(logged: Any) -> None:
     """So that the comparison above compares something."""
     made = in_chunks(model(mtp=True))

@@ -522,9 +522,9 @@ def test_hybrid_patterns_that_run(
         (
             "M*-G",
             SEGMENTED,
-            r"M \(Mamba\) and G \(gated delta net\) in .*: drop --burst-layout seg",
+            r"M \(Mamba\) and G \(gated delta net\) layers .*: drop --burst-layout seg",
         ),
-        ("*-/G", SEGMENTED, r"G \(gated delta net\) in the pattern [*]-/G"),
+        ("*-/G", SEGMENTED, r"G \(gated delta net\) layers undo Megatron's zigzag"),
         (
             "*-M-",
             DOCUMENTS,
@@ -547,6 +547,53 @@ def test_hybrid_patterns_that_cannot(
     assert re.search(message, refusal(parser, f"{HYBRID} '{pattern}' {flags}"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--position-embedding-type mrope", "mrope: it cannot follow {}: drop one of them"),
+        (
+            "--multi-latent-attention --position-embedding-type rope",
+            "MLA's cannot follow {}: pass --no-rope-fusion",
+        ),
+        ("--multi-latent-attention --position-embedding-type rope --no-rope-fusion", None),
+        ("--multi-latent-attention", None),  # Megatron has no rotary embeddings to fuse
+        ("--position-embedding-type rope", None),
+    ],
+)
+def test_rotary_embeddings_that_cannot_follow_the_tokens(
+    parser: argparse.ArgumentParser, flags: str, message: str | None
+) -> None:
+    configure(parse(parser, BURST + flags))  # in zigzag, without documents
+    moved = {DOCUMENTS: "dataloader_inter_document_masking", SEGMENTED: SEGMENTED.strip()}
+    for more, why in moved.items():
+        if message is None:
+            configure(parse(parser, BURST + flags + more))
+        else:
+            assert message.format(why) in refusal(parser, BURST + flags + more)
+
+
+GDN = BURST + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", None),
+        ("--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
+        (SEGMENTED, "G .* layers undo Megatron's zigzag by .*: drop --burst-layout seg"),
+        (DOCUMENTS, r"G \(gated delta net\) layers take every document .* drop --dataloader-inter"),
+        (" --sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
+        ("--mtp-num-layers 1", "1: .* has no MTP beside gated_delta_net: take --hybrid-layer-pat"),
+    ],
+)
+def test_a_gpt_may_mix_our_attention_with_gated_delta_nets(
+    parser: argparse.ArgumentParser, flags: str, message: str | None
+) -> None:
+    if message is None:
+        return configure(parse(parser, GDN + flags))
+    assert re.search(message, refusal(parser, GDN + flags))
+
+
 # What of Megatron our attention cannot honour.
 
 # One command line, or where Megatron's parser has no flag one setting, for each limit.
@@ -566,6 +613,9 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "batch_invariant_mode": "--batch-invariant-mode",
     "use_kitchen_attention": {"use_kitchen_attention": True},
     "attention_backend": "--attention-backend local",
+    "flash_attention_version": "--flash-attention-version 3",
+    "inprocess_restart": "--inprocess-restart",
+    "fake_process_group": "--fake-process-group",
 }
 
 
@@ -640,6 +690,8 @@ def test_cuda_graphs_without_attention_run_and_others_are_refused(
         named = ", ".join(BOTH[:3]) if impl == "local" else "mlp, moe, moe_router"
         assert f"with --cuda-graph-impl {impl} name some of {named}" in text
     assert "cuda_graph_modules = none, the whole layer: " in refusal(parser, line)
+    deprecated = {"local": "--enable-cuda-graph", "transformer_engine": "--external-cuda-graph"}
+    assert f"with --cuda-graph-impl {impl} name" in refusal(parser, BURST + deprecated[impl])
 
 
 def captured_by_megatron(module: CudaGraphModule, impl: str) -> bool:
@@ -797,6 +849,18 @@ def test_mtp_goes_with_documents_and_every_layout(
     configure(parse(parser, f"{BURST}{flags} --burst-layout {layout}"))
 
 
+@pytest.mark.parametrize("documents", ["--dataloader-inter-document-masking", "--sft"])
+def test_mtp_on_documents_in_chunks_needs_our_attention(
+    parser: argparse.ArgumentParser, documents: str
+) -> None:
+    """That is known from the command line, whose user has no hooks to append."""
+    line = f"{CHUNKED}--mtp-num-layers 2 {documents} "
+    with pytest.raises(ValueError, match="take --context-parallel-algo burst, or drop one of them"):
+        lm_head_config_from_args(parse(parser, line + "--context-parallel-size 2"))
+    for fine in ("", "--context-parallel-size 2 --context-parallel-algo burst"):
+        assert lm_head_config_from_args(parse(parser, line + fine)) is not None
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_mtp_over_ranks_mixes_no_hidden_states(parser: argparse.ArgumentParser, ranks: int) -> None:
     args = parse(parser, f"{BURST}--mtp-num-layers 2 --context-parallel-size {ranks}")
@@ -840,6 +904,9 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",
+    "save_activations_interval": "--save-activations-interval 2",
+    "save_dgrads_interval": "--save-dgrads-interval 2",
+    "perform_rl_step": "--perform-rl-step",
 }
 
 

@@ -205,6 +205,15 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),
+        ("--save-dgrads-interval 2", "TransformerEngine's layers: drop --save-dgrads-interval"),
+        ("--save-activations-interval 2", "drop --save-activations-interval"),
+        ("--save-tokens-per-expert-interval 2", "drop --save-tokens-per-expert-interval"),
+        ("--moe-routing-trace-path here", "it copies by CUDA: drop --moe-routing-trace-path"),
+        ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
+        (
+            "--experimental-attention-variant gated_delta_net --sft",
+            "G .gated delta net. layers take whole .* --sft",
+        ),
         ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
         (
             "--hybrid-layer-pattern M*G- --dataloader-inter-document-masking",

@@ -34,6 +34,11 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type rope --qk-layernorm"
 )
 LATENT = "--burst-mla latent"
+GDN = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --swiglu "
+    "--attention-output-gate --linear-key-head-dim 16 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8"
+)
 STOCK: tuple[str, ...] = ()
 
 
@@ -99,10 +104,16 @@ CASES = {
     ),
     "MLA, heads in chunks": (MLA, 2, f"{CP2} --burst-head-chunks 4"),
     "off-by-one": ("--softmax-type off-by-one", 2, CP2),
+    "every second layer, beside gated delta nets": (GDN, 2, CP2),
+    "beside gated delta nets, TP 2 x CP 2 with SP": (GDN, 4, f"{CP2} {TP2} --sequence-parallel"),
+    "beside gated delta nets, PP 2 x CP 2": (
+        f"{GDN} --num-layers 4",
+        4,
+        f"{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
 }
-
-
-SLOW = {case for case in CASES if case not in ("latents", "learnable sinks, hybrid")}
+FAST = {"latents", "learnable sinks, hybrid", "every second layer, beside gated delta nets"}
+SLOW = CASES.keys() - FAST
 
 
 @pytest.mark.parametrize("case", slow_if(SLOW, CASES))

@@ -121,6 +121,14 @@ def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
     assert ("tokens in documents are balanced over" in found.text) == ("balanced" in case)
 
 
+def test_an_iteration_is_skipped(packed_runs: Callable[..., Log]) -> None:
+    """Megatron cuts its batches, too, as if each document were in a zigzag of its own."""
+    flags = f"{DOCUMENTS} --train-iters 2 --iterations-to-skip 1"
+    found, one = packed_runs(2, f"{flags} {CP2}"), packed_runs(1, flags)
+    assert found.losses.keys() == {2}
+    report("an iteration is skipped", largest_difference(found, one, [2]), TOLERANCE)
+
+
 @slow
 @pytest.mark.parametrize("layout", ["", BALANCED])
 def test_experts_with_a_loss_of_their_own(

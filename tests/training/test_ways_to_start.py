@@ -30,6 +30,11 @@ def test_a_spec_is_enough_for_attention(
     assert "burst attention: burst on 2 ranks" in found.text
 
 
+def test_our_spec_beside_our_flags_says_the_same_twice(runs: Callable[..., Log]) -> None:
+    """--use-checkpoint-args brings it from a run that was started with it."""
+    assert runs(2, *CP2, *SPEC[:3]).losses == runs(2, *CP2).losses
+
+
 def test_every_layer_has_its_algorithm(tmp_path: Path, data: tuple[str, ...]) -> None:
     flags = (*data, *BURST, "--num-layers", "4", "--train-iters", str(HALF))
     found = train(tmp_path / "2", 2, *flags, *CP2, *MIXED)

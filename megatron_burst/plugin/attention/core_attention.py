@@ -17,9 +17,11 @@ from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.log import Means
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
+from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents, Reader
+from megatron_burst.plugin.attention.generation import Decoder
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.recompute import Checkpoints
@@ -148,6 +150,7 @@ class BurstCoreAttention(ModuleWithSink):
 
     Args:
         saves_extra_state: whether TransformerEngine's attention stood in the spec.
+        build: makes what stood there, which generates tokens; None: it cannot.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.
@@ -159,6 +162,7 @@ class BurstCoreAttention(ModuleWithSink):
         shared: SharedState,
         algorithm: Algorithm | None = None,
         saves_extra_state: bool = False,
+        build: Callable[[], Any] | None = None,
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
@@ -183,6 +187,7 @@ class BurstCoreAttention(ModuleWithSink):
         self._window = window_of(config, layer_number)
         self._layer_number = layer_number
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
+        self._decode = Decoder(build, self._no_generation(build))
         self.call_layer(str(layer_number))
 
     def call_layer(self, name: str) -> None:
@@ -219,6 +224,9 @@ class BurstCoreAttention(ModuleWithSink):
                 which nobody moves the tokens.
         """
         self._refuse(attention_mask, attention_bias)
+        self._decode.check()
+        if query.shape[0] != key.shape[0]:
+            return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
         documents = self._documents(packed_seq_params, query)
         is_thd = not isinstance(packed_seq_params, Documents | None)
         mask_type = attn_mask_type or self._attn_mask_type
@@ -233,6 +241,9 @@ class BurstCoreAttention(ModuleWithSink):
         latents = None if self.latents is None else self.latents(query.shape[1])
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
+        layout = documents.layout
+        if self.context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
+            layout = contiguous(q.shape[1], 1)
         sent = self.context.bytes_sent
         out = self._attend(
             q,
@@ -243,12 +254,26 @@ class BurstCoreAttention(ModuleWithSink):
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
             latents=latents,
-            layout=documents.layout,
+            layout=layout,
             memory=memory,
         )
         if not self.training:
             self._shared.bytes_sent_in_evaluation += self.context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
+
+    def _no_generation(self, build: Callable[[], Any] | None) -> str | None:
+        """Say where no token can follow a prompt, if none can."""
+        ranks, mask = self.context.ranks, self._shared.config.block_mask
+        cases = (
+            (ranks > 1, f"over {ranks} context-parallel ranks: pass --context-parallel-size 1"),
+            (mask is not None, "under --burst-block-mask: drop it"),
+            (
+                build is None,
+                "where no attention of Megatron's stood: MLA needs TransformerEngine's, and ours a "
+                "layer spec",
+            ),
+        )
+        return next((why for holds, why in cases if holds), None)
 
     def _documents(self, packed: Any, query: Tensor) -> Documents:
         """Return the packed sequences, those of Megatron's "thd" too."""

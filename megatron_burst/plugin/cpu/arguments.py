@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import beyond, recurrent_layers, refuse_all
+from megatron_burst.plugin.limits import beyond, layer_pattern, recurrent_layers, refuse_all
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -68,6 +68,14 @@ CPU_LIMITS: Mapping[str, str] = {
         "the states are float32 here: drop --mamba-training-ssm-states-dtype"
     ),
     "nvtx_ranges": "it marks ranges for CUDA's profiler: drop --nvtx-ranges",
+    "save_dgrads_interval": "it asks for TransformerEngine's layers: drop --save-dgrads-interval",
+    "save_activations_interval": (
+        "it asks for TransformerEngine's layers: drop --save-activations-interval"
+    ),
+    "save_tokens_per_expert_interval": (
+        "it asks for TransformerEngine's layers: drop --save-tokens-per-expert-interval"
+    ),
+    "moe_routing_trace_path": "it copies by CUDA: drop --moe-routing-trace-path",
     "record_memory_history": "it records CUDA's allocator: drop it",
 }
 
@@ -82,7 +90,9 @@ def check_cpu_arguments(args: argparse.Namespace) -> None:
     reasons = beyond(CPU_LIMITS, args, _WORKING)
     if args.profile and not args.use_pytorch_profiler:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")
-    recurrent = recurrent_layers(args.hybrid_layer_pattern)
+    if args.fp32_residual_connection and (args.bf16 or args.fp16):
+        reasons.append("torch's norms take one dtype: drop --fp32-residual-connection")
+    recurrent = recurrent_layers(layer_pattern(args))
     if recurrent and (args.dataloader_inter_document_masking or args.sft):
         reasons.append(
             f"{recurrent} layers take whole sequences: drop --dataloader-inter-document-masking "

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_burst.config import LmHeadConfig
 from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk_size import Chunking
+from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, within
 from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
@@ -49,6 +49,7 @@ class ChunkedHead:
                 )
             if model.post_process:
                 _check(model)
+                _check_memory(model, self.config)
                 ChunkedLoss(self.config, model)
         return models
 
@@ -63,6 +64,30 @@ def _check(model: LanguageModel) -> None:
     elif layer.gtp_remat_size > 1:
         reasons.append(f"the output layer is spread over {layer.gtp_remat_size} GTP ranks")
     refuse_all("--lm-head-loss chunked cannot run this", reasons)
+
+
+def _check_memory(model: LanguageModel, config: LmHeadConfig) -> None:
+    """Refuse a limit now under which the first step could not compute a token.
+
+    Sums of dW that turn out to be apart from its gradient need more, which only that step finds.
+    """
+    if config.memory_mb is None:
+        return
+    layer = model.output_layer
+    weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    ranks = layer.tp_group.size() if layer.tp_group is not None else 1
+    parts = ranks if layer.sequence_parallel else 1
+    rows, size = weight.shape
+    least = Sizes(
+        tokens=parts,
+        vocabulary=rows,
+        hidden=size,
+        dtype=weight.dtype,
+        ranks=ranks,
+        parts=parts,
+        fused=torch.cuda.is_available(),
+    )
+    within(least, int(config.memory_mb * MIB))
 
 
 class UnmadeLogits:

@@ -105,8 +105,8 @@ class _HeadLosses:
         if not isinstance(packed, Documents | None):
             raise ValueError(
                 f"documents, MTP and {self._group.size()} context-parallel ranks: Megatron moves "
-                "tokens as if every document were in zigzag: append SequenceHooks(shared) to "
-                "pre_wrap_hooks before MtpLosses()"
+                "tokens as if every document were in zigzag: take --context-parallel-algo burst, "
+                "or append SequenceHooks(shared) to pre_wrap_hooks before MtpLosses()"
             )
         self._labels, self._mask, self._heads = given.get("labels"), given.get("loss_mask"), None
 

@@ -27,7 +27,7 @@ from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
-from megatron_burst.plugin.limits import recurrent_layers
+from megatron_burst.plugin.limits import layer_pattern, recurrent_layers
 from megatron_burst.plugin.models import NAMES, LanguageModel
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -81,7 +81,8 @@ def _check_model(model: Any) -> None:
     what = "documents, and layouts other than zigzag,"
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
-    if found := recurrent_layers(getattr(model, "hybrid_layer_pattern", None)):
+    pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(model.config)
+    if found := recurrent_layers(pattern):
         raise ValueError(f"{what} cannot be followed by {found} layers")
 
 
