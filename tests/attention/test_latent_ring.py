@@ -330,7 +330,8 @@ HEAD_PARALLEL = [
 
 def test_behind_an_all_to_all_heads_travel(workers: WorkerPool) -> None:
     """There a rank has a part of the heads, and latents have none."""
-    cases = [Case(config=config | {"ranks_per_node": 4}, chunk=4) for config in HEAD_PARALLEL]
+    pays = {"heads": 8, "content": 32, "value": 32, "rank": 4, "rotary": 2}  # where they can travel
+    cases = [Case(config=c | {"ranks_per_node": 4}, chunk=4, **pays) for c in HEAD_PARALLEL]
     for case, (found, _) in zip(cases, run(workers, 4, cases), strict=True):
         assert max(errors(found, case.expected(4)).values()) < FLOAT32_TOLERANCE, case
 
