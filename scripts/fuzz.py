@@ -138,8 +138,8 @@ class Case:
 
     @property
     def reckons_in(self) -> torch.dtype:
-        is_cast = self.mode == "autocast" and self.dtype != torch.float64
-        return torch.bfloat16 if is_cast else self.dtype
+        stays = self.mode != "autocast" or self.kind == "loss" or self.dtype == torch.float64
+        return self.dtype if stays else torch.bfloat16
 
 
 NOT_THE_ORACLES = "sequence_parallel", "chunk_size", "memory_mb"

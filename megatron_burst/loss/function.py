@@ -41,8 +41,8 @@ def linear_cross_entropy(
         return loss.view(targets.shape)
 
     Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
-    once. Backward computes the logits of each chunk again. Under torch.autocast `hidden` and
-    `weight` are cast to its dtype, as F.linear does.
+    once. Backward computes the logits of each chunk again. Under torch.autocast both are
+    used as they are, or where their dtypes differ in its dtype.
 
     Args:
         hidden: [..., d] in float32, bfloat16, float16 or float64.
@@ -86,7 +86,8 @@ def linear_cross_entropy(
         group=group,
         sequence_parallel=sequence_parallel,
     )
-    hidden, weight = as_autocast(hidden, weight)
+    if hidden.dtype != weight.dtype:
+        hidden, weight = as_autocast(hidden, weight)
     return apply(hidden, weight, targets, call)
 
 

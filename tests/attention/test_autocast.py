@@ -25,7 +25,10 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def results(team: Team, name: str, how: str) -> list[Tensor]:
-    """The result and all gradients; `how` says what is under autocast, or cast by hand."""
+    """The result and all gradients; `how` says what is under autocast, or cast by hand.
+
+    A loss whose tensors are all float32 stays so: loss/test_one_rank.py.
+    """
     torch.manual_seed(0)
     leaves = [torch.randn(shape, requires_grad=True) for shape in SHAPES[name]]
     given: Any = (torch.arange(16).view(B),)
@@ -48,7 +51,7 @@ def results(team: Team, name: str, how: str) -> list[Tensor]:
 def test_a_call_is_that_of_narrow_tensors(workers: WorkerPool, name: str) -> None:
     expected = workers.run(2, results, name, "by hand")
     assert expected[0][0].dtype == (torch.float32 if name == "loss" else torch.bfloat16)
-    for how in ("all", "forward"):
+    for how in ("all", "forward") if name != "loss" else ("forward",):
         for found, right in zip(workers.run(2, results, name, how), expected, strict=True):
             pairs = list(zip(found, right, strict=True))
             assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in pairs), how
