@@ -1,6 +1,7 @@
 """What a user can choose: frozen dataclasses whose field docstrings are the flags' help texts."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -196,7 +197,8 @@ class BurstConfig:
             ("--burst-blocks-per-call", self.blocks_per_call),
             ("--burst-head-chunks", self.head_chunks),
         ):
-            refuse((value is not None and value <= 0, f"{name} must be positive, got {value}"))
+            bad = value is not None and not 0 < value < math.inf
+            refuse((bad, f"{name} must be positive and finite, got {value}"))
         refuse(
             (
                 (self.blocks_per_call or 1) > 4,

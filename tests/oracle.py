@@ -23,6 +23,7 @@ def attention(
     dout: Tensor,
     visible: Tensor,
     *,
+    scale: float | None = None,
     soft_cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Result:
@@ -33,7 +34,8 @@ def attention(
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     k_all, v_all = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) / q.shape[-1] ** 0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * torch.einsum("bihd,bjhd->bhij", q, k_all)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     leaves = [q, k, v]
@@ -50,6 +52,28 @@ def attention(
     weights = scores.softmax(-1).masked_fill(~visible, 0.0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v_all)
     return Result(out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double()))
+
+
+def latent_attention(
+    q: Tensor,
+    latent: Tensor,
+    rotary: Tensor,
+    weight: Tensor,
+    dout: Tensor,
+    visible: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """The same where k and v are made of latents: out, dq, dlatent, drotary, dweight."""
+    leaves = [x.detach().double().requires_grad_() for x in (latent, rotary, weight)]
+    by_head = leaves[2].unflatten(0, (q.shape[2], -1))
+    made = torch.einsum("bsr,hdr->bshd", leaves[0], by_head)
+    content = q.shape[3] - rotary.shape[2]
+    turned = leaves[1][:, :, None].expand(-1, -1, q.shape[2], -1)
+    kv = torch.cat([made[..., :content], turned], -1), made[..., content:]
+    found = attention(q, *kv, dout, visible, scale=scale)
+    made_of = torch.autograd.grad(kv, leaves, (found.dk, found.dv))
+    return found.out, found.dq, *made_of
 
 
 def visible_pairs(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -188,22 +189,26 @@ def test_a_preset_takes_the_defaults(algorithm: str) -> None:
 @pytest.mark.parametrize("size", [0, -2])
 def test_heads_go_to_one_rank_or_more(size: int) -> None:
     with pytest.raises(
-        ValueError, match=f"--burst-head-parallel-size must be positive, got {size}"
+        ValueError, match=f"--burst-head-parallel-size must be positive and finite, got {size}"
     ):
         BurstConfig(head_parallel_size=size)
 
 
 @pytest.mark.parametrize("ranks", [0, -4])
 def test_a_node_has_ranks(ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"--burst-ranks-per-node must be positive, got {ranks}"):
+    with pytest.raises(
+        ValueError, match=f"--burst-ranks-per-node must be positive and finite, got {ranks}"
+    ):
         BurstConfig(ranks_per_node=ranks)
     assert BurstConfig(ranks_per_node=1).ranks_per_node == 1
     assert BurstConfig().ranks_per_node is None
 
 
-@pytest.mark.parametrize("seconds", [0, -1.5])
+@pytest.mark.parametrize("seconds", [0, -1.5, math.nan, math.inf])
 def test_a_time_limit_must_be_positive(seconds: float) -> None:
-    with pytest.raises(ValueError, match=f"timeout_seconds must be positive, got {seconds}"):
+    with pytest.raises(
+        ValueError, match=f"timeout_seconds must be positive and finite, got {seconds}"
+    ):
         BurstConfig(timeout_seconds=seconds)
 
 

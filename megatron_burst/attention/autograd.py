@@ -1,6 +1,5 @@
 """The public function: checks its input and joins the forward and backward loops for autograd."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -13,9 +12,11 @@ from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import head_chunks, in_chunks
+from megatron_burst.attention.inputs import check_alike, check_call, check_scores, check_shapes
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
+from megatron_burst.kernels.dtypes import as_autocast, without_autocast
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
@@ -91,7 +92,8 @@ def ring_attention(
     those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
     A mesh, and a ring that takes several blocks a call, hold more, as much as
     `--burst-memory-mb` allows. More: docs/budgets.md.
-    Shapes, dtype and mask may change from call to call, on all ranks together.
+    Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
+    all is cast to its dtype, as for the products above.
 
     Args:
         q: [batch, local tokens, query heads, head size].
@@ -99,7 +101,7 @@ def ring_attention(
         v: [batch, local tokens, kv heads, value head size].
         context: made once by `BurstContext.create` on all ranks of the group.
         mask: `Mask.causal()` or `Mask.full()`.
-        softmax_scale: 1/√(head size) if None.
+        softmax_scale: any finite number; 1/√(head size) if None.
         soft_cap: scores become soft_cap · tanh(scores / soft_cap) after the scale, before the mask.
         sink: [query heads], one score a head that every query of the sequence sees beside its keys
             and that has no value: softmax's denominator grows by exp(sink). Its gradient on a rank
@@ -108,7 +110,8 @@ def ring_attention(
             gradient are the off-by-one softmax.
         latents: what k and v were made of by autograd, in multi-latent attention. They travel
             where `BurstConfig.mla` says so: then the gradients that k and v get are those of this
-            rank's tiles alone, and those of the other ranks' come by the latents.
+            rank's tiles alone, and those of the other ranks' come by the latents. In the dtype of
+            k and v.
         layout: which tokens each rank holds; None is the configuration's layout. It may change with
             every micro-batch; then `context.shard` above is that of this layout.
         memory: for a call that runs twice, as in a checkpointed layer. Into an empty one the call
@@ -122,17 +125,28 @@ def ring_attention(
         float64 inputs), the sink included, without a gradient.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the soft cap is not positive, or no kernel can
-            serve them.
+        ValueError: shapes or dtypes do not fit, the soft cap is not positive, the scale not finite,
+            or no kernel can serve them.
+        TypeError: the context or the mask is none.
         CommunicationError: a peer died or took longer than the time limit.
     """
-    _check_tensors(q, k, v)
-    _check_scores(q, soft_cap, sink)
+    check_call(context, mask)
+    q, k, v = as_autocast(q, k, v)
+    check_alike(q=q, k=k, v=v)
+    check_shapes(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    check_scores(q, scale, soft_cap, sink)
+    if scale <= 0:  # kernels hide a score by -inf before they scale it
+        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
+    travelling = None
+    if latents is not None:
+        latents = latents.in_autocast()
+        shape = latents.shape(k, v)  # whether they can travel or not, they have to fit
+        travelling = shape if context.can_send_latents else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunks = head_chunks(context, q, k, mask, has_latents=latents is not None)
-        shape = None if latents is None or chunks > 1 else latents.shape(k, v)
+        chunks = head_chunks(context, q, k, mask, has_latents=travelling is not None)
+        shape = travelling if chunks == 1 else None
         q_1, k_1, v_1 = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
         call = context.prepare(q_1, k_1, v_1, mask, scale, soft_cap, memory, shape, layout)
         made_of = latents if call.sends_latents else None
@@ -162,6 +176,7 @@ def ring_attention(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         q: Tensor,
@@ -194,6 +209,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, latent, weight, sink, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
@@ -229,39 +245,3 @@ def _keys(
     if latent is None or weight is None:
         return Keys(rank, k, v)
     return ExpandedLatents(rank, k, v, latent, weight, differentiates_weight)
-
-
-def _check_scores(q: Tensor, soft_cap: float | None, sink: Tensor | None) -> None:
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"a soft cap is positive and finite, got {soft_cap}; None is no cap")
-    if sink is None:
-        return
-    if sink.shape != q.shape[2:3]:
-        raise ValueError(
-            f"a sink has one score a query head, [{q.shape[2]}]; got {tuple(sink.shape)}"
-        )
-    if not sink.is_floating_point() or sink.device != q.device:
-        raise ValueError(
-            f"a sink is a floating-point tensor where q is, on {q.device}; got {sink.dtype} on "
-            f"{sink.device}"
-        )
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must be [batch, tokens, heads, head size], got {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
-                f"{name} has {x.dtype} on {x.device}"
-            )
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q, k and v must agree in batch and tokens, k and v in heads; {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have one head size; {shapes}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"query heads must be a multiple of kv heads; {shapes}")

@@ -145,6 +145,11 @@ class BurstContext:
         return next(reversed(self._ready.values())).kernel
 
     @property
+    def can_send_latents(self) -> bool:
+        """Whether a ring runs whose ranks have all heads; behind an all-to-all none has."""
+        return self.heads.size == 1 and self.grid.ranks > 1
+
+    @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far."""
         return self.communicator.bytes_sent
@@ -353,8 +358,7 @@ class BurstContext:
                 memory_limit=self.memory_limit,
             )
 
-        has_a_ring = self.heads.size == 1 and self.grid.ranks > 1
-        return choose_keys(choose_for, shape, asked.latents if has_a_ring else None, config)
+        return choose_keys(choose_for, shape, asked.latents, config)
 
 
 def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:

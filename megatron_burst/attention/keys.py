@@ -1,14 +1,14 @@
 """What of K and V travels: those of all heads, or the latents that they are made of."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_burst.attention.rows import Rows, rows_of
 from megatron_burst.attention.sums import Sums, WireDtypes
-from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.dtypes import accumulation_dtype, as_autocast
 from megatron_burst.plans.cost import LatentShape
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.transport.comm import Block
@@ -33,6 +33,11 @@ class Latents:
         is_apart = self.add_weight_gradient is not None
         return self.latent, self.weight.detach() if is_apart else self.weight
 
+    def in_autocast(self) -> "Latents":
+        """Return them in the dtype that torch.autocast asks for, if it does."""
+        latent, weight = as_autocast(self.latent, self.weight)
+        return replace(self, latent=latent, weight=weight)
+
     def shape(self, k: Tensor, v: Tensor) -> LatentShape:
         """Return what of it decides the bytes and the FLOPs; ValueError if nothing fits."""
         rows, rank = self.weight.shape
@@ -41,6 +46,11 @@ class Latents:
             raise ValueError(
                 f"k {tuple(k.shape)} and v {tuple(v.shape)} are not made of a latent "
                 f"{tuple(self.latent.shape)} by a weight {tuple(self.weight.shape)}"
+            )
+        if {self.latent.dtype, self.weight.dtype} != {k.dtype}:
+            raise ValueError(
+                f"latents must have the dtype of k and v, {k.dtype}; the latent has "
+                f"{self.latent.dtype}, the weight {self.weight.dtype}"
             )
         return LatentShape(rank + int(rotary), rows * rank)
 

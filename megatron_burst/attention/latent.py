@@ -4,7 +4,9 @@ from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.inputs import check_alike
 from megatron_burst.attention.keys import Latents, expand
+from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.plans.mask import Mask
 
 
@@ -46,9 +48,12 @@ def latent_ring_attention(
         ValueError: shapes or dtypes do not fit, or no kernel can serve them.
         CommunicationError: a peer died or took longer than the time limit.
     """
-    heads, dr = q.shape[2], rotary_key.shape[2]
+    q, latent, rotary_key, weight = as_autocast(q, latent, rotary_key, weight)
+    check_alike(q=q, latent=latent, rotary_key=rotary_key, weight=weight)
+    heads, dr = max(q.shape[2], 1), rotary_key.shape[2]
     value_dim = weight.shape[0] // heads - q.shape[3] + dr
-    if value_dim <= 0 or weight.shape[0] % heads or weight.shape[1] != latent.shape[2]:
+    fits = q.shape[:2] == latent.shape[:2] == rotary_key.shape[:2] and 0 < dr <= q.shape[3]
+    if not fits or value_dim <= 0 or weight.shape[0] % heads or weight.shape[1] != latent.shape[2]:
         raise ValueError(
             f"a weight {tuple(weight.shape)} does not make k and v for q {tuple(q.shape)} of a "
             f"latent {tuple(latent.shape)} and a rotary key {tuple(rotary_key.shape)}"

@@ -1,6 +1,7 @@
 """What is asked of one call: which function of the logits, in which chunks, over which ranks."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,10 +40,18 @@ class Call:
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        if self.z_loss < 0.0:
-            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
-        if self.logit_softcap is not None and self.logit_softcap <= 0.0:
-            raise ValueError(f"logit_softcap must be positive or None, got {self.logit_softcap}")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must not be negative, and finite, got {self.z_loss}")
+        if self.logit_softcap is not None and not 0.0 < self.logit_softcap < math.inf:
+            raise ValueError(
+                f"logit_softcap must be positive and finite, or None, got {self.logit_softcap}"
+            )
+        if not math.isfinite(self.logit_scale):
+            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
+        if self.memory_mb is not None and not math.isfinite(self.memory_mb):
+            raise ValueError(
+                f"memory_mb must be finite, got {self.memory_mb}; chunk_size sets no limit"
+            )
         if self.chunk_size is not None and self.memory_mb is not None:
             raise ValueError(
                 f"chunk_size = {self.chunk_size} and memory_mb = {self.memory_mb} both say how "

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
@@ -40,7 +41,8 @@ def linear_cross_entropy(
         return loss.view(targets.shape)
 
     Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
-    once. Backward computes the logits of each chunk again.
+    once. Backward computes the logits of each chunk again. Under torch.autocast both are
+    used as they are, or where their dtypes differ in its dtype.
 
     Args:
         hidden: [..., d] in float32, bfloat16, float16 or float64.
@@ -84,6 +86,8 @@ def linear_cross_entropy(
         group=group,
         sequence_parallel=sequence_parallel,
     )
+    if hidden.dtype != weight.dtype:
+        hidden, weight = as_autocast(hidden, weight)
     return apply(hidden, weight, targets, call)
 
 
@@ -120,6 +124,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:
             f"hidden {tuple(hidden.shape)} does not fit weight {tuple(weight.shape)}: they are "
             "[..., d] and [vocabulary, d]"
         )
+    if 0 in weight.shape:
+        raise ValueError(f"the weight {tuple(weight.shape)} is empty")
     if targets.is_floating_point():
         raise ValueError(f"targets are {targets.dtype}, not integers")
     whole = list(hidden.shape[:-1])

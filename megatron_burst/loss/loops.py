@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.kernels.dtypes import accumulation_dtype, without_autocast
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import workspace
 from megatron_burst.loss.chunk_size import Chunking
@@ -104,6 +104,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Losses of all tokens; keeps their log-sum-exps, and computes the logits again."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
         """Return losses of targets' shape."""
         ctx.head = head
@@ -114,6 +115,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` and `weight`."""
         hidden, weight, targets, lse = ctx.saved_tensors

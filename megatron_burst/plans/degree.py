@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 
-from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.config import Algorithm, BurstConfig, Mla
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.head_parallel import exchanged, head_groups
 from megatron_burst.plans.layout import zigzag
@@ -40,6 +40,8 @@ def choose_degree(
         return config.head_parallel_size or 1, ""
     if isinstance(shape, str):
         return 1, shape
+    if config.mla is Mla.LATENT:
+        return 1, "latents are to travel, which have no heads to share out"
     if any(getattr(config, name) not in ("auto", None) for name in _OF_RINGS):
         return 1, "rings are asked for by a topology, a backward or blocks a call that are given"
     share = math.gcd(shape.kv_heads, *map(len, by_node(nodes)))

@@ -211,13 +211,23 @@ def in_order(layout: Layout) -> Layout:
 
 
 def first_saved_row(layout: Layout, rank: int, stop: int) -> int:
-    """Return how many rows of a rank have positions before `stop`; they must be its first."""
-    before = [len(range(r.start, min(r.stop, stop), r.step)) for r in layout.shards[rank]]
-    row = sum(before)
-    for count, rows in zip(before, layout.local_rows(rank), strict=True):
-        if count != min(rows.length, max(0, row - rows.start)):
-            raise ValueError(f"the rows of rank {rank} are not in the order of the sequence")
-    return row
+    """Return how many rows of a rank have positions before `stop`.
+
+    Raises:
+        ValueError: those of some rank are not its first; every rank refuses such a layout.
+    """
+    numbers = []
+    for number, shard in enumerate(layout.shards):
+        before = [len(range(r.start, min(r.stop, stop), r.step)) for r in shard]
+        row = sum(before)
+        for count, rows in zip(before, layout.local_rows(number), strict=True):
+            if count != min(rows.length, max(0, row - rows.start)):
+                raise ValueError(
+                    f"rank {number} holds its rows in another order than the sequence, so its late "
+                    "ones cannot be saved: in_order(layout) holds the same in order"
+                )
+        numbers.append(row)
+    return numbers[rank]
 
 
 def _share(name: str, tokens: int, ranks: int) -> int:

@@ -327,8 +327,10 @@ def _padding_apart(
 
 
 def _bytes_of(table: Tensor) -> bytes:
-    if table.ndim != 2 or table.shape[0] != table.shape[1] or table.dtype != torch.bool:
+    is_square = table.ndim == 2 and table.shape[0] == table.shape[1] > 0
+    if not is_square or table.dtype != torch.bool:
         raise ValueError(
-            f"a block mask is a square table of booleans, got {tuple(table.shape)} of {table.dtype}"
+            "a block mask is a square table of booleans, at least 1 x 1, got "
+            f"{tuple(table.shape)} of {table.dtype}"
         )
     return table.cpu().numpy().tobytes()

@@ -40,6 +40,7 @@ class Case:
     masking: Masking = Masking()
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    scale: float | None = None
     soft_cap: float | None = None
     has_sink: bool = False
     layout: Layout | None = None  # given with the call; None: the configuration's
@@ -75,7 +76,11 @@ class Case:
     def expected(self, ranks: int) -> oracle.Result:
         visible = self.masking.visible(2 * ranks * self.chunk)
         return oracle.attention(
-            *self.inputs(ranks), visible, soft_cap=self.soft_cap, sink=self.sink()
+            *self.inputs(ranks),
+            visible,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sink=self.sink(),
         )
 
     @property
@@ -127,7 +132,12 @@ def answer(
             sink = sink.to(device).requires_grad_()
         sent = context.communicator.bytes_by_channel
         before = sent.copy()
-        more = {"soft_cap": case.soft_cap, "sink": sink, "layout": case.layout}
+        more = {
+            "softmax_scale": case.scale,
+            "soft_cap": case.soft_cap,
+            "sink": sink,
+            "layout": case.layout,
+        }
         out, lse = ring_attention(q, k, v, context, mask=case.mask, return_lse=True, **more)
         between = sent.copy()
         out.backward(dout)

@@ -112,7 +112,7 @@ def test_a_cpu_cuts_what_is_asked_for_and_says_so(workers: WorkerPool) -> None:
 def test_a_number_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="--burst-head-chunks 3 does not divide the 2 kv heads"):
         choose_head_chunks(BurstConfig(head_chunks=3), 1, 4, 2)
-    with pytest.raises(ValueError, match="--burst-head-chunks must be positive, got 0"):
+    with pytest.raises(ValueError, match="--burst-head-chunks must be positive and finite, got 0"):
         BurstConfig(head_chunks=0)
     with pytest.raises(ValueError, match="--burst-head-chunks 2 has no effect under .* ring"):
         BurstConfig(head_chunks=2, algorithm="ring")  # type: ignore[arg-type]

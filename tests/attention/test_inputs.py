@@ -1,5 +1,7 @@
 """What ring_attention and its context refuse, each with the numbers that are wrong. (fast tier)"""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ Q, KV = tensor(2, 4, 8, 16), tensor(2, 4, 2, 16)
         (Q[:, :, :3], KV, KV, r"multiple of kv heads; .*q \(2, 4, 3, 16\), k \(2, 4, 2, 16\)"),
         (Q[:, :, :1], KV, KV, r"multiple of kv heads; .*q \(2, 4, 1, 16\)"),
         (Q, KV[:, :, :0], KV[:, :, :0], r"multiple of kv heads; .*k \(2, 4, 0, 16\)"),
+        (Q[..., :0], KV[..., :0], KV, r"head sizes must be at least 1; .*k \(2, 4, 2, 0\)"),
+        (Q, KV, KV[..., :0], r"head sizes must be at least 1; .*v \(2, 4, 2, 0\)"),
+        (Q[:, :, :0], KV, KV, r"heads and head sizes must be at least 1; got q \(2, 4, 0, 16\)"),
         (
             Q.int(),
             KV.int(),
@@ -61,6 +66,21 @@ def test_value_heads_may_have_a_size_of_their_own(kernel: str) -> None:
     context = BurstContext.create(BurstConfig(kernel=kernel))
     out = ring_attention(Q, KV, KV[..., :6], context, mask=Mask.causal())
     assert out.shape == (2, 4, 8, 6)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_a_scale_is_finite(context: BurstContext, scale: float) -> None:
+    with pytest.raises(ValueError, match=f"softmax_scale must be finite, got {scale};"):
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), softmax_scale=scale)
+
+
+def test_what_is_no_context_and_no_mask_is_named(context: BurstContext) -> None:
+    with pytest.raises(
+        TypeError, match=r"mask must be a Mask, as Mask.causal\(\) is; got 'causal'"
+    ):
+        ring_attention(Q, KV, KV, context, mask="causal")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="context must be a BurstContext, as .* is; got None"):
+        ring_attention(Q, KV, KV, None, mask=Mask.causal())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("inf"), float("nan")])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig, Mask, latent_ring_attention, ring_attention
+from megatron_burst import BurstConfig, BurstContext, Mask, latent_ring_attention, ring_attention
 from megatron_burst.attention.dense import Visibility
 from megatron_burst.attention.keys import Latents, expand
 from megatron_burst.attention.saved import AttentionMemory
@@ -77,21 +77,9 @@ class Case:
         return tuple(x.to(self.dtype) for x in made)
 
     def expected(self, ranks: int) -> Results:
-        """Made of nothing but matrices: [batch, heads, tokens, ...]."""
-        *inputs, dout = (x.double() for x in self.inputs(ranks))
-        q, latent, rotary, weight = (x.requires_grad_() for x in inputs)
-        by_head = weight.view(self.heads, -1, self.rank)
-        k_up, v_up = by_head[:, : self.content], by_head[:, self.content :]
-        content = torch.einsum("bsr,hdr->bhsd", latent, k_up)
-        scores = torch.einsum("bihd,bhjd->bhij", q[..., : self.content], content)
-        scores = scores + torch.einsum("bihd,bjd->bhij", q[..., self.content :], rotary)
-        visible = self.masking.visible(q.shape[1])
-        scores = (scores / q.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
-        scores = scores.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-        weights = scores.softmax(-1).masked_fill(~visible, 0.0)
-        out = torch.einsum("bhij,bjr,hdr->bihd", weights, latent, v_up)
-        leaves = q, latent, rotary, weight
-        return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
+        inputs = self.inputs(ranks)
+        visible = self.masking.visible(inputs[0].shape[1])
+        return Results(*oracle.latent_attention(*inputs, visible))
 
     def one_kernel_call(self, ranks: int) -> Results:
         """The same by one call of the CPU's kernel, K and V made of the whole sequence."""
@@ -333,17 +321,54 @@ def test_auto_says_what_travels_and_heads_send_heads(workers: WorkerPool) -> Non
         assert max(errors(result, cases[0].expected(2)).values()) < FLOAT32_TOLERANCE
 
 
-def refused(team: Team, case: Case) -> str:
-    context = team.context(BurstConfig(**LATENT))
-    q, latent, rotary, weight, _ = case.inputs(1)
-    with pytest.raises(ValueError, match="does not make k and v") as raised:
-        latent_ring_attention(q, latent, rotary, weight[1:], context, mask=Mask.causal())
-    return str(raised.value)
+HEAD_PARALLEL = [
+    {"algorithm": "ulysses", "mla": "auto"},
+    {"algorithm": "ring", "mla": "auto", "topology": "flat", "head_parallel_size": 2},
+    *({"mla": mla, "head_parallel_size": 2, "layout": "striped"} for mla in ("auto", "heads")),
+]
 
 
-def test_a_weight_of_other_heads_is_refused(workers: WorkerPool) -> None:
-    (said,) = workers.run(1, refused, Case())
-    assert "(43, 7)" in said and "(1, 6, 4, 8)" in said
+def test_behind_an_all_to_all_heads_travel(workers: WorkerPool) -> None:
+    """There a rank has a part of the heads, and latents have none."""
+    pays = {"heads": 8, "content": 32, "value": 32, "rank": 4, "rotary": 2}  # where they can travel
+    cases = [Case(config=c | {"ranks_per_node": 4}, chunk=4, **pays) for c in HEAD_PARALLEL]
+    for case, (found, _) in zip(cases, run(workers, 4, cases), strict=True):
+        assert max(errors(found, case.expected(4)).values()) < FLOAT32_TOLERANCE, case
+
+
+@pytest.fixture
+def alone() -> BurstContext:
+    return BurstContext.create(BurstConfig(**LATENT))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({3: (43, 7)}, r"\(43, 7\) does not make k and v for q \(1, 6, 4, 8\)"),
+        ({3: (44,)}, r"weight must be \[rows, rank\], got \(44,\)"),
+        ({1: (6, 7)}, r"latent must be \[batch, tokens, rank\], got \(6, 7\)"),
+        ({2: (1, 6, 0)}, r"does not make k and v.* rotary key \(1, 6, 0\)"),
+        ({2: (1, 6, 9)}, r"does not make k and v.* rotary key \(1, 6, 9\)"),
+        ({1: (1, 4, 7)}, r"does not make k and v.* latent \(1, 4, 7\)"),
+        ({0: (1, 6, 0, 8)}, r"must be at least 1; got q \(1, 6, 0, 8\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    alone: BurstContext, changed: dict[int, tuple[int, ...]], message: str
+) -> None:
+    shapes = dict(enumerate([(1, 6, 4, 8), (1, 6, 7), (1, 6, 3), (44, 7)])) | changed
+    with pytest.raises(ValueError, match=message):
+        latent_ring_attention(*map(torch.zeros, shapes.values()), alone, mask=Mask.causal())
+
+
+def test_another_dtype_is_refused(alone: BurstContext) -> None:
+    q, latent, rotary, weight, _ = Case().inputs(1)
+    with pytest.raises(ValueError, match="q has torch.bfloat16 on cpu, latent has torch.float32"):
+        latent_ring_attention(q.bfloat16(), latent, rotary, weight, alone, mask=Mask.causal())
+    k, v = expand(latent[:, :, None], rotary[:, :, None], weight, 4, 6)
+    qkv, wrong = (x.bfloat16() for x in (q, k, v)), Latents(latent, weight)
+    with pytest.raises(ValueError, match="dtype of k and v, torch.bfloat16; .* torch.float32"):
+        ring_attention(*qkv, alone, mask=Mask.causal(), latents=wrong)
 
 
 def verified(team: Team, case: Case, fault: bool) -> dict[str, bool]:

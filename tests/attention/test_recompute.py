@@ -231,9 +231,11 @@ def test_fractions_become_the_nearest_chunks() -> None:
     assert boundary(segmented_zigzag([4, 12], 2), 0.25) == 4
 
 
-def test_rows_out_of_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows of rank 0 are not in the order of the sequence"):
-        first_saved_row(Layout(((range(4, 8), range(4)),)), 0, 4)
+def test_rows_in_another_order_are_refused_by_every_rank() -> None:
+    layout = Layout(((range(4), range(12, 16)), (range(8, 12), range(4, 8))))
+    for rank in range(2):  # the others would wait for it
+        with pytest.raises(ValueError, match="rank 1 holds its rows in another order than"):
+            first_saved_row(layout, rank, 8)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5])

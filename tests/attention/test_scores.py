@@ -45,6 +45,8 @@ SCORES: dict[str, dict[str, Any]] = {
     "larger values": {"dim": 4, "value_dim": 9},
     "a sink and larger keys": {**SINK, "dim": 10, "value_dim": 6},
     "a soft cap": CAP,
+    "a negative scale": {**SINK, "scale": -0.4},
+    "a scale of 0 and a soft cap": {**CAP, "scale": 0.0},
     "a soft cap, a sink and larger values": {**CAP, **SINK, "dim": 4, "value_dim": 9},
 }
 

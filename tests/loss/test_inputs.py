@@ -1,5 +1,6 @@
 """What linear_cross_entropy refuses, and with which words. (fast tier)"""
 
+import math
 from typing import Any
 
 import pytest
@@ -23,8 +24,18 @@ TARGETS = torch.zeros(2, 3, dtype=torch.long)
         ),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
         ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 1\), got -0.1"),
-        ({"z_loss": -1.0}, "z_loss must not be negative, got -1.0"),
-        ({"logit_softcap": 0.0}, "logit_softcap must be positive or None, got 0.0"),
+        ({"z_loss": -1.0}, "z_loss must not be negative, and finite, got -1.0"),
+        ({"z_loss": math.nan}, "z_loss must not be negative, and finite, got nan"),
+        ({"z_loss": math.inf}, "z_loss must not be negative, and finite, got inf"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be positive and finite, or None, got 0.0"),
+        ({"logit_softcap": math.nan}, "positive and finite, or None, got nan"),
+        ({"logit_softcap": math.inf}, "positive and finite, or None, got inf"),
+        ({"logit_scale": math.nan}, "logit_scale must be finite, got nan"),
+        ({"logit_scale": -math.inf}, "logit_scale must be finite, got -inf"),
+        ({"memory_mb": math.nan}, "memory_mb must be finite, got nan"),
+        ({"memory_mb": math.inf}, "memory_mb must be finite, got inf"),
+        ({"weight": torch.zeros(0, 4)}, r"the weight \(0, 4\) is empty"),
+        ({"weight": torch.zeros(10, 0), "hidden": torch.zeros(2, 3, 0)}, r"\(10, 0\) is empty"),
         ({"weight": WEIGHT.double()}, "hidden is torch.float32 and weight torch.float64"),
         ({"weight": torch.zeros(10, 5)}, r"hidden \(2, 3, 4\) does not fit weight \(10, 5\)"),
         ({"weight": torch.zeros(4)}, r"hidden \(2, 3, 4\) does not fit weight \(4,\)"),

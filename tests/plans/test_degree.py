@@ -45,6 +45,11 @@ def test_what_a_rank_sends_decides(
     assert (found, shares in why) == (degree, True), (found, why)
 
 
+def test_latents_that_are_asked_for_have_no_heads_to_share_out() -> None:
+    found, why = choose_degree(replace(AUTO, mla="latent"), NODE, ANY)
+    assert (found, "latents are to travel" in why) == (1, True)
+
+
 def test_the_bytes_are_those_of_the_formulas() -> None:
     """Of a token and head of 128 numbers in bfloat16, one node, float32 gradients."""
     hop = 2 * 128 * 2 + (2 * 128 * 2 + 128 * 4 + 8)  # K and V forward; backward q, dO, dq, 2 a row

@@ -202,6 +202,7 @@ def test_no_window_costs_as_much_as_the_sequence() -> None:
         ({"documents": [0, 8], "lengths": [4, 4]}, "1 documents with padding"),
         ({"lengths": [4]}, "0 documents with padding"),
         ({"block_table": torch.ones(2, 3, dtype=torch.bool)}, r"got \(2, 3\) of torch.bool"),
+        ({"block_table": torch.ones(0, 0, dtype=torch.bool)}, r"at least 1 x 1, got \(0, 0\)"),
         ({"block_table": torch.ones(2, 2)}, r"got \(2, 2\) of torch.float32"),
     ],
 )

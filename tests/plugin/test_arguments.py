@@ -236,7 +236,10 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
             "--burst-head-parallel-size 2",
             "--burst-head-parallel-size 2 has no effect under --context-parallel-algo megatron",
         ),
-        (BURST + "--burst-ranks-per-node 0", "--burst-ranks-per-node must be positive, got 0"),
+        (
+            BURST + "--burst-ranks-per-node 0",
+            "--burst-ranks-per-node must be positive and finite, got 0",
+        ),
         (
             BURST + "--hierarchical-context-parallel-sizes 2 2 2 --context-parallel-size 8",
             "--hierarchical-context-parallel-sizes 2 2 2: a double ring takes two sizes",

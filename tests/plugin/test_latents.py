@@ -30,13 +30,16 @@ def up_projection(kind: type = ColumnParallelLinear, **more: Any) -> Any:
     return linear
 
 
-def layer(asked: str, linear: Any, *, checkpointed: bool = False, **more: Any) -> Any:
+def layer(
+    asked: str, linear: Any, *, checkpointed: bool = False, heads: int = 1, **more: Any
+) -> Any:
     """As much of an MLASelfAttention as is looked at."""
     core = object.__new__(BurstCoreAttention)
     torch.nn.Module.__init__(core)
     config, alone = BurstConfig(mla=Mla(asked)), Communicator((), {}, 1.0)
-    nodes = 0, 0
-    core.context = BurstContext(config, None, flat_grid(2), nodes, alone, head_groups(nodes, 1))
+    nodes = (0, 0) * heads
+    groups = head_groups(nodes, heads)
+    core.context = BurstContext(config, None, flat_grid(2), nodes, alone, groups)
     core.latents = None
     return SimpleNamespace(
         core_attention=core,
@@ -84,6 +87,12 @@ def test_a_known_layer_gives_its_latents(asked: str, takes: bool) -> None:
     known = layer(asked, up_projection())
     attach(known)
     assert (known.core_attention.latents is not None) == takes
+
+
+def test_behind_an_all_to_all_a_layer_has_none_to_give() -> None:
+    known = layer("auto", up_projection(), heads=2)
+    attach(known)
+    assert known.core_attention.latents is None
 
 
 def rms(x: Tensor, gamma: Tensor, _: Tensor) -> Tensor:

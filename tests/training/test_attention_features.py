@@ -79,6 +79,14 @@ CASES = {
     ),
     "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
     "MLA, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2}"),
+    "MLA, Ulysses": (MLA, 2, f"{CP2} --context-parallel-algo ulysses"),
+    "MLA, USP, TP 2": (
+        MLA,
+        8,
+        f"{CP4} {TP2} --sequence-parallel --context-parallel-algo ring "
+        "--burst-topology flat --burst-head-parallel-size 2",
+    ),
+    "MLA, hybrid 2 x ring 2": (MLA, 4, f"{CP4} {HYBRID}"),
     "latents": (MLA, 2, f"{CP2} {LATENT}"),
     "latents, CP 4 on two nodes": (MLA, 4, f"{CP4} {LATENT} --burst-ranks-per-node 2"),
     "latents, TP 2 x CP 2 with SP": (MLA, 4, f"{CP2} {TP2} --sequence-parallel {LATENT}"),

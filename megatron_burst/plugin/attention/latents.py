@@ -59,7 +59,7 @@ def attach(attention: Any) -> None:
         ValueError: --burst-mla latent, and this layer's cannot be sent.
     """
     core = attention.core_attention
-    if not isinstance(core, BurstCoreAttention) or core.context.ranks == 1:
+    if not isinstance(core, BurstCoreAttention) or not core.context.can_send_latents:
         return
     asked = core.context.config.mla
     reasons = [] if asked is Mla.HEADS else reasons_against(attention)
