@@ -347,6 +347,13 @@ def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None
     assert "dead ended with status 255" in done.stdout
 
 
+@pytest.mark.parametrize("script", ["launch_nodes.sh", "check_nodes.sh"])
+def test_a_node_is_no_option_of_ssh(machine: Machine, script: str) -> None:
+    nodes = "n1 -oProxyCommand=touch$IFS/tmp/x"
+    done = machine.run(script, "--nodes", nodes, "--dry-run", expect=2)
+    assert "-oProxyCommand=touch$IFS/tmp/x is no name of a node" in done.stderr
+
+
 def test_nodes_may_stand_on_lines_of_their_own(machine: Machine) -> None:
     done = machine.run(
         "launch_nodes.sh", "--dry-run", "--nodes", "n1\nn2\n", "--ranks-per-node", "1"
@@ -409,7 +416,7 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
     image = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data"}
     done = machine.run("launch.slurm", "--dry-run", "--nodes", "2", *AWKWARD, **image)
     sbatch, _, srun, _, node = done.stdout.splitlines()
-    assert shlex.split(sbatch)[2:5] == ["sbatch", "--nodes", "2"]
+    assert shlex.split(sbatch)[3:6] == ["sbatch", "--nodes", "2"]
     assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
     assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
     assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
@@ -427,6 +434,56 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
         assert given[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.text("out/status") == "0\n"
     assert "requeue" not in machine.text("slurm.log")
+
+
+def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> None:
+    """Nor does the repository there have one; Apptainer's images are files of its own."""
+    bins, inside = machine.folder / "bin", machine.folder / "inside"
+    for name in ("python3", "python3.12", "python3.13"):
+        (bins / name).unlink(missing_ok=True)
+        (bins / name).symlink_to("/bin/false")
+    inside.mkdir()
+    (inside / "python4").symlink_to(bins / "python-of-training")
+    (bins / "apptainer").write_text(
+        '#!/bin/bash\necho "apptainer $*" >>"$STAND_INS/slurm.log"\nshift 7\n'
+        f'PYTHONPATH={ROOT} PATH={inside}:$PATH exec "$@"\n'
+    )
+    (bins / "apptainer").chmod(0o755)
+    root = machine.folder / "repository"
+    shutil.copytree(SCRIPTS / "lib", root / "scripts" / "lib")
+    copied = shutil.copy(SCRIPTS / "launch.slurm", machine.folder / "slurm_script")
+    image = {"BURST_IMAGE": "i.sif", "BURST_MOUNTS": "/data:/data", "BURST_PYTHON": "python4"}
+    done = subprocess.run(
+        [copied, "--output", "out", *AWKWARD],
+        cwd=machine.folder,
+        env=machine.environment | image | JOB | {"BURST_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert machine.arguments("n2")[-len(AWKWARD) :] == list(AWKWARD)
+    places = sorted(
+        map(str, (machine.folder, machine.folder / "out", machine.folder / "env.sh", root))
+    )
+    mounted = ",".join(f"{place}:{place}" for place in places)
+    line = f"apptainer exec --nv --bind {mounted},/data:/data --pwd {machine.folder} i.sif python4"
+    assert f"{line} -m megatron_burst.tools.launch node " in machine.text("slurm.log")
+
+
+@pytest.mark.parametrize("launcher", ["launch.slurm", "launch_nodes.sh"])
+def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine, launcher: str) -> None:
+    wrong = ("--output", "a,b:c", "--nodes", "2")
+    done = machine.run(launcher, *wrong, expect=2, BURST_IMAGE="image:1")
+    assert "a,b:c: a path with a comma or a colon cannot be mounted" in done.stderr
+    assert not machine.text("slurm.log")
+
+
+def test_a_chain_wants_checkpoints_and_says_so_before_it_is_submitted(machine: Machine) -> None:
+    flags = ("--nodes", "2", "--chain", "--save", "saved", "--load", "saved")
+    done = machine.run("launch.slurm", *flags, expect=2)
+    assert "--chain goes on from checkpoints, so it wants --save, --load and" in done.stderr
+    machine.run("launch.slurm", *flags, "--save-interval", "9")
+    assert " --chain --output " in machine.text("slurm.log")
 
 
 def training(machine: Machine, *lines: str) -> None:
@@ -463,6 +520,52 @@ def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> N
     assert "puts job 42 into the queue again" in done.stderr
     assert "scontrol requeue 42" in machine.text("slurm.log")
     assert not (machine.folder / "out/status").exists()
+
+
+CHAIN = ("--output", "out", "--chain", "--save=s", "--load=s", "--save-interval=9")
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_chain_goes_into_the_queue_before_its_time_is_over(machine: Machine, steps: int) -> None:
+    """As often as it takes: BURST_REQUEUES counts starts that failed. Without a step it ends."""
+    machine.folder.joinpath("bin/srun").write_text(
+        f"""#!/bin/bash
+case $* in *" true") exit ;; esac
+echo "srun $*" >>"$STAND_INS/slurm.log"
+for ((i = 0; i < {steps}; i++)); do echo '{ITERATION}'; done
+trap 'echo saved; exit 0' USR1
+touch "$STAND_INS/runs"
+while :; do sleep 0.1; done
+"""
+    )
+    (machine.folder / "out").mkdir()
+    (machine.folder / "out/chained").write_text("41\n" + "42\n" * 5)
+    variables = {**JOB, "BURST_REQUEUES": "0", "SLURM_RESTART_COUNT": "5"}
+    job = machine.start("launch.slurm", *CHAIN, **variables)
+    wait_for(lambda: (machine.folder / "runs").exists())
+    job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@300 does
+    out, _ = job.communicate(timeout=200)
+    assert job.returncode == (0 if steps else 2), out
+    assert "saved" in machine.text("out/log.txt")
+    assert ("scontrol requeue 42" in machine.text("slurm.log")) == bool(steps)
+    assert machine.text("out/chained").count("42") == 5 + steps
+    assert "--exit-signal-handler --exit-signal SIGUSR1" in machine.text("slurm.log")
+    wanted = "its time is nearly over" if steps else "its time was over before its first step"
+    assert wanted in out
+
+
+def test_a_chain_whose_training_is_done_ends(machine: Machine) -> None:
+    machine.run("launch.slurm", *CHAIN, **JOB)
+    assert "requeue" not in machine.text("slurm.log")
+    assert machine.text("out/status") == "0\n"
+
+
+def test_nodes_are_asked_before_the_training_if_that_is_wanted(machine: Machine) -> None:
+    """The stand-in for srun makes no file of what a node says: none is fit."""
+    done = machine.run("launch.slurm", "--output", "out", "--check", expect=2, **JOB)
+    assert "n1                   unhealthy" in done.stdout and "n1.json" in done.stdout
+    assert "submit it with --exclude of those" in done.stderr
+    assert " node " not in machine.text("slurm.log")
 
 
 def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> None:

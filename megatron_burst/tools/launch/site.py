@@ -53,11 +53,17 @@ def python_of_training(*, in_container: bool = False) -> str:
 
 
 def mounts(output: Path) -> list[str]:
-    """Return what a container needs of this machine, each once, as docker and pyxis want it."""
+    """Return what a container needs of this machine, each once, as docker wants it.
+
+    Raises:
+        ValueError: a path has a comma or a colon, which end it there.
+    """
     needed = {str(Path.cwd()), str(output), *([str(ROOT)] if CHECKOUT else [])}
     env_file = os.environ.get("BURST_ENV")
     if env_file and Path(env_file).is_file():
         needed.add(str(Path(env_file).absolute()))
+    if wrong := [path for path in needed if {",", ":"} & {*path}]:
+        raise ValueError(f"{wrong[0]}: a path with a comma or a colon cannot be mounted")
     own = os.environ.get("BURST_MOUNTS", "")
     return [f"{path}:{path}" for path in sorted(needed)] + list(filter(None, own.split(",")))
 
