@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.launch import network
+from megatron_burst.tools.launch import network, site
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
@@ -101,6 +101,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
     start = given.index("megatron_burst.pretrain") + 1
     assert given[start:] == [
+        *("--flight-recorder-dump-path", str(machine.folder / "out/flight-recorder-rank-")),
         "--log-timers-to-tensorboard",
         *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),
         *named("toy"),
@@ -112,6 +113,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert "iteration        3/" in machine.text("out/log.txt")
     assert machine.text("out/status") == "0\n"
     assert '"host"' in machine.text("out/node-0.json")
+    assert (machine.folder / "out/node-0.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
@@ -266,6 +268,30 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     assert machine.arguments()[4] == "2"
     machine.run("launch_local.sh", "--output", "out", "--ranks-per-node", "3")
     assert machine.arguments()[4] == "3"
+
+
+def test_what_megatron_refuses_beside_other_flags_is_not_set(machine: Machine) -> None:
+    one, segments = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
+    found = site.defaults(["--context-parallel-size", "8"])
+    assert (found[one], found[segments]) == ("1", "expandable_segments:True")
+    assert one not in site.defaults(["--use-megatron-fsdp"])
+    assert one not in site.defaults(["--use-torch-fsdp2"])
+    assert segments not in site.defaults(["--cuda-graph-impl=local"])
+    machine.run("launch_local.sh", "--output", "out", **{one: "32", "PYTORCH_ALLOC_CONF": "x:1"})
+    variables = machine.variables()
+    assert (variables[one], segments in variables) == ("32", False)
+
+
+@pytest.mark.slow
+def test_every_rank_has_a_log_and_its_lines_have_its_number(machine: Machine) -> None:
+    """torchrun and the ranks are real."""
+    (machine.folder / "hello.py").write_text("print('hello')\n")
+    options = ("--script", "hello.py", "--output", "out")
+    machine.run("launch_local.sh", *options, BURST_PYTHON=sys.executable, MEGATRON_BURST_CPU="1")
+    for rank in (0, 1):
+        (file,) = (machine.folder / "out").glob(f"node-0/*/attempt_0/{rank}/stdout.log")
+        assert file.read_text() == "hello\n"
+        assert f"[rank {rank}]: hello\n" in machine.text("out/log.txt")
 
 
 def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:

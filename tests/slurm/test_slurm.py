@@ -176,7 +176,7 @@ def test_a_warning_before_the_time_limit_saves(
 def test_a_chain_goes_on_until_the_training_is_done(
     cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    """As the default --signal=B:USR1@300 warns it: the batch script alone. No start of it failed."""
+    """As the default --signal=B:USR1@300 warns it: the batch script alone."""
     saved = tmp_path / "saved"
     saving = ("--save", str(saved), "--load", str(saved), "--save-interval", "9999", "--chain")
     more = (*saving, "--train-iters", "9999")
