@@ -136,6 +136,13 @@ def test_a_run_is_trained_as_the_model_that_was_asked_for(
     assert "a HybridModel has --hybrid-layer-pattern; or give --gpt" in done.stderr
 
 
+def test_data_of_ones_own_take_the_place_of_a_runs_mock_data(machine: Machine) -> None:
+    """Megatron refuses both."""
+    machine.run("launch_local.sh", "--run", "toy", "--data-path", "mine", "--output", "out")
+    given = machine.arguments()
+    assert "--mock-data" not in given and given[-2:] == ["--data-path", "mine"]
+
+
 def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
     machine.run("launch_local.sh", "--output", "out", "--script", "up/pretrain_gpt.py")
     given = machine.arguments()
@@ -505,10 +512,10 @@ def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine, lau
 
 
 def test_a_chain_wants_checkpoints_and_says_so_before_it_is_submitted(machine: Machine) -> None:
-    flags = ("--nodes", "2", "--chain", "--save", "saved", "--load", "saved")
+    flags = ("--nodes", "2", "--chain", "--run", "toy", "--load=saved", "--save-interval", "9")
     done = machine.run("launch.slurm", *flags, expect=2)
-    assert "--chain goes on from checkpoints, so it wants --save, --load and" in done.stderr
-    machine.run("launch.slurm", *flags, "--save-interval", "9")
+    assert "--chain goes on from checkpoints, so it wants --save DIR and" in done.stderr
+    machine.run("launch.slurm", *flags, "--save", "saved")
     assert " --chain --output " in machine.text("slurm.log")
 
 
