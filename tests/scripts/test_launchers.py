@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.launch import __main__ as launch
 from megatron_burst.tools.launch import network, site
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
@@ -416,6 +417,15 @@ def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> No
         assert part in line
     assert f"--volume {site}:{site}" in line
     assert line.index("--interactive") < line.index("image:1") < line.index(" node ")
+
+
+def test_the_pod_of_the_page_starts_a_node_of_its_number() -> None:
+    words = shlex.split(
+        re.findall(r'tools.launch (node .*)"', (ROOT / "docs/cluster.md").read_text())[0]
+    )
+    args = launch.parse([word.replace("$JOB_COMPLETION_INDEX", "3") for word in words])
+    assert (args.nodes, args.node_rank, args.master, args.port) == (4, 3, "burst-0.burst", 29500)
+    assert args.flags == ["--save", "/data/c", "--load", "/data/c"]
 
 
 # ---- Slurm

@@ -10,8 +10,7 @@ from megatron_burst.tools.launch import node, site
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
-  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --chain --check
-      --save /data/c --load /data/c --save-interval 100
+  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --chain --save /c --load /c
   sbatch --nodes 4 [sbatch options] scripts/launch.slurm [options] [Megatron flags]
 
 Outside of a job it submits itself, which takes Python; within one (sbatch, salloc) it runs there.
