@@ -521,6 +521,13 @@ def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine, lau
     assert not machine.text("slurm.log")
 
 
+def test_options_of_srun_are_quoted_as_in_a_shell(machine: Machine) -> None:
+    more = {**JOB, "BURST_SRUN_OPTIONS": "--gpus-per-node=8 --comment='a b'"}
+    done = machine.run("launch.slurm", "--dry-run", **more)
+    words = shlex.split(done.stdout)
+    assert words[words.index("--gpus-per-node=8") + 1] == "--comment=a b"
+
+
 def test_a_chain_wants_checkpoints_and_says_so_before_it_is_submitted(machine: Machine) -> None:
     flags = ("--nodes", "2", "--chain", "--run", "toy", "--load=saved", "--save-interval", "9")
     done = machine.run("launch.slurm", *flags, expect=2)
@@ -611,8 +618,11 @@ def test_nodes_are_asked_before_the_training_if_that_is_wanted(machine: Machine)
     assert " node " not in machine.text("slurm.log")
 
 
-def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> None:
-    done = machine.run("launch.slurm", "--nodes", "4", "--output", "out", expect=2, **JOB)
+@pytest.mark.parametrize("command", [("launch.slurm",), ("lib/launch", "slurm")])
+def test_another_number_of_nodes_than_the_jobs_is_refused(
+    machine: Machine, command: tuple[str, ...]
+) -> None:
+    done = machine.run(*command, "--nodes", "4", "--output", "out", expect=2, **JOB)
     assert "--nodes 4, but this job has 2" in done.stderr
 
 
