@@ -1,5 +1,6 @@
 """The launchers, with stand-ins for ssh, docker, Slurm and torchrun. (fast tier)"""
 
+import fcntl
 import os
 import re
 import shlex
@@ -608,6 +609,19 @@ def test_a_chain_whose_training_is_done_ends(machine: Machine) -> None:
     machine.run("launch.slurm", *CHAIN, **JOB)
     assert "requeue" not in machine.text("slurm.log")
     assert machine.text("out/status") == "0\n"
+
+
+@pytest.mark.parametrize("holder", ["41", "42"])
+def test_an_output_that_another_job_holds_is_refused(machine: Machine, holder: str) -> None:
+    """But not by an earlier start of the same."""
+    (machine.folder / "out").mkdir()
+    with (machine.folder / "out/.megatron-burst.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f'{{"host": "h", "slurm": "{holder}"}}')
+        lock.flush()
+        expect = 2 if holder == "41" else 0
+        done = machine.run("launch.slurm", "--output", "out", expect=expect, **JOB)
+    assert ("is in use by" in done.stderr) == (holder == "41")
 
 
 def test_nodes_are_asked_before_the_training_if_that_is_wanted(machine: Machine) -> None:

@@ -10,7 +10,7 @@ from megatron_burst.tools.launch import node, site
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
-  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --chain --save /c --load /c
+  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save C --load C --save-interval 9
   sbatch --nodes 4 [sbatch options] scripts/launch.slurm [options] [Megatron flags]
 
 Outside of a job it submits itself, which takes Python; within one (sbatch, salloc) it runs there.
