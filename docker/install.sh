@@ -7,8 +7,8 @@ usage() {
 Usage: docker/install.sh [--megatron DIR] [--user ID] [--help] [arguments of pip install]
 
 Installs megatron-core and megatron_burst into a Python that has its own torch. Every package that
-is there already stays at its version: pip may add packages, not replace any, and the script fails if
-one has changed. The doctor prints the versions.
+is there already stays at its version, and what pip adds has that of scripts/constraints.txt: the script
+fails if a package was replaced. The doctor prints the versions.
   --megatron DIR  a checkout of Megatron-LM: its data-set helpers are compiled, the patch of patches/
                   is applied, and its parser is run to prove it
   --user ID       make the user "burst" with this number, and a home
@@ -36,16 +36,19 @@ done
 say() { printf -- '-- %s\n' "$*"; }
 fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
 
-# Every installed package as name==version, in pip's form.
+# Every installed package as name==version, in pip's form; then the lines of a file for the others.
 installed() {
-    "$python" - <<'END'
+    "$python" - "${1:-/dev/null}" <<'END'
 import importlib.metadata
 import re
+import sys
 
+packages = [(d.metadata["Name"] or "", d.version) for d in importlib.metadata.distributions()]
+with open(sys.argv[1]) as file:
+    packages += [line.strip().split("==") for line in file if "==" in line]
 found = {}
-for distribution in importlib.metadata.distributions():
-    name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-    found.setdefault(name, distribution.version)  # the first on the path is the one that is used
+for name, version in packages:  # the first on the path is the one that is used
+    found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
 for name in sorted(found.keys() - {"", "megatron-core", "megatron-burst"}):
     print(f"{name}=={found[name]}")
 END
@@ -58,11 +61,12 @@ install() {
     before=$(torch_version) || fail "$python cannot import torch: this is for an image that has one"
     constraints=$(mktemp)
     # shellcheck disable=SC2064
-    trap "rm -f '$constraints' '$constraints.after'" EXIT
+    trap "rm -f '$constraints' '$constraints.pins' '$constraints.after'" EXIT
     installed >"$constraints"
+    installed "$source_dir/scripts/constraints.txt" >"$constraints.pins"
     say "installing; $(wc -l <"$constraints") packages stay as they are"
     # The image's own PIP_CONSTRAINT would hold for packages that it does not have, too.
-    PIP_CONSTRAINT="" "$python" -m pip install --no-cache-dir --constraint "$constraints" \
+    PIP_CONSTRAINT="" "$python" -m pip install --no-cache-dir --constraint "$constraints.pins" \
         "${source_dir}[train]" "megatron-core==$megatron_core" ${more[@]+"${more[@]}"}
     installed >"$constraints.after"
     local replaced
@@ -77,7 +81,8 @@ patch_megatron() {
     say "compiling the data-set helpers of $megatron"
     "$python" -c 'import pathlib, sys
 from megatron_burst.plugin.files import dataset_helpers
-dataset_helpers.build(pathlib.Path(sys.argv[1]))' "$megatron/megatron/core/datasets"
+sys.exit(dataset_helpers.make(pathlib.Path(sys.argv[1])) or 0)' "$megatron/megatron/core/datasets" ||
+        fail "the data-set helpers of $megatron do not compile"
     say "patching $megatron"
     PYTHON=$(command -v "$python") bash "$source_dir/scripts/patch_megatron.sh" --megatron "$megatron"
 }

@@ -12,7 +12,8 @@
 # : "${BURST_PYTHON:=/path/to/python}"
 # Ranks on a node. Default: one a GPU. Needed on machines without one (with MEGATRON_BURST_CPU=1).
 # : "${BURST_RANKS_PER_NODE:=8}"
-# A container for the ranks: for Slurm anything that pyxis takes, else an image of docker. The
+# A container for the ranks: for Slurm anything that pyxis takes or a file .sif of Apptainer, else an
+# image of docker. The
 # repository, the current directory and the output are mounted under their own paths; your data is
 # not, so name it: host:container, with commas between several.
 # : "${BURST_IMAGE:=megatron-burst}"
@@ -34,8 +35,9 @@
 # : "${SBATCH_GPUS_PER_NODE:=8}"
 # More options of srun.
 # : "${BURST_SRUN_OPTIONS:=--gpus-per-node=8}"
-# How many times a job whose node or rank died goes back into the queue. Default: 3.
-# : "${BURST_REQUEUES:=3}"
+# How many times a job whose node or rank died goes back into the queue. Default: 3. When a chain
+# (--chain) saves: seconds before the time limit.
+# : "${BURST_REQUEUES:=3}" "${SBATCH_SIGNAL:=B:USR1@300}"
 
 # ---- network --------------------------------------------------------------------------------------------
 # The device for meeting, for gloo, and for NCCL where there is no InfiniBand. Default: the one by
@@ -50,6 +52,12 @@
 # : "${NCCL_IB_GID_INDEX:=3}"
 # Where NCCL hangs or is slow: INFO says which network and NICs it took.
 # : "${NCCL_DEBUG:=WARN}"
+# Collectives in the NVLink switch (not the ring) take some 300 MB of each GPU and communicator. 0: none.
+# : "${NCCL_NVLS_ENABLE:=0}"
+
+# ---- GPUs -----------------------------------------------------------------------------------------------
 # How many requests of a GPU may wait at once. Default: 1, which Megatron asks for on GPUs older than
-# Blackwell, so that communication starts before the computation that hides it.
+# Blackwell, so that communication starts before the computation that hides it; with FSDP as CUDA has it.
 # : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
+# Default: expandable_segments:True, but not with --use-nccl-ub or CUDA graphs.
+# : "${PYTORCH_CUDA_ALLOC_CONF:=expandable_segments:True}"

@@ -1,12 +1,9 @@
 """What a machine is: versions, GPUs and the links between them, network ports. Imports no torch.
 
-`python -m megatron_burst.tools.hardware` prints its devices as JSON.
-
 GPUs are what `nvidia-smi` says, links between them the table of `nvidia-smi topo -m`: NV18 are 18
 NVLinks, PIX and PXB PCIe switches, PHB a host bridge, NODE and SYS between sockets.
 """
 
-import json
 import os
 import platform
 import re
@@ -136,7 +133,3 @@ def output(*command: str) -> str:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-if __name__ == "__main__":
-    print(json.dumps(read()))

@@ -41,6 +41,7 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
+    *" check --self") if [[ $(uname -n) == "${UNFIT:-}" ]]; then exit 1; fi ;;&
     "-c import sys; sys.exit"* | "-m megatron_burst.tools."*) exec "$REAL_PYTHON" "$@" ;;
     *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;

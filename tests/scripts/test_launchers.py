@@ -1,5 +1,6 @@
 """The launchers, with stand-ins for ssh, docker, Slurm and torchrun. (fast tier)"""
 
+import fcntl
 import os
 import re
 import shlex
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.launch import network
+from megatron_burst.tools.launch import __main__ as launch
+from megatron_burst.tools.launch import network, site
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
@@ -101,6 +103,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
     start = given.index("megatron_burst.pretrain") + 1
     assert given[start:] == [
+        *("--flight-recorder-dump-path", str(machine.folder / "out/flight-recorder-rank-")),
         "--log-timers-to-tensorboard",
         *("--tensorboard-dir", str(machine.folder / "out/tensorboard")),
         *named("toy"),
@@ -112,6 +115,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert "iteration        3/" in machine.text("out/log.txt")
     assert machine.text("out/status") == "0\n"
     assert '"host"' in machine.text("out/node-0.json")
+    assert (machine.folder / "out/node-0.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
@@ -132,6 +136,13 @@ def test_a_run_is_trained_as_the_model_that_was_asked_for(
     assert given[-len(named("toy", gpt=True)) :] == named("toy", gpt=True)
     done = machine.run(script, *launcher, "--run", "toy", "--num-layers=4", expect=2)
     assert "a HybridModel has --hybrid-layer-pattern; or give --gpt" in done.stderr
+
+
+def test_data_of_ones_own_take_the_place_of_a_runs_mock_data(machine: Machine) -> None:
+    """Megatron refuses both."""
+    machine.run("launch_local.sh", "--run", "toy", "--data-path", "mine", "--output", "out")
+    given = machine.arguments()
+    assert "--mock-data" not in given and given[-2:] == ["--data-path", "mine"]
 
 
 def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
@@ -268,6 +279,30 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     assert machine.arguments()[4] == "3"
 
 
+def test_what_megatron_refuses_beside_other_flags_is_not_set(machine: Machine) -> None:
+    one, segments = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
+    found = site.defaults(["--context-parallel-size", "8"])
+    assert (found[one], found[segments]) == ("1", "expandable_segments:True")
+    assert one not in site.defaults(["--use-megatron-fsdp"])
+    assert one not in site.defaults(["--use-torch-fsdp2"])
+    assert segments not in site.defaults(["--cuda-graph-impl=local"])
+    machine.run("launch_local.sh", "--output", "out", **{one: "32", "PYTORCH_ALLOC_CONF": "x:1"})
+    variables = machine.variables()
+    assert (variables[one], segments in variables) == ("32", False)
+
+
+@pytest.mark.slow
+def test_every_rank_has_a_log_and_its_lines_have_its_number(machine: Machine) -> None:
+    """torchrun and the ranks are real."""
+    (machine.folder / "hello.py").write_text("print('hello')\n")
+    options = ("--script", "hello.py", "--output", "out")
+    machine.run("launch_local.sh", *options, BURST_PYTHON=sys.executable, MEGATRON_BURST_CPU="1")
+    for rank in (0, 1):
+        (file,) = (machine.folder / "out").glob(f"node-0/*/attempt_0/{rank}/stdout.log")
+        assert file.read_text() == "hello\n"
+        assert f"[rank {rank}]: hello\n" in machine.text("out/log.txt")
+
+
 def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
     done = machine.run("launch_local.sh", BURST_ENV="/nowhere/env.sh", expect=2)
     assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
@@ -347,6 +382,13 @@ def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None
     assert "dead ended with status 255" in done.stdout
 
 
+@pytest.mark.parametrize("script", ["launch_nodes.sh", "check_nodes.sh"])
+def test_a_node_is_no_option_of_ssh(machine: Machine, script: str) -> None:
+    nodes = "n1 -oProxyCommand=touch$IFS/tmp/x"
+    done = machine.run(script, "--nodes", nodes, "--dry-run", expect=2)
+    assert "-oProxyCommand=touch$IFS/tmp/x is no name of a node" in done.stderr
+
+
 def test_nodes_may_stand_on_lines_of_their_own(machine: Machine) -> None:
     done = machine.run(
         "launch_nodes.sh", "--dry-run", "--nodes", "n1\nn2\n", "--ranks-per-node", "1"
@@ -376,6 +418,15 @@ def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> No
         assert part in line
     assert f"--volume {site}:{site}" in line
     assert line.index("--interactive") < line.index("image:1") < line.index(" node ")
+
+
+def test_the_pod_of_the_page_starts_a_node_of_its_number() -> None:
+    words = shlex.split(
+        re.findall(r'tools.launch (node .*)"', (ROOT / "docs/cluster.md").read_text())[0]
+    )
+    args = launch.parse([word.replace("$JOB_COMPLETION_INDEX", "3") for word in words])
+    assert (args.nodes, args.node_rank, args.master, args.port) == (4, 3, "burst-0.burst", 29500)
+    assert args.flags == ["--save", "/data/c", "--load", "/data/c"]
 
 
 # ---- Slurm
@@ -409,7 +460,7 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
     image = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data"}
     done = machine.run("launch.slurm", "--dry-run", "--nodes", "2", *AWKWARD, **image)
     sbatch, _, srun, _, node = done.stdout.splitlines()
-    assert shlex.split(sbatch)[2:5] == ["sbatch", "--nodes", "2"]
+    assert shlex.split(sbatch)[3:6] == ["sbatch", "--nodes", "2"]
     assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
     assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
     assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
@@ -427,6 +478,63 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
         assert given[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.text("out/status") == "0\n"
     assert "requeue" not in machine.text("slurm.log")
+
+
+def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> None:
+    """Nor does the repository there have one; Apptainer's images are files of its own."""
+    bins, inside = machine.folder / "bin", machine.folder / "inside"
+    for name in ("python3", "python3.12", "python3.13"):
+        (bins / name).unlink(missing_ok=True)
+        (bins / name).symlink_to("/bin/false")
+    inside.mkdir()
+    (inside / "python4").symlink_to(bins / "python-of-training")
+    (bins / "apptainer").write_text(
+        '#!/bin/bash\necho "apptainer $*" >>"$STAND_INS/slurm.log"\nshift 7\n'
+        f'PYTHONPATH={ROOT} PATH={inside}:$PATH exec "$@"\n'
+    )
+    (bins / "apptainer").chmod(0o755)
+    root = machine.folder / "repository"
+    shutil.copytree(SCRIPTS / "lib", root / "scripts" / "lib")
+    copied = shutil.copy(SCRIPTS / "launch.slurm", machine.folder / "slurm_script")
+    image = {"BURST_IMAGE": "i.sif", "BURST_MOUNTS": "/data:/data", "BURST_PYTHON": "python4"}
+    done = subprocess.run(
+        [copied, "--output", "out", *AWKWARD],
+        cwd=machine.folder,
+        env=machine.environment | image | JOB | {"BURST_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert machine.arguments("n2")[-len(AWKWARD) :] == list(AWKWARD)
+    places = sorted(
+        map(str, (machine.folder, machine.folder / "out", machine.folder / "env.sh", root))
+    )
+    mounted = ",".join(f"{place}:{place}" for place in places)
+    line = f"apptainer exec --nv --bind {mounted},/data:/data --pwd {machine.folder} i.sif python4"
+    assert f"{line} -m megatron_burst.tools.launch node " in machine.text("slurm.log")
+
+
+@pytest.mark.parametrize("launcher", ["launch.slurm", "launch_nodes.sh"])
+def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine, launcher: str) -> None:
+    wrong = ("--output", "a,b:c", "--nodes", "2")
+    done = machine.run(launcher, *wrong, expect=2, BURST_IMAGE="image:1")
+    assert "a,b:c: a path with a comma or a colon cannot be mounted" in done.stderr
+    assert not machine.text("slurm.log")
+
+
+def test_options_of_srun_are_quoted_as_in_a_shell(machine: Machine) -> None:
+    more = {**JOB, "BURST_SRUN_OPTIONS": "--gpus-per-node=8 --comment='a b'"}
+    done = machine.run("launch.slurm", "--dry-run", **more)
+    words = shlex.split(done.stdout)
+    assert words[words.index("--gpus-per-node=8") + 1] == "--comment=a b"
+
+
+def test_a_chain_wants_checkpoints_and_says_so_before_it_is_submitted(machine: Machine) -> None:
+    flags = ("--nodes", "2", "--chain", "--run", "toy", "--load=saved", "--save-interval", "9")
+    done = machine.run("launch.slurm", *flags, expect=2)
+    assert "--chain goes on from checkpoints, so it wants --save DIR and" in done.stderr
+    machine.run("launch.slurm", *flags, "--save", "saved")
+    assert " --chain --output " in machine.text("slurm.log")
 
 
 def training(machine: Machine, *lines: str) -> None:
@@ -465,8 +573,70 @@ def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> N
     assert not (machine.folder / "out/status").exists()
 
 
-def test_another_number_of_nodes_than_the_jobs_is_refused(machine: Machine) -> None:
-    done = machine.run("launch.slurm", "--nodes", "4", "--output", "out", expect=2, **JOB)
+CHAIN = ("--output", "out", "--chain", "--save=s", "--load=s", "--save-interval=9")
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_chain_goes_into_the_queue_before_its_time_is_over(machine: Machine, steps: int) -> None:
+    """As often as it takes: BURST_REQUEUES counts starts that failed. Without a step it ends."""
+    machine.folder.joinpath("bin/srun").write_text(
+        f"""#!/bin/bash
+case $* in *" true") exit ;; esac
+echo "srun $*" >>"$STAND_INS/slurm.log"
+for ((i = 0; i < {steps}; i++)); do echo '{ITERATION}'; done
+trap 'echo saved; exit 0' USR1
+touch "$STAND_INS/runs"
+while :; do sleep 0.1; done
+"""
+    )
+    (machine.folder / "out").mkdir()
+    (machine.folder / "out/chained").write_text("41\n" + "42\n" * 5)
+    variables = {**JOB, "BURST_REQUEUES": "0", "SLURM_RESTART_COUNT": "5"}
+    job = machine.start("launch.slurm", *CHAIN, **variables)
+    wait_for(lambda: (machine.folder / "runs").exists())
+    job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@300 does
+    out, _ = job.communicate(timeout=200)
+    assert job.returncode == (0 if steps else 2), out
+    assert "saved" in machine.text("out/log.txt")
+    assert ("scontrol requeue 42" in machine.text("slurm.log")) == bool(steps)
+    assert machine.text("out/chained").count("42") == 5 + steps
+    assert "--exit-signal-handler --exit-signal SIGUSR1" in machine.text("slurm.log")
+    wanted = "its time is nearly over" if steps else "its time was over before its first step"
+    assert wanted in out
+
+
+def test_a_chain_whose_training_is_done_ends(machine: Machine) -> None:
+    machine.run("launch.slurm", *CHAIN, **JOB)
+    assert "requeue" not in machine.text("slurm.log")
+    assert machine.text("out/status") == "0\n"
+
+
+@pytest.mark.parametrize("holder", ["41", "42"])
+def test_an_output_that_another_job_holds_is_refused(machine: Machine, holder: str) -> None:
+    """But not by an earlier start of the same."""
+    (machine.folder / "out").mkdir()
+    with (machine.folder / "out/.megatron-burst.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f'{{"host": "h", "slurm": "{holder}"}}')
+        lock.flush()
+        expect = 2 if holder == "41" else 0
+        done = machine.run("launch.slurm", "--output", "out", expect=expect, **JOB)
+    assert ("is in use by" in done.stderr) == (holder == "41")
+
+
+def test_nodes_are_asked_before_the_training_if_that_is_wanted(machine: Machine) -> None:
+    """The stand-in for srun makes no file of what a node says: none is fit."""
+    done = machine.run("launch.slurm", "--output", "out", "--check", expect=2, **JOB)
+    assert "n1                   unhealthy" in done.stdout and "n1.json" in done.stdout
+    assert "submit it with --exclude of those" in done.stderr
+    assert " node " not in machine.text("slurm.log")
+
+
+@pytest.mark.parametrize("command", [("launch.slurm",), ("lib/launch", "slurm")])
+def test_another_number_of_nodes_than_the_jobs_is_refused(
+    machine: Machine, command: tuple[str, ...]
+) -> None:
+    done = machine.run(*command, "--nodes", "4", "--output", "out", expect=2, **JOB)
     assert "--nodes 4, but this job has 2" in done.stderr
 
 

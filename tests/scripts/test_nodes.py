@@ -93,6 +93,34 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
     assert found["dead"].split()[1:3] == ["-", "-"]
 
 
+SHAPES = (
+    '"text"',
+    "[1]",
+    "[" * 9999,
+    '{"gpus": {}, "links": [], "network": []}',
+    '{"gpus": [{"nome": "X"}], "links": [], "network": []}',
+    '{"gpus": [{"name": "X", "memory.used": 7}], "links": [], "network": []}',
+    '{"gpus": [], "links": [1], "network": []}',
+    '{"gpus": [], "links": [], "network": [{"rate": "1"}]}',
+    "\033[2J\a \udce9",
+)
+
+
+def test_a_node_may_answer_anything(machine: Machine) -> None:
+    """It is unhealthy, the others are judged as ever, and a terminal obeys nothing of it."""
+    (machine.folder / "said").mkdir()
+    fit = '{"gpus": [], "links": [], "network": []}'
+    for number, text in enumerate((*SHAPES, fit)):
+        file = machine.folder / "said" / f"n{number}.json"
+        file.write_text(text, errors="surrogateescape")
+    nodes = " ".join(f"n{number}" for number in range(len(SHAPES) + 1))
+    found = check(machine, "--nodes", nodes, "--answers", "said", expect=1)
+    states = [line.split()[0] for line in found.values()]
+    assert states == [*["unhealthy"] * len(SHAPES), "free"]
+    assert not any({"\033", "\a"} & {*line} for line in found.values()), found
+    assert "no devices: [1]" in found["n1"] and "no answer: ?[2J?" in found[f"n{len(SHAPES) - 1}"]
+
+
 def test_the_free_nodes_are_a_list_for_the_launcher(machine: Machine) -> None:
     gpus(machine, a=FREE, b=gpu(70000) + gpu() + LINKS, c=FREE)
     listed = machine.run("check_nodes.sh", "--list", "--nodes", "a b c")

@@ -25,7 +25,7 @@ TINY = (
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that nothing is left behind; links in it stay links."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("megatron_burst", "configs"):
+    for name in ("megatron_burst", "configs", "scripts"):
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=left_out)
     for name in ("pyproject.toml", "LICENSE"):
@@ -40,7 +40,7 @@ def test_the_wheel_has_every_module_and_configuration(wheel: Path) -> None:
     here = ROOT / "megatron_burst"
     modules = {f"megatron_burst/{path.relative_to(here)}" for path in here.rglob("*.py")}
     configurations = {f"megatron_burst/configs/{p.name}" for p in (ROOT / "configs").iterdir()}
-    assert inside == modules | configurations
+    assert inside == modules | configurations | {"megatron_burst/tools/launch/launch.slurm"}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ EXAMPLES = {
     "corpus --output corpus": "documents",
     "plan --list": "14b_1m_32gpu_a800",
     "plan --run 14b_1m_32gpu_a800 --top 3": "torchrun --nnodes 4",
-    "launch local --dry-run --ranks-per-node 2 --x 1": "--nproc-per-node 2 -m",
+    "launch local --dry-run --ranks-per-node 2 --x 1": "--nproc-per-node 2",
+    "launch slurm --dry-run --nodes 2 --x 1": "srun --nodes=2",
     f"compare --toy --ranks 2 --variants burst --output compared -- {TINY}": "burst",
     "gpu-check --device cpu --stage 1 6": "report: ",
     "trace compared/runs/burst/torch_profile": "exposed",

@@ -61,6 +61,10 @@ class Job:
         return self.cluster.job(self.number)["JobState"]
 
     @property
+    def running(self) -> bool:
+        return self.state == "RUNNING"
+
+    @property
     def restarts(self) -> int:
         return int(self.cluster.job(self.number)["Restarts"])
 
@@ -104,12 +108,13 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (*data, *BURST, "--calculate-per-token-loss", "--train-iters", str(STEPS))
 
 
-def submit(cluster: SlurmCluster, output: Path, *flags: str) -> Job:
+def submit(cluster: SlurmCluster, output: Path, *flags: str, **variables: str) -> Job:
     """Train the toy model on two nodes of two ranks."""
     return Job(
         *(cluster, output, *MODEL, *flags),
         *("--context-parallel-size", "4", "--burst-topology", "double"),
         BURST_PYTHON=sys.executable,
+        **variables,
     )
 
 
@@ -167,6 +172,29 @@ def test_a_warning_before_the_time_limit_saves(
     assert 2 <= last < 9999
 
 
+@pytest.mark.slow
+def test_a_chain_goes_on_until_the_training_is_done(
+    cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As the default --signal=B:USR1@300 warns it: the batch script alone."""
+    saved = tmp_path / "saved"
+    saving = ("--save", str(saved), "--load", str(saved), "--save-interval", "9999", "--chain")
+    more = (*saving, "--train-iters", "9999")
+    job = submit(cluster, tmp_path / "out", *flags, *more, BURST_REQUEUES="0")
+    starts = []
+    for restarts in (0, 1):
+        cluster.wait_for("it runs", lambda n=restarts: job.restarts == n and job.running, 200)
+        behind = f"started {restarts} time(s) before"
+        cluster.wait_for("a step", lambda t=behind: logged(job.log.partition(t)[2]), 200)
+        cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
+        cluster.wait_for("it is in the queue again", lambda n=restarts: job.restarts > n, 200)
+        starts.append(min(logged(job.log.partition(behind)[2])))
+        assert int((saved / "latest_checkpointed_iteration.txt").read_text()) > starts[-1]
+    assert starts[0] == 1 < starts[1]
+    cluster.run("scancel", str(job.number))
+    assert job.end() == "CANCELLED"
+
+
 # ---- ends of a job, with a stand-in for torchrun
 
 
@@ -212,6 +240,20 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
     cluster.wait_for("the ranks end", lambda: not_running(machine), 60)
     time.sleep(1)
     assert (job.state, job.restarts) == ("CANCELLED", 0)
+
+
+def test_nodes_are_asked_before_the_training(cluster: SlurmCluster, machine: Machine) -> None:
+    job = Job(cluster, machine.folder / "out", "--check", **stand_in(machine))
+    assert job.end() == "COMPLETED", job.log
+    table, _, training = job.log.partition(" iteration ")
+    for name in NODES:
+        assert re.search(rf"^{name} +free", table, re.MULTILINE), job.log
+        assert f"from {name}" in training
+    other = Job(cluster, machine.folder / "other", "--check", **stand_in(machine, UNFIT=NODES[1]))
+    assert other.end() == "FAILED" and other.restarts == 0
+    assert re.search(rf"^{NODES[0]} +free", other.log, re.MULTILINE), other.log
+    assert re.search(rf"^{NODES[1]} +unhealthy +.*no answer", other.log, re.MULTILINE), other.log
+    assert "--exclude of those" in other.log and " iteration " not in other.log
 
 
 def not_running(machine: Machine) -> bool:

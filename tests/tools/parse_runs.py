@@ -33,6 +33,7 @@ def main() -> None:
             run = configs.run(name)
             os.environ["WORLD_SIZE"] = str(run.gpus)
             words = arguments_of(hybrid_form(run.flags))
+            words += ["--save", "saved", "--load", "saved"]  # all that a chain of jobs wants
             sys.argv = ["train", *(word for word in words if word not in OFFLOAD)]
             found[name] = _parsed(arguments)
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -19,7 +19,8 @@ from rows import rows_of  # noqa: E402
 CONFIGS = Configs.read()
 NAMES = CONFIGS.names()
 # Documents are not predicted.
-PREDICTED = [name for name in NAMES if name != "masks-documents"]
+DOCUMENTS = [n for n in NAMES if "dataloader-inter-document-masking" in CONFIGS.run(n).flags]
+PREDICTED = [name for name in NAMES if name not in DOCUMENTS]
 HEADLINE = ("7b_2m_32gpu_a800", "14b_1m_32gpu_a800", "7b_4m_64gpu_a800", "14b_2m_64gpu_a800")
 
 

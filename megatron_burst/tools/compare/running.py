@@ -24,7 +24,7 @@ _REASONS = (
     r"^(?:\[.*?\]: *)?megatron_burst: (.+)$",
     r"^(?:\[.*?\]: *)?([\w.]*(?:Error|Exception): .+)$",
 )
-_ENVIRONMENT = site.DEFAULTS | {"PYTHONWARNINGS": "ignore::UserWarning"}
+_QUIET = {"PYTHONWARNINGS": "ignore::UserWarning"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class Series:
 
 
 def _train(command: Sequence[str], log: Path, signals: Signals) -> int:
-    environment = _ENVIRONMENT | os.environ
+    environment = site.defaults(command) | _QUIET | os.environ
     with log.open("wb") as file:
         output = file.fileno()
         status = supervise([("", command)], signals, output=output, environment=environment)

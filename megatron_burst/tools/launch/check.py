@@ -1,4 +1,4 @@
-"""Says which nodes are free and healthy, asked over ssh."""
+"""Says which nodes are free and healthy, asked over ssh or in a job."""
 
 import argparse
 import json
@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard
 
+from megatron_burst.tools import hardware
 from megatron_burst.tools.hardware import Devices
-from megatron_burst.tools.launch import ssh
+from megatron_burst.tools.launch import site, ssh
 
 ABOUT = """Asks every node at the same time and prints a line for each, and why one is not free:
 busy, or unhealthy, by uncorrected ECC errors, other GPUs, links or active ports than most nodes.
 
-Nodes are reached as `launch ssh` does, in its container. The status is 0 if every node is free. It
-changes nothing on any node.
+Nodes are reached as `launch ssh` does, in its container; `launch slurm --check` asks those of a job
+before it trains. The status is 0 if every node is free. It changes nothing on any node.
 """
 LINKS = "links between GPUs"
 ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
@@ -34,15 +36,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory-mib", type=int, default=500, metavar="N", help=text)
     text = "seconds to wait for an answer (default: %(default)s)"
     add("--timeout", type=float, default=30, metavar="S", help=text)
+    add("--self", action="store_true", help="print what this node says of itself, as JSON")
+    text = "read what the nodes said from DIR/HOST.json, do not ask them"
+    add("--answers", type=Path, metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask and judge the nodes; with --list the status is 0 if one is free, else if all are."""
-    hosts, task = ssh.hosts_of(args), ("-m", "megatron_burst.tools.hardware")
+    if args.self:
+        print(json.dumps(hardware.read()))
+        return 0
+    hosts, task = ssh.hosts_of(args), (*site.LAUNCH, "check", "--self")
     commands = [ssh.connect(host, Path.cwd(), *task) for host in hosts]
     if args.dry_run:
         print(*map(shlex.join, commands), sep="\n")
         return 0
+    if args.answers:
+        commands = [["cat", "--", str(args.answers / f"{host}.json")] for host in hosts]
     with ThreadPoolExecutor(len(hosts)) as threads:
         answers = list(threads.map(lambda command: _ask(command, args.timeout), commands))
     kinds = [_kinds(said) for said in answers if not isinstance(said, str)]
@@ -56,24 +66,43 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(*free)
         return 0 if free else 1
-    print(*(ROW.format(*row).rstrip() for row in (HEAD, *rows)), sep="\n")
+    print(*(_printable(ROW.format(*row)).rstrip() for row in (HEAD, *rows)), sep="\n")
     return 0 if len(free) == len(rows) else 1
 
 
 def _ask(command: Sequence[str], timeout: float) -> Devices | str:
     """Return what a node says of itself, or why it says nothing."""
-    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
     try:
         done = run(command, timeout=timeout)
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout:g} s"
     lines = done.stdout.splitlines() or [""]
     try:
-        said: Devices = json.loads(lines[-1])  # behind what a login prints
-    except ValueError:
+        said = json.loads(lines[-1])  # behind what a login prints
+    except (ValueError, RecursionError):
         first = [*done.stderr.splitlines(), *filter(None, lines), f"status {done.returncode}"][0]
         return f"no answer: {first}"
-    return said
+    return said if _is_complete(said) else f"no devices: {lines[-1]}"
+
+
+def _is_complete(said: object) -> TypeGuard[Devices]:
+    """Whether an answer has what is read here, all of it texts."""
+    match said:
+        case {"gpus": [*gpus], "links": [*links], "network": [*ports]}:
+            named = [("name",)] * len(gpus) + [("state", "rate")] * len(ports)
+            return all(isinstance(link, str) for link in links) and all(
+                isinstance(row, dict)
+                and row.keys() >= {*names}
+                and all(isinstance(value, str) for value in row.values())
+                for row, names in zip([*gpus, *ports], named, strict=True)
+            )
+    return False
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _judged(

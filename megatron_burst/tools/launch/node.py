@@ -92,7 +92,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
-    found = {name: os.environ.get(name) or value for name, value in site.DEFAULTS.items()}
+    found = site.defaults([*args.named, *args.flags])
     found["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
     found["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     return found | (network.network_settings(args.master) if args.nodes > 1 else {})
@@ -105,16 +105,20 @@ def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]
     start = [site.python_of_training(), "-m", "torch.distributed.run", *meeting]
     entry = ["megatron_burst.run", str(args.script)] if args.script else ["megatron_burst.pretrain"]
-    start += ["--nproc-per-node", ranks, "-m", *entry]
+    logs = args.output / f"node-{args.node_rank}"  # a file a rank; here its lines have its number
+    start += ["--nproc-per-node", ranks, "--tee", "3", "--log-dir", str(logs), "-m", *entry]
+    record = ["--flight-recorder-dump-path", str(args.output / "flight-recorder-rank-")]
     board = ["--log-timers-to-tensorboard", "--tensorboard-dir", str(args.output / "tensorboard")]
-    return [*start, *board, *args.named, *args.flags]
+    return [*start, *record, *board, *args.named, *args.flags]
 
 
 def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> None:
     text = json.dumps(hardware.describe(args.run or "", command), indent=2)
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
+        file = args.output / f"node-{args.node_rank}.json"
+        file.touch(mode=0o600)  # the settings are nobody else's
+        file.write_text(f"{text}\n")
     except OSError as error:
         say(f"no description of this node was written: {error}", who=who)
 

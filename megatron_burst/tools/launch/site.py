@@ -6,14 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
-# Megatron asks for one connection before it runs context parallelism on GPUs before Blackwell.
-DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
+# Megatron refuses expandable segments beside these, some of them unless more is set.
+FIXED_SEGMENTS = {"use-nccl-ub", "cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph"}
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
 
 
@@ -42,6 +44,22 @@ def load_env() -> None:
         os.environ["PYTHONPATH"] = ":".join([str(ROOT), *filter(None, paths)])
 
 
+def defaults(flags: Sequence[str]) -> dict[str, str]:
+    """Return the settings of a training with these flags of Megatron that the environment lacks."""
+    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    found = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
+    # One queue to the GPU, so that a message starts before the computation that hides it. Before
+    # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under
+    # sequence parallelism on any GPU, and under FSDP it is refused.
+    if not given & FSDP:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # Tensors of many sizes, as documents and chunks of the loss are, leave holes in segments of a
+    # fixed size. This is the name that Megatron looks at.
+    if not (given & FIXED_SEGMENTS or "PYTORCH_ALLOC_CONF" in os.environ):
+        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return {name: value for name, value in found.items() if not os.environ.get(name)}
+
+
 def words(variable: str, default: str = "") -> list[str]:
     """Return the words of a setting, split as a shell does."""
     return shlex.split(os.environ.get(variable) or default)
@@ -53,11 +71,17 @@ def python_of_training(*, in_container: bool = False) -> str:
 
 
 def mounts(output: Path) -> list[str]:
-    """Return what a container needs of this machine, each once, as docker and pyxis want it."""
+    """Return what a container needs of this machine, each once, as docker wants it.
+
+    Raises:
+        ValueError: a path has a comma or a colon, which end it there.
+    """
     needed = {str(Path.cwd()), str(output), *([str(ROOT)] if CHECKOUT else [])}
     env_file = os.environ.get("BURST_ENV")
     if env_file and Path(env_file).is_file():
         needed.add(str(Path(env_file).absolute()))
+    if wrong := [path for path in needed if {",", ":"} & {*path}]:
+        raise ValueError(f"{wrong[0]}: a path with a comma or a colon cannot be mounted")
     own = os.environ.get("BURST_MOUNTS", "")
     return [f"{path}:{path}" for path in sorted(needed)] + list(filter(None, own.split(",")))
 

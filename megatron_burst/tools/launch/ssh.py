@@ -46,10 +46,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hosts_of(args: argparse.Namespace) -> list[str]:
-    """Return the nodes of --nodes or the site's settings."""
-    if hosts := (args.nodes or os.environ.get("BURST_NODES", "")).split():
-        return hosts
-    raise ValueError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+    """Return the nodes of --nodes or the site's settings.
+
+    Raises:
+        ValueError: there are none, or ssh would take one for an option.
+    """
+    hosts = (args.nodes or os.environ.get("BURST_NODES", "")).split()
+    if not hosts:
+        raise ValueError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
+    if wrong := [host for host in hosts if host.startswith("-")]:
+        raise ValueError(f"{wrong[0]} is no name of a node")
+    return hosts
 
 
 def connect(host: str, output: Path, *task: str) -> list[str]:

@@ -11,6 +11,8 @@ from megatron_burst.tools.model import Flags, cut, hybrid_pattern, whole
 if TYPE_CHECKING:
     from megatron_burst.tools.plan.cluster import Cluster
 
+# Megatron takes tokens from one place: any of these takes that of a run's mock data.
+_DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
 
@@ -85,6 +87,9 @@ def as_asked(flags: Flags, own: Flags, *, gpt: bool) -> dict[str, Any]:
         ValueError: the layers of a HybridModel are counted.
     """
     pattern, given = "hybrid-layer-pattern", dict(flags)
+    if _DATA & own.keys():
+        given.pop("mock-data", None)
+    flags = dict(given)
     if pattern in {**flags, **own} or ("num-layers" in flags and not gpt):
         given = hybrid_form(flags)
     if "num-layers" in own and pattern in {**given, **own}:
