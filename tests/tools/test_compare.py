@@ -148,6 +148,16 @@ def test_a_named_run_brings_its_flags_and_ranks(
     assert command.count("--context-parallel-algo") == 1 and "--train-iters 5 " in command
 
 
+def test_a_dry_run_of_the_toy_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
+    words = ["--toy", "--input", __file__, "--output", str(tmp_path / "out"), "--dry-run"]
+    assert compare.main(words) == 0
+    assert f"--data-path {tmp_path}/out/corpus/corpus " in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_flags_of_documents_are_those_of_the_variants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
