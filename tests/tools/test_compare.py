@@ -126,6 +126,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--ranks", "4", "--", "--yaml-cfg=x.yaml"], "--yaml-cfg is not read here"),
         (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
         (["--ranks", "4", "--variants", "nothing"], "matches none"),
+        (["--ranks", str(10**12)], f"--ranks {10**12} is more than 131072"),
         (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),
     ],
 )
