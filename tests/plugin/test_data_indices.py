@@ -95,6 +95,8 @@ DAMAGES = {
     "empty": lambda data: b"",
     "cut": lambda data: data[:-1],
     "garbled": lambda data: b"\0" * len(data),
+    "a header that is no text": lambda data: data[:20] + b"\x1c" + data[21:],
+    "an archive": lambda data: b"PK\3\4" + data[4:],
     "zeroed": zeroed,
     "a number": one_larger,
     "negative": lambda data: data[:128] + b"\xff" * 8 + data[136:],

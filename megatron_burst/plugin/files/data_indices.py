@@ -71,7 +71,7 @@ def _cached(dataset: Any, suffix: str) -> Path | None:
 def _read(path: Path) -> None:
     try:
         np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # whatever parsing a garbled header brings
         raise ValueError(_remedy(path, f"it cannot be read: {error}")) from error
 
 
