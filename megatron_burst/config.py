@@ -360,11 +360,11 @@ class FileConfig:
     """
 
     check_files: FileChecks = FileChecks.AUTO
-    """Whether files are looked at before they are used: those of the data set, which must be there
-    and complete before training starts, and checkpoints, of which the newest complete one is
-    loaded; a save that fails says where, and one over an earlier checkpoint leaves no mixture that
-    counts as complete. on: looked at. off: Megatron's own behaviour. auto: on in python -m
-    megatron_burst.pretrain, off where another script is run."""
+    """Whether files are looked at before they are used: those of the data set, whose indices and
+    tokens must be in range, and checkpoints, of which the newest complete one is loaded, and none
+    is mixed with those of another training; a save that fails says where, and one over an earlier
+    checkpoint leaves no mixture that counts as complete. on: looked at. off: Megatron's own
+    behaviour. auto: on in python -m megatron_burst.pretrain, off where another script is run."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)

@@ -83,10 +83,10 @@ def flat_grid(ranks: int) -> Grid:
 
 def by_node(nodes: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     """Group the ranks by the node they are on, given the node of each; the first seen is first."""
-    return tuple(
-        tuple(rank for rank, other in enumerate(nodes) if other == node)
-        for node in dict.fromkeys(nodes)
-    )
+    rows: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        rows.setdefault(node, []).append(rank)
+    return tuple(map(tuple, rows.values()))
 
 
 def choose_grid(topology: Topology, nodes: Sequence[Hashable]) -> tuple[Grid, str]:

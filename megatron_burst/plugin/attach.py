@@ -29,7 +29,7 @@ from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.files import complete_checkpoints
+from megatron_burst.plugin.files import complete_checkpoints, data_indices
 from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
@@ -78,6 +78,7 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
         configure(args)
         if checks_files(args, own_entry=own_entry):
             check_data_files(args)
+            data_indices.attach()
             complete_checkpoints.attach(args)
 
     return compat.around_parse_args(parse_args, prepare, settle)

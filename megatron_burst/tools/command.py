@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     if (verb := words[0]) not in VERBS:
         terminal.complain(NAME, [f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}"])
         return 2
+    if wrong := [word for word in words if word != word.encode(errors="ignore").decode()]:
+        terminal.complain(NAME, [f"{wrong[0]!a} is not UTF-8: it could not be written to a report"])
+        return 2
     try:
         module, _ = VERBS[verb]
         return importlib.import_module(f"megatron_burst.tools.{module}").main(words[1:])

@@ -10,12 +10,14 @@ import json
 import shlex
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_burst.tools.options import Parser
+from megatron_burst.tools.replacing import replacing, write_text
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -26,8 +28,60 @@ LEAST = 4097
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def prepare(inputs: Sequence[Path], output: Path, *, paragraphs: bool = False) -> str:
-    """Write corpus.bin, .idx and .json to `output`; return what was done, as a line for the log.
+class Corpus(NamedTuple):
+    """The documents of a corpus."""
+
+    texts: Sequence[bytes]
+    is_cut: bool  # at `LIMIT`
+
+    @property
+    def tokens(self) -> int:
+        """How many there are, with one at the end of each document."""
+        return sum(map(len, self.texts)) + len(self.texts)
+
+    def facts(self, output: Path) -> dict[str, Any]:
+        """Return what corpus.json holds of the corpus that `write` puts there."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            digest.update(len(text).to_bytes(8, "little") + text)
+        return {
+            "prefix": str((output / "corpus").resolve()),
+            "tokenizer_args": [
+                *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)),
+                *("--null-tokenizer-eod-id", str(END_OF_DOCUMENT)),
+            ],
+            "documents": len(self.texts),
+            "tokens": self.tokens,
+            "source": digest.hexdigest(),
+        }
+
+    def write(self, output: Path) -> None:
+        """Write corpus.bin, .idx and .json; a training that reads others there keeps those."""
+        with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
+            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        output.mkdir(parents=True, exist_ok=True)
+        with replacing(output / "corpus.bin") as tokens, replacing(output / "corpus.idx") as index:
+            builder = IndexedDatasetBuilder(str(tokens), dtype=DType.optimal_dtype(VOCAB_SIZE))
+            for text in self.texts:
+                words = np.append(np.frombuffer(text, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
+                builder.add_document(words, [len(words)])
+            builder.finalize(str(index))
+        write_text(output / "corpus.json", json.dumps(self.facts(output), indent=2) + "\n")
+
+    def __str__(self) -> str:
+        lengths = [len(text) + 1 for text in self.texts]
+        middle, longest = np.quantile(lengths, (0.5, 1))
+        cut = f", cut at {LIMIT} bytes" if self.is_cut else ""
+        mean = f"mean {self.tokens / len(lengths):.0f}"
+        return (
+            f"{len(lengths)} documents, {self.tokens} tokens{cut}; {mean}, median {middle:.0f}, "
+            f"longest {longest:.0f}"
+        )
+
+
+def gather(inputs: Sequence[Path], *, paragraphs: bool = False) -> Corpus:
+    """Return the documents of these files; of the standard library if there are none.
 
     Raises:
         ValueError: a file cannot be read, or there is too little text; the message says where.
@@ -38,28 +92,10 @@ def prepare(inputs: Sequence[Path], output: Path, *, paragraphs: bool = False) -
         if used > LIMIT:
             break
         texts.append(text)
-    tokens = sum(map(len, texts)) + len(texts)
-    if tokens < LEAST:
-        raise ValueError(f"too little text: {tokens} tokens, at least {LEAST} are needed")
-    digest = hashlib.sha256(b"".join(len(text).to_bytes(8, "little") + text for text in texts))
-    prefix = output / "corpus"
-    output.mkdir(parents=True, exist_ok=True)
-    _write(texts, prefix)
-    content = {
-        "prefix": str(prefix.resolve()),
-        "tokenizer_args": [
-            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)),
-            *("--null-tokenizer-eod-id", str(END_OF_DOCUMENT)),
-        ],
-        "documents": len(texts),
-        "tokens": tokens,
-        "source": digest.hexdigest(),
-    }
-    prefix.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    middle, longest = np.quantile([len(text) + 1 for text in texts], (0.5, 1))
-    cut = f", cut at {LIMIT} bytes" if used > LIMIT else ""
-    lengths = f"mean {tokens / len(texts):.0f}, median {middle:.0f}, longest {longest:.0f}"
-    return f"corpus written: {len(texts)} documents, {tokens} tokens{cut}; {lengths}"
+    corpus = Corpus(texts, used > LIMIT)
+    if corpus.tokens < LEAST:
+        raise ValueError(f"too little text: {corpus.tokens} tokens, at least {LEAST} are needed")
+    return corpus
 
 
 def documents(inputs: Sequence[Path], *, paragraphs: bool = False) -> Iterator[bytes]:
@@ -90,19 +126,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         if line.strip():
             try:
                 yield json.loads(line)["text"].encode("utf-8")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: no JSON with a text: {error}") from error
-
-
-def _write(texts: Iterable[bytes], prefix: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCAB_SIZE))
-    for text in texts:
-        tokens = np.append(np.frombuffer(text, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
 
 
 def main(argv: list[str]) -> int:
@@ -116,9 +141,10 @@ def main(argv: list[str]) -> int:
     add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH", help=text)
     add("--paragraphs", action="store_true", help="what is between empty lines is a document")
     args = parser.parse_args(argv)
-    said = prepare(args.input, args.output, paragraphs=args.paragraphs)
-    content = (args.output / "corpus.json").read_text()
-    found = json.loads(content)
+    corpus = gather(args.input, paragraphs=args.paragraphs)
+    corpus.write(args.output)
+    found = corpus.facts(args.output)
     flags = shlex.join(["--data-path", found["prefix"], *found["tokenizer_args"]])
-    print(content if args.json else f"{said}\nflags of a training on it: {flags}")
+    said = f"corpus written: {corpus}\nflags of a training on it: {flags}"
+    print(json.dumps(found, indent=2) if args.json else said)
     return 0

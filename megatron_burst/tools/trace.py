@@ -14,7 +14,9 @@ wait is exposed.
 
 import gzip
 import json
+import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ _RANGE = re.compile(
     + r"(forward|backward|head exchange|wait for the plan)"
     + r"(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
+_UNREADABLE = (*(ValueError, KeyError, TypeError, EOFError, OSError, RecursionError, zlib.error),)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 type Event = dict[str, Any]
@@ -51,7 +54,13 @@ def summary(directory: Path) -> dict[str, Any]:
         ValueError: there is no trace, or no attention in it.
     """
     found = _load(directory)
-    rows = [row for rank, events in found.items() for row in _rows(rank, events)]
+    rows: list[dict[str, Any]] = []
+    for rank, events in found.items():
+        try:
+            rows += _rows(rank, events)
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            text = f"an event of rank {rank} is not as torch.profiler writes it: {error!r}"
+            raise ValueError(f"{directory}: {text}") from error
     if not rows:
         raise ValueError(
             f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
@@ -70,9 +79,12 @@ def _load(directory: Path) -> dict[int, list[Event]]:
             data = path.read_bytes()
             content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
             rank = int(path.name.split(".")[0].removeprefix("rank-"))
-            found[rank] = content["traceEvents"]
-        except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+            events = content["traceEvents"]
+            if rank in found or not all(isinstance(event, dict) for event in events):
+                raise TypeError("a second file of the rank" if rank in found else "no events")
+        except _UNREADABLE as error:
             raise ValueError(f"{path} is no trace of torch.profiler: {error!r}") from error
+        found[rank] = events
     if not found:
         raise ValueError(
             f"{directory} has no rank-N.json.gz: train with --profile --use-pytorch-profiler "
@@ -105,6 +117,8 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[str, _Call]]:
     """Read one rank's calls and their names, from the device's kernels where there are any."""
     named = (event for event in events if event.get("cat") == "user_annotation")
     ranges = [(event, found) for event in named if (found := _RANGE.match(event["name"]))]
+    for event, _ in ranges:
+        _span(event)  # that they are numbers, also where a call has none of them
     known = [event for event in events if "correlation" in event.get("args", {})]
     kernels = {e["args"]["correlation"]: e for e in known if e["cat"] in _DEVICE}
     launches = [e for e in known if e["cat"] not in _DEVICE and e["args"]["correlation"] in kernels]
@@ -135,7 +149,10 @@ def _is_nccl(event: Event) -> bool:
 
 
 def _span(event: Event) -> Span:
-    return event["ts"], event["ts"] + event["dur"]
+    start, length = event["ts"], event["dur"]
+    if not (abs(start) < math.inf and 0 <= length < math.inf):
+        raise ValueError(f"it starts at {start} and lasts {length} microseconds")
+    return start, start + length
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

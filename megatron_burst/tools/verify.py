@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = _start(args.backend, args.device)
+    _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)
     right = "all is right" if ranks > 1 else _ONE_RANK
@@ -150,18 +151,51 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def _start(backend: str, device_type: str) -> torch.device:
-    """Join the other ranks that torchrun has started, if any; return this rank's device."""
+    """Join the other ranks that torchrun has started, if any; return this rank's device.
+
+    Raises:
+        ValueError: there is no GPU where one is asked for.
+    """
     on_nccl = torch.cuda.is_available() and backend != "gloo" and device_type != "cpu"
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    asked = "--device cuda" if device_type == "cuda" else "--backend nccl"
+    if (device_type == "cuda" and not gpus) or (backend == "nccl" and not on_nccl):
+        raise ValueError(
+            f"{asked}: torch {torch.__version__} finds {gpus} GPUs here, --device {device_type}: "
+            "drop it, or see megatron-burst doctor"
+        )
+    if on_nccl and local >= gpus:
+        raise ValueError(
+            f"rank {local} of this node has no GPU, there are {gpus}: start fewer, or share them "
+            "with --backend gloo --device cuda"
+        )
     device = torch.device("cpu")
     if on_nccl or device_type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        # Over gloo ranks may share a GPU.
-        local = local if on_nccl else local % max(torch.cuda.device_count(), 1)
+        local = local if on_nccl else local % gpus  # over gloo ranks may share a GPU
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if on_nccl else "gloo")
     return device
+
+
+def _refuse_too_much(args: argparse.Namespace, device: torch.device) -> None:
+    """Raise a ValueError if not even the tensors of the ranks of this node fit into its memory."""
+    tokens = args.batch * args.tokens_per_rank
+    numbers = args.heads * (args.head_dim + args.value_head_dim)
+    numbers += args.kv_heads * (args.head_dim + args.value_head_dim)
+    needed = 2 * 4 * tokens * numbers  # q, k, v and the output in float32, and their gradients
+    if device.type == "cuda":
+        memory, ranks = torch.cuda.mem_get_info(device)[1], 1
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if needed * ranks > memory:
+        raise ValueError(
+            f"--batch {args.batch} x --tokens-per-rank {args.tokens_per_rank} with {args.heads} "
+            f"heads of {args.head_dim} and {args.kv_heads} kv heads takes {needed / 2**30:.4g} GiB "
+            f"a rank, of {ranks} that share {memory / 2**30:.4g} GiB: take less"
+        )
 
 
 def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str:

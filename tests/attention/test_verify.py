@@ -29,6 +29,7 @@ from megatron_burst.plans.head_parallel import HeadGroups
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.tools import verify as tool
+from megatron_burst.tools.command import main
 from megatron_burst.transport.comm import Transfers
 from tests import oracle
 from tests.attention.cases import Case as Shape
@@ -330,3 +331,22 @@ def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spr
     printed = capsys.readouterr().out
     assert "burst, query, causal, float32, lse on rank 0: error" in printed
     assert "verify: something is wrong" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch 999999999", "--batch 999999999 x --tokens-per-rank 256 with 8 heads of 64 and"),
+        (f"--head-dim {10**30}", "take less"),
+        ("--device cuda", "--device cuda: torch "),
+        ("--backend nccl", "--backend nccl: torch "),
+    ],
+)
+def test_what_this_machine_cannot_hold_or_has_not_is_refused(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["verify", *words.split()]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

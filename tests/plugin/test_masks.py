@@ -160,6 +160,13 @@ def test_a_file_that_holds_no_block_mask(tmp_path: Path, content: Any, message: 
         load_block_mask(str(file))
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\1\0v\0{\x1c", b"\xff"])
+def test_a_block_mask_that_is_garbled(tmp_path: Path, content: bytes) -> None:
+    (file := tmp_path / "mask.npy").write_bytes(content.ljust(128) if content else content)
+    with pytest.raises(ValueError, match=f"--burst-block-mask {file} cannot be read: "):
+        load_block_mask(str(file))
+
+
 def _compare(team: Team, directory: str, files: int) -> str:
     shared = SharedState(BurstConfig(block_mask=f"{directory}/{team.rank % files}.npy"))
     try:

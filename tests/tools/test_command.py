@@ -27,6 +27,12 @@ def test_without_a_verb_it_shows_its_help_and_fails(capsys: pytest.CaptureFixtur
     assert "usage: megatron-burst VERB" in capsys.readouterr().out
 
 
+def test_a_name_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report with it could not be written after the trainings."""
+    assert main(["compare", "--output", "r\udcff", "--toy"]) == 2
+    assert r"'r\udcff' is not UTF-8" in capsys.readouterr().err
+
+
 def test_an_unknown_verb_is_an_error_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["paln"]) == 2
     assert capsys.readouterr().err == (

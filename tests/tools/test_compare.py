@@ -126,6 +126,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--ranks", "4", "--", "--yaml-cfg=x.yaml"], "--yaml-cfg is not read here"),
         (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
         (["--ranks", "4", "--variants", "nothing"], "matches none"),
+        (["--ranks", str(10**12)], f"--ranks {10**12} is more than 131072"),
         (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),
     ],
 )
@@ -146,6 +147,16 @@ def test_a_named_run_brings_its_flags_and_ranks(
     assert "--nproc-per-node 4 " in command and "--seq-length 2048 " in command
     assert "--hybrid-layer-pattern '*-*-'" in command and "--num-layers" not in command
     assert command.count("--context-parallel-algo") == 1 and "--train-iters 5 " in command
+
+
+def test_a_dry_run_of_the_toy_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
+    words = ["--toy", "--input", __file__, "--output", str(tmp_path / "out"), "--dry-run"]
+    assert compare.main(words) == 0
+    assert f"--data-path {tmp_path}/out/corpus/corpus " in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_flags_of_documents_are_those_of_the_variants(

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -98,7 +99,11 @@ def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
 
 
 @pytest.mark.parametrize(
-    "line", ['{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}']
+    "line",
+    [
+        *('{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}'),
+        "[" * 100_000,
+    ],
 )
 def test_a_bad_jsonl_line_is_named_by_its_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
@@ -145,6 +150,29 @@ def test_another_text_replaces_the_first_and_has_another_digest(tmp_path: Path) 
     run(out, "--input", text_file(text, "other text"))
     assert tokens_of(first["prefix"]) == [[*b"other text", 256]]
     assert facts(out)["source"] != first["source"]
+
+
+def test_who_reads_the_old_files_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written in place, a mapped file that became shorter would end its reader by SIGBUS."""
+    text, out = text_file(tmp_path / "x.txt", "some text" * 1000), tmp_path / "out"
+    run(out, "--input", text)
+    names = ("corpus.bin", "corpus.idx", "corpus.json")
+    before = [(out / name).stat() for name in names]
+    run(out, "--input", text)
+    after = [(out / name).stat() for name in names]
+    assert [(s.st_ino, s.st_mtime_ns) for s in before] == [(s.st_ino, s.st_mtime_ns) for s in after]
+    mapped = IndexedDataset(facts(out)["prefix"])
+    monkeypatch.setattr(np, "append", lambda *_: 1 / 0)  # as an error while it writes
+    with pytest.raises(ZeroDivisionError):
+        run(out, "--input", text_file(text, "short"))
+    assert sorted(path.name for path in out.iterdir()) == sorted(names)
+    monkeypatch.undo()
+    monkeypatch.setattr(corpus, "LEAST", 1)
+    run(out, "--input", text)
+    assert mapped[0].tolist() == [*b"some text" * 1000, 256]
+    assert tokens_of(facts(out)["prefix"]) == [[*b"short", 256]]
 
 
 def test_megatrons_gpt_dataset_serves_the_text(tmp_path: Path) -> None:

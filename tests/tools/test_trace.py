@@ -184,6 +184,52 @@ def test_what_is_no_trace_of_attention_is_refused(
     refused("rank-1.json.gz is no trace of torch.profiler")
 
 
+CALL = event("user_annotation", "burst: forward", 0, 100)
+POST = event("user_annotation", "burst: forward step 0: post for step 1, 64 bytes: send", 10, 11)
+WAIT = event("user_annotation", "burst: forward step 1: wait", 70, 90)
+
+
+@pytest.mark.parametrize("key", ["name", "ts", "dur", "tid", "args"])
+@pytest.mark.parametrize("value", [None, "x", [], {}, float("nan"), float("inf"), -1e400])
+@pytest.mark.parametrize("which", range(3))
+def test_an_event_that_is_malformed_is_named_or_makes_no_difference(
+    tmp_path: Path, key: str, value: Any, which: int
+) -> None:
+    events = [CALL, POST, WAIT]
+    expected = trace.summary(write(tmp_path, *events))["rows"]
+    for changed in (
+        {**events[which], key: value},
+        {name: found for name, found in events[which].items() if name != key},
+    ):
+        events[which] = changed
+        try:
+            rows = trace.summary(write(tmp_path, *events))["rows"]
+        except ValueError as error:
+            assert str(tmp_path) in str(error)
+        else:
+            assert rows == expected or key in ("name", "tid")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"3", b'{"traceEvents": 3}', b'{"traceEvents": [3]}', b"[" * 100_000],
+)
+@pytest.mark.parametrize("name", ["rank-1.json", "rank-1.json.gz", "rank-x.json"])
+def test_files_that_are_no_traces_are_named(tmp_path: Path, content: bytes, name: str) -> None:
+    whole = gzip.compress(content) if name.endswith(".gz") else content
+    for data in (whole, whole[:-1], whole[:20] + b"\xff" + whole[21:]):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name} is no trace of torch.profiler"):
+            trace.summary(tmp_path)
+
+
+def test_a_rank_has_one_file(tmp_path: Path) -> None:
+    write(tmp_path, CALL)
+    (tmp_path / "rank-03.json").write_text((tmp_path / "rank-3.json").read_text())
+    with pytest.raises(ValueError, match="a second file of the rank"):
+        trace.summary(tmp_path)
+
+
 def test_without_a_profiler_nothing_is_made_and_no_word_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
 from megatron_burst.plugin.files.complete_checkpoints import (  # noqa: E402
+    MARKER,
     CompleteOnly,
     NoCompleteCheckpointError,
     attach,
@@ -59,7 +60,9 @@ def copied(saved: Callable[[str], tuple[Path, str]], tmp_path: Path) -> Any:
 
 def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Namespace:
     found = {"load": str(directory), "ckpt_step": None, "ckpt_format": name, "save": None}
-    return Namespace(**found | {"auto_detect_ckpt_format": False, "async_save": False} | changes)
+    off = "auto_detect_ckpt_format", "async_save", "skip_train"
+    missing = dict.fromkeys(("ckpt_convert_format", "pretrained_checkpoint"))
+    return Namespace(**found | dict.fromkeys(off, False) | missing | changes)
 
 
 def reader(directory: Path, **changes: Any) -> CompleteOnly:
@@ -93,8 +96,17 @@ def test_whatever_is_cut_off_is_noticed(copied: Any, name: str) -> None:
         file.write_bytes(whole)
         assert found_missing(folder, marked) is None
     if marked:
-        (folder / "metadata.json").unlink()
+        marker = folder / "metadata.json"
+        for text in (b"", b"{", b"[]", b"{}", b"\xff\xfe", b"\0" * 99):
+            marker.write_bytes(text)
+            for needed in (True, False):
+                assert str(found_missing(folder, needed)).startswith(
+                    "metadata.json cannot be read: "
+                )
+        marker.unlink()
         assert found_missing(folder, True) and found_missing(folder, False) is None
+        (folder / "common.pt").write_bytes(b"PK")  # as older versions have it
+        assert found_missing(folder, False) == "common.pt is truncated after 2 bytes"
 
 
 @pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
@@ -131,6 +143,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (filesystem_async, "get_write_results_queue"),
         (checkpointing, "read_metadata"),
+        (checkpointing, "_load_base_checkpoint"),
+        (checkpointing, "checkpoint_exists"),
         (training, "save_checkpoint"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -164,9 +178,11 @@ def test_the_newest_whole_one_is_taken(
     tracker, read = directory / TRACKER, reader(directory)
     assert read(str(tracker)) == (4, False) and not caplog.text
 
-    tracker.write_text("")  # as a full disk leaves it
-    assert read(str(tracker)) == (4, False)
-    assert f"{tracker} is truncated: it holds ''; loading iteration 4 instead" in caplog.text
+    for left in (b"", b"\xff\xfe\0", b"-4", b"4 4", b"9" * 5000):  # "" as a full disk leaves it
+        tracker.write_bytes(left)
+        assert read(str(tracker)) == (4, False)
+    assert f"{tracker} is truncated: it holds ''; loading iter_0000004 instead" in caplog.text
+    assert r"it holds '\\xff\\xfe\x00'; loading" in caplog.text
 
     caplog.clear()
     tracker.write_text("4")
@@ -177,17 +193,85 @@ def test_the_newest_whole_one_is_taken(
     read = reader(directory)  # the next start
     assert read(str(tracker)) == (2, False)
     assert f"iter_0000004 is incomplete: __1_0.distcp has {size // 2} of" in caplog.text
-    assert "; loading iteration 2 instead" in caplog.text
+    assert "; loading iter_0000002 instead" in caplog.text
 
     assert reader(directory, ckpt_step=2)(str(tracker)) == (2, False)
     with pytest.raises(NoCompleteCheckpointError, match="iter_0000004 is incomplete"):
         reader(directory, ckpt_step=4)(str(tracker))
 
     shutil.rmtree(directory / "iter_0000002")
-    with pytest.raises(NoCompleteCheckpointError, match=f"or delete {tracker} to start anew"):
+    with pytest.raises(NoCompleteCheckpointError, match="take another --load and --save to start"):
         reader(directory)(str(tracker))
     tracker.write_text("release")
-    assert read(str(tracker)) == (0, True)
+    with pytest.raises(NoCompleteCheckpointError, match="release is incomplete: there is no such"):
+        read(str(tracker))
+    tensors.write_bytes(tensors.read_bytes().ljust(size))
+    (directory / "iter_0000004").rename(directory / "release")
+    assert reader(directory)(str(tracker)) == (0, True)
+
+
+def test_checkpoints_without_a_record_are_found(
+    copied: Any, restored: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron would start from random weights, and save over them."""
+    monkeypatch.setattr(logging.getLogger("megatron_burst"), "propagate", True)
+    directory = copied("torch_dist")
+    tracker, whole = directory / TRACKER, directory / "iter_0000004"
+    asked = [whole / MARKER, directory / "iter_0000002" / MARKER]
+
+    def loaded(**changes: Any) -> int | None:
+        """The step that Megatron, which finds no record, is told to load."""
+        what_is_missing.cache_clear()
+        args = settings(directory, **changes)
+        attach(args)
+        checkpointing._load_base_checkpoint(str(directory), args)
+        return steps.pop()
+
+    steps: list[int | None] = []
+    stub = lambda _, args: steps.append(args.ckpt_step)  # noqa: E731
+    monkeypatch.setattr(checkpointing, "_load_base_checkpoint", stub)
+    assert loaded() is None  # the record says it
+    tracker.unlink()
+    assert loaded() == 4
+    assert f"{tracker} does not exist; loading iter_0000004 instead" in caplog.text
+    assert checkpointing.checkpoint_exists(str(directory))  # else --pretrained-checkpoint wins
+    assert loaded(ckpt_step=2) == 2
+    tracker.mkdir()
+    asked[0].write_text("")
+    assert loaded() == 2
+    with pytest.raises(NoCompleteCheckpointError, match="iter_0000004 is incomplete"):
+        loaded(ckpt_step=4)
+    asked[1].unlink()
+    with pytest.raises(NoCompleteCheckpointError, match="iter_0000002 is incomplete"):
+        loaded()
+    shutil.rmtree(whole)
+    assert loaded() is None  # a first save that was cut off
+    assert "nothing was saved before it, so training starts anew" in caplog.text
+    shutil.rmtree(directory)
+    assert loaded() is None and not checkpointing.checkpoint_exists(str(directory))
+
+
+def test_a_training_does_not_save_among_the_checkpoints_of_another(
+    copied: Any, restored: None, tmp_path: Path
+) -> None:
+    directory, other = copied("torch_dist"), str(tmp_path / "other")
+    for changes, remedy in (
+        ({"load": None}, f"--load {directory} to go on"),
+        ({"load": other}, f"--load {directory} --pretrained-checkpoint {other} to go on"),
+    ):
+        with pytest.raises(ValueError, match="holds checkpoints, of iterations 2 to 4") as told:
+            attach(settings(directory, save=str(directory), **changes))
+        assert remedy in str(told.value)
+    (tmp_path / "link").symlink_to(directory)
+    for changes in ({"save": str(tmp_path / "link")}, {"load": other, "save": other}):
+        attach(settings(directory, **changes))
+    for changes in ({"skip_train": True}, {"ckpt_convert_format": "torch"}):
+        attach(settings(directory, save=str(directory), **changes | {"load": other}))
+    for folder in directory.glob("iter_*"):
+        (folder / "metadata.json").unlink()
+        (folder / ".metadata").unlink()
+    what_is_missing.cache_clear()
+    attach(settings(directory, save=str(directory), load=None))  # nothing can be lost
 
 
 @pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
@@ -197,11 +281,13 @@ def test_a_training_goes_on_from_the_whole_one(
     directory = copied(name)
     broken = max((directory / "iter_0000004").rglob("*.*t*"), key=lambda p: p.stat().st_size)
     broken.write_bytes(broken.read_bytes()[:-100])
+    if name == "torch_dist":
+        (directory / TRACKER).unlink()  # Megatron would start from random weights
     before = contents(directory / "iter_0000002")
     flags = ("--load", str(directory), "--train-iters", "4", "--ckpt-format", name)
     flags = (*flags, "--save", str(directory))  # over the broken one
     text = run_module(MODULE, tmp_path / "run", 2, *data, *TWO, *flags)
-    assert "iter_0000004 is incomplete" in text and "; loading iteration 2 instead" in text
+    assert "iter_0000004 is incomplete" in text and "; loading iter_0000002 instead" in text
     assert check_same_steps(text, saved(name)[1]) == [3, 4]
     assert "iter_0000004 holds an earlier checkpoint, which is replaced" in text
     assert found_missing(broken.parents[name == "torch"], name == "torch_dist") is None

@@ -43,6 +43,15 @@ def test_a_planted_nan_is_named(tmp_path: Path, data: tuple[str, ...], where: st
     assert list(steps(text)) == [1] or not steps(text)  # two micro-batches a step
 
 
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, data: tuple[str, ...]) -> None:
+    """Else it is an index error of the embedding, without a name."""
+    small = "--make-vocab-size-divisible-by 1 --vocab-size 117 --null-tokenizer-eod-id 116".split()
+    status, text = outcome(MODULE, tmp_path, 2, *data, *TWO, *small)
+    assert status != "0"
+    where = rf"{data[1]}.bin: token \d+ of sequence \d+ is \d+, and the embedding has 117 rows"
+    check_one_report(text, f"ValueError: .*{where}")
+
+
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
     tmp_path: Path, data: tuple[str, ...]
 ) -> None:

@@ -15,7 +15,7 @@ def load_block_mask(file: str) -> Tensor:
     """
     try:
         table = numpy.load(Path(file), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # whatever parsing a garbled header brings
         raise ValueError(f"--burst-block-mask {file} cannot be read: {error}") from error
     shape = getattr(table, "shape", None)  # of an .npz archive none
     if shape is None or len(shape) != 2 or shape[0] != shape[1] or not shape[0]:

@@ -1,8 +1,8 @@
 """Takes complete checkpoints only: one that a kill or a full disk truncated is passed over.
 
 Megatron records a checkpoint as the latest after all of it is written, so what is truncated while
-it is saved for the first time is never read. That leaves two cases: a checkpoint that is saved
-again, over itself, and a record that is truncated.
+it is saved for the first time is never read. That leaves three cases: a checkpoint that is saved
+again, over itself, a record that is truncated, and one that is gone.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"  # of torch's distributed checkpoints; written after the tensors
 MARKER = "metadata.json"  # of Megatron's torch_dist; written last
+RELEASE = "release"  # the folder, and its record, of weights without an iteration
 
 
 class NoCompleteCheckpointError(RuntimeError):
@@ -41,15 +43,43 @@ class SaveError(RuntimeError):
 
 
 def attach(args: argparse.Namespace) -> None:
-    """Let Megatron ask `CompleteOnly` which iteration to load; see a save over an old one through.
+    """Let Megatron ask `CompleteOnly` what to load; see a save over an old one through.
 
     Saving starts no process, unless --async-save does.
+
+    Raises:
+        ValueError: this training would write over checkpoints that it does not go on from.
     """
-    wrap(checkpointing, "read_metadata", functools.partial(CompleteOnly, args))
+    refuse_mixture(args)
+    complete = wrap(checkpointing, "read_metadata", functools.partial(CompleteOnly, args))
+    wrap(checkpointing, "_load_base_checkpoint", complete.around_load)
+    wrap(checkpointing, "checkpoint_exists", complete.around_exists)
     wrap(training, "save_checkpoint", functools.partial(_with_note, args))
     if not args.async_save:
         # Megatron's is held by a process of its own, which outlives a rank that is killed.
         filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
+
+
+def refuse_mixture(args: argparse.Namespace) -> None:
+    """Raise a ValueError if --save holds complete checkpoints and --load is not the same directory.
+
+    New ones would be saved among them and over them, and the next start could not tell them apart.
+    """
+    given = {os.path.realpath(path) for path in (args.save, args.load) if path}
+    if not args.save or (args.load and len(given) == 1) or args.skip_train:
+        return
+    directory = Path(args.save)
+    saved = _saved(directory, None)
+    if args.ckpt_convert_format or all(what_is_missing(directory / x, False) for x in saved):
+        return
+    first, last = (int(name.removeprefix("iter_")) for name in (saved[-1], saved[0]))
+    source = args.pretrained_checkpoint or args.load
+    remedy = f"--load {args.save}" + (f" --pretrained-checkpoint {source}" if source else "")
+    raise ValueError(
+        f"--save {args.save} holds checkpoints, of iterations {first} to {last}, and --load is "
+        f"{args.load or 'not given'}: this training would save among and over them: "
+        f"pass {remedy} to go on from the newest of them, or another --save"
+    )
 
 
 class CompleteOnly:
@@ -68,32 +98,77 @@ class CompleteOnly:
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
         """Answer for the directory in which the record `tracker` lies; a collective call."""
-        file = Path(tracker)
-        if not file.is_file():  # an object store
+        name = self.find(tracker) if Path(tracker).parent.is_dir() else None
+        if name is None:  # an object store
             return self.original(tracker)
-        text = file.read_text().strip()
-        if text == "release":
-            return 0, True
-        recorded = int(text) if text.isdecimal() else None
-        if self._step and self._load and file.parent == Path(self._load):
-            candidates = [self._step]
-        else:
-            candidates = _saved(file.parent, recorded)
-        reasons = [] if recorded is not None else [f"{file} is truncated: it holds {text!r}"]
+        return (0, True) if name == RELEASE else (int(name.removeprefix("iter_")), False)
+
+    def find(self, tracker: str) -> str | None:
+        """Return the folder to load; None where nothing but a first save was begun: collective."""
+        file = Path(tracker)
+        is_recorded = _of_all_ranks(file.is_file())
+        if len(set(is_recorded)) > 1:
+            raise NoCompleteCheckpointError(
+                f"{file} is there for {sum(is_recorded)} of {len(is_recorded)} ranks: a directory "
+                "of checkpoints has to be one that all nodes share"
+            )
         # Where only other ranks miss something, they say it.
-        for iteration in _of_all_ranks(candidates)[0]:
-            folder = file.parent / f"iter_{iteration:07d}"
-            reason = what_is_missing(folder, self._needs_marker)
+        names, reasons = _of_all_ranks(self._candidates(file))[0]
+        for name in names:
+            reason = what_is_missing(file.parent / name, self._needs_marker)
             if not any(_of_all_ranks(reason)):
                 for line in reasons:
-                    _warn_once(f"{line}; loading iteration {iteration} instead")
-                return iteration, False
+                    _warn_once(f"{line}; loading {name} instead")
+                return name
             if reason:
-                reasons.append(f"{folder} is incomplete: {reason}")
+                reasons.append(f"{file.parent / name} is incomplete: {reason}")
+        if not is_recorded[0] and len(names) < 2 and not self._step:
+            for line in reasons[1:]:
+                _warn_once(f"{line}; nothing was saved before it, so training starts anew")
+            return None
         raise NoCompleteCheckpointError(
             "there is no complete checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"
-            f"restore one, or delete {file} to start anew"
+            "restore one, or take another --load and --save to start anew"
         )
+
+    def _candidates(self, file: Path) -> tuple[list[str], list[str]]:
+        """Return the folders to look at, the first one first, and what is wrong with the record."""
+        if self._step and self._load and file.parent == Path(self._load):
+            return [f"iter_{self._step:07d}"], []
+        if not file.is_file():
+            return _saved(file.parent, None), [f"{file} does not exist"]
+        text = file.read_bytes().decode(errors="backslashreplace").strip()
+        if text == RELEASE:
+            return [RELEASE], []
+        if re.fullmatch("[0-9]{1,15}", text):
+            return _saved(file.parent, int(text)), []
+        return _saved(file.parent, None), [f"{file} is truncated: it holds {text[:99]!r}"]
+
+    def around_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `_load_base_checkpoint`, which starts anew wherever there is no record."""
+
+        @functools.wraps(load)
+        def load_newest(load_dir: Any, args: Any, *more: Any, **options: Any) -> Any:
+            step = args.ckpt_step
+            if (name := self._unrecorded(load_dir)) is not None:
+                args.ckpt_step = int(name.removeprefix("iter_"))
+            try:
+                return load(load_dir, args, *more, **options)
+            finally:
+                args.ckpt_step = step
+
+        return load_newest
+
+    def around_exists(self, exists: Callable[..., bool]) -> Callable[..., bool]:
+        """Megatron's `checkpoint_exists`, by which --pretrained-checkpoint goes before --load."""
+        return lambda path: exists(path) or self._unrecorded(path) is not None
+
+    def _unrecorded(self, directory: str | None) -> str | None:
+        """Return the newest complete checkpoint where no record names one: a collective call."""
+        if directory is None or "://" in directory:
+            return None
+        tracker = checkpointing.get_checkpoint_tracker_filename(directory)
+        return None if Path(tracker).is_file() else self.find(tracker)
 
 
 @functools.cache
@@ -101,11 +176,14 @@ def _warn_once(text: str) -> None:  # Megatron asks more than once
     logger.warning("%s", text)
 
 
-def _saved(directory: Path, recorded: int | None) -> list[int]:
-    """The recorded iteration, then those of folders before it, from the newest on."""
-    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir())
+def _saved(directory: Path, recorded: int | None) -> list[str]:
+    """The folder of the recorded iteration, then those before it, from the newest on."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    names = (re.fullmatch("iter_([0-9]{7,15})", path.name) for path in paths)
     found = sorted((int(name[1]) for name in names if name), reverse=True)
-    return found if recorded is None else [recorded, *(each for each in found if each < recorded)]
+    if recorded is not None:
+        found = [recorded, *(each for each in found if each < recorded)]
+    return [f"iter_{iteration:07d}" for iteration in found]
 
 
 @functools.cache  # Megatron asks more than once; a save clears it
@@ -128,7 +206,7 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
         name = file.relative_to(folder)
         if not file.is_file():
             return f"{name} does not exist"
-        if is_torch and not zipfile.is_zipfile(file):  # its table stands at the end
+        if file.suffix == ".pt" and not zipfile.is_zipfile(file):  # its table stands at the end
             return f"{name} is truncated after {file.stat().st_size} bytes"
         if file.stat().st_mtime_ns <= replaced:
             return f"{name} is still that of an earlier save"
@@ -143,9 +221,11 @@ def _marks(folder: Path, is_torch: bool, needs_marker: bool) -> Iterator[Path]:
         yield folder / METADATA
         if needs_marker:
             yield folder / MARKER
+        yield from sorted(folder.glob("*.pt"))  # of Megatron before 0.19
     elif parallel_state.model_parallel_is_initialized():
-        iteration = int(folder.name.removeprefix("iter_"))
-        own = Path(checkpointing.get_checkpoint_name(str(folder.parent), iteration))
+        is_release = folder.name == RELEASE
+        number = 0 if is_release else int(folder.name.removeprefix("iter_"))
+        own = Path(checkpointing.get_checkpoint_name(str(folder.parent), number, is_release))
         yield from (own, *own.parent.glob("*.pt"))
     else:
         yield from sorted(folder.glob("mp_rank_*/*.pt"))
@@ -153,14 +233,16 @@ def _marks(folder: Path, is_torch: bool, needs_marker: bool) -> Iterator[Path]:
 
 def _missing_tensors(folder: Path) -> str | None:
     """Compare the files of a distributed checkpoint with what its metadata say of them."""
-    try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
-    except Exception as error:  # whatever unpickling half a file brings
-        return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
     needed: dict[str, int] = {}
-    for part in stored.values():
-        end = part.offset + part.length
-        needed[part.relative_path] = max(end, needed.get(part.relative_path, 0))
+    reading = MARKER
+    try:
+        maybe_load_config(str(folder))
+        reading = METADATA
+        for part in FileSystemReader(folder).read_metadata().storage_data.values():
+            end = part.offset + part.length
+            needed[part.relative_path] = max(end, needed.get(part.relative_path, 0))
+    except Exception as error:  # whatever parsing and unpickling half a file bring
+        return f"{reading} cannot be read: {type(error).__name__}: {error}"
     for name, size in sorted(needed.items()):
         file = folder / name
         found = file.stat().st_size if file.is_file() else 0

@@ -1,18 +1,23 @@
-"""Looks at the files of a data set before training: are they there, and complete?
+"""Looks at the files of a data set before training: are they there, complete, and as written?
 
-A truncated file of tokens would else be found at the first sample behind its end, after days.
+A truncated file of tokens would else be found at the first sample behind its end, after days, and a
+damaged index not at all.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from megatron.core.datasets.indexed_dataset import _IndexReader
 
 from megatron_burst.plugin.limits import refuse_all
+
+_AT_ONCE = 2**20  # sequences
 
 
 def check_data_files(args: argparse.Namespace) -> None:
@@ -21,7 +26,7 @@ def check_data_files(args: argparse.Namespace) -> None:
     Not those in object stores, nor what is no file of tokens (--sft, an external loader).
 
     Raises:
-        ValueError: files are missing, cannot be read or are truncated; the message names them all.
+        ValueError: files are missing, truncated or damaged; the message names them all.
     """
     if args.sft or args.dataloader_type == "external":
         return
@@ -40,29 +45,83 @@ def readable_indexes(args: argparse.Namespace) -> Iterator[tuple[str, _IndexRead
     """Yield the prefix and the index of every data set of documents that is complete here."""
     for prefix in dict.fromkeys(_prefixes(args)):
         with contextlib.suppress(ValueError, OSError):
-            if len(index := _check(prefix)):
-                yield prefix, index
+            yield prefix, _check(prefix)
 
 
 def _prefixes(args: argparse.Namespace) -> Iterator[str]:
     """What is no number, hence no weight, among the values of Megatron's flags for data."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    for value in (value for name in names for value in getattr(args, name) or ()):
+    for value in _named(args):
         try:
             float(value)
         except ValueError:
             yield value
 
 
+def _named(args: argparse.Namespace) -> Iterator[str]:
+    """The words of these flags, and of the files that two of them name."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        yield from getattr(args, name) or ()
+    if (path := args.data_args_path) and "://" not in path:
+        yield from Path(path).read_text().split()
+    if (path := args.per_split_data_args_path) and "://" not in path:
+        try:
+            values = json.loads(Path(path).read_text())
+            for value in (values[split] for split in ("train", "valid", "test")):
+                yield from value.split() if isinstance(value, str) else map(str, value or ())
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            text = f"{path} is no JSON of prefixes for train, valid and test: {error!r}"
+            raise ValueError(f"--per-split-data-args-path {text}") from error
+
+
 def _check(prefix: str) -> _IndexReader:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
         read = _IndexReader(str(index), multimodal=False)
-    except (AssertionError, struct.error, ValueError) as error:
+    except (AssertionError, struct.error, ValueError, OverflowError) as error:
         raise ValueError(f"{index} is no index of tokens, or is truncated: {error}") from error
-    last = int(read.sequence_lengths[-1]) * read.dtype_size if len(read) else 0
-    end = int(read.sequence_pointers[-1]) + last if len(read) else 0
+    if damage := _damage(read):
+        raise ValueError(f"{index} is damaged: {damage} (--burst-check-files off does not look)")
+    last = int(read.sequence_lengths[-1]) * read.dtype_size
+    end = int(read.sequence_pointers[-1]) + last
     with tokens.open("rb") as file:
-        if (found := file.seek(0, os.SEEK_END)) < end:
-            raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")
+        found = file.seek(0, os.SEEK_END)
+    if found < end:
+        raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")
+    if found > end:
+        raise ValueError(f"{index} is of another file: it says {end} of {found} bytes of {tokens}")
     return read
+
+
+def _damage(read: _IndexReader) -> str | None:
+    """Say how an index differs from what Megatron's writer makes, with the first bad sequence.
+
+    There the sequences follow each other without gaps, and so do the documents. Memory is that of a
+    part of the index.
+    """
+    count, borders = len(read), read.document_indices
+    if not np.issubdtype(read.dtype, np.integer):
+        return f"its tokens are {np.dtype(read.dtype)}"
+    end = 0  # of the sequence before
+    for first in range(0, count, _AT_ONCE):
+        lengths = read.sequence_lengths[first : first + _AT_ONCE]
+        pointers = read.sequence_pointers[first : first + _AT_ONCE]
+        ends = np.cumsum(lengths, dtype=np.int64) * read.dtype_size + end
+        wrong = pointers != ends - lengths * np.int64(read.dtype_size)
+        wrong |= lengths < 0
+        if wrong.any():
+            n = int(wrong.argmax())
+            before = ends[n - 1] if n else end
+            return (
+                f"sequence {first + n} of {count} has {lengths[n]} tokens at byte {pointers[n]}, "
+                f"and the one before it ends at byte {before}"
+            )
+        end = int(ends[-1])
+    if not end:
+        return f"its {count} sequences have no tokens"
+    falls = borders[1:] < borders[:-1]
+    if falls.any():
+        n = int(falls.argmax())
+        return f"document {n} of {len(borders) - 1} is sequences {borders[n]} to {borders[n + 1]}"
+    if not len(borders) or borders[0] != 0 or borders[-1] != count:
+        return f"documents are sequences {borders[:1]} to {borders[-1:]}, and there are {count}"
+    return None

@@ -127,7 +127,8 @@ def _fill(args: argparse.Namespace) -> None:
             args.ranks = 2 ** min(gpus().bit_length() - 1, 2) if gpus() else 4
         if not args.gpus_per_node and not gpus() and args.ranks % 2 == 0:
             args.gpus_per_node = args.ranks // 2  # as two nodes, for the double rings
-        toy = make_toy(args.output / "corpus", args.input, paragraphs=DOCUMENTS in args.flags)
+        folder, short = args.output / "corpus", DOCUMENTS in args.flags
+        toy = make_toy(folder, args.input, paragraphs=short, is_dry=args.dry_run)
         args.flags = _named(parsed(toy), args)
     if args.run:
         run = Configs.read().run(args.run)

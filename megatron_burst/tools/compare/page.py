@@ -19,6 +19,7 @@ from megatron_burst.tools.compare.results import (
 )
 from megatron_burst.tools.compare.switching import HEAD, switching
 from megatron_burst.tools.compare.variants import REFERENCES
+from megatron_burst.tools.replacing import write_text
 
 COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
@@ -111,8 +112,8 @@ def rows(comparison: Comparison) -> list[list[str]]:
 def write_report(comparison: Comparison, directory: Path) -> Path:
     """Write compare.md, its picture and compare.json; return the page."""
     page = directory / "compare.md"
-    page.write_text(_page(comparison, draw(comparison.ran, comparison.reference, directory)))
-    (directory / "compare.json").write_text(json.dumps(as_json(comparison), indent=2) + "\n")
+    write_text(page, _page(comparison, draw(comparison.ran, comparison.reference, directory)))
+    write_text(directory / "compare.json", json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 
 

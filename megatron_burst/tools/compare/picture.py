@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_burst.tools.compare.results import Result
+from megatron_burst.tools.replacing import replacing
 
 NAME = "differences.svg"
 
@@ -31,5 +32,6 @@ def draw(ran: Sequence[Result], reference: str, directory: Path) -> str:
     axes.set(xlabel="step", ylabel=f"|loss - {reference}| / {reference}", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(directory / NAME)
+    with replacing(directory / NAME) as path:
+        figure.savefig(path)
     return f"![Differences of the losses at every step]({NAME})"

@@ -1,11 +1,10 @@
 """A comparison for any machine: a small model on text that every Python brings along."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.tools.compare.results import gpus
-from megatron_burst.tools.corpus import prepare
+from megatron_burst.tools.corpus import gather
 
 _FLAGS = """
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
@@ -17,14 +16,18 @@ _FLAGS = """
 """.split()
 
 
-def make_toy(directory: Path, inputs: Sequence[Path], *, paragraphs: bool = False) -> list[str]:
-    """Write the corpus, of short documents if asked; return the toy's flags.
+def make_toy(
+    directory: Path, inputs: Sequence[Path], *, paragraphs: bool = False, is_dry: bool = False
+) -> list[str]:
+    """Write the corpus, of short documents if asked, unless it is dry; return the toy's flags.
 
     Raises:
         ValueError: the corpus cannot be made.
     """
-    prepare(inputs, directory, paragraphs=paragraphs)
-    content = json.loads((directory / "corpus.json").read_text())
+    corpus = gather(inputs, paragraphs=paragraphs)
+    if not is_dry:
+        corpus.write(directory)
+    content = corpus.facts(directory)
     # Megatron's index cache knows a corpus by its path alone: another text needs another cache.
     cache = directory / f"cache-{content['source'][:12]}"
     paths = ["--data-path", content["prefix"], "--data-cache-path", str(cache)]

@@ -10,6 +10,7 @@ from megatron_burst.plans.topology import choose_grid
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
+_MOST_RANKS = 2**17
 DOCUMENTS = "--dataloader-inter-document-masking"
 # How Megatron's local attention tells documents apart, on one context-parallel rank.
 _DENSE_MASK = "--reset-attention-mask --reset-position-ids --no-masked-softmax-fusion"
@@ -34,7 +35,9 @@ class Job:
     has_windows: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the sizes fit each other."""
+        """Check that the sizes fit each other, and that variants can be told of so many."""
+        if self.ranks > _MOST_RANKS:
+            raise ValueError(f"--ranks {self.ranks} is more than {_MOST_RANKS}, the most there are")
         if self.ranks % (self.tensor * self.pipeline * self.context):
             raise ValueError(
                 f"{self.ranks} ranks do not divide over --tensor-model-parallel-size {self.tensor} "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.tools.gpu_check.stage import Check
+from megatron_burst.tools.replacing import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Write gpu-check.md and gpu-check.json; return the page."""
-        (folder / "gpu-check.json").write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        (page := folder / "gpu-check.md").write_text("\n\n".join(self._page(folder)) + "\n")
+        write_text(folder / "gpu-check.json", json.dumps(self.as_json(), indent=2) + "\n")
+        write_text(page := folder / "gpu-check.md", "\n\n".join(self._page(folder)) + "\n")
         return page
 
     def as_json(self) -> dict[str, Any]:

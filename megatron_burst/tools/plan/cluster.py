@@ -1,6 +1,6 @@
 """The machines that a step runs on: what a GPU and its links sustain, as values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ _HEAD_GRAIN = 40
 """What of a pair's time does not grow with the head size, in numbers of a head: forward kernels of
 FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85
 with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
+_LARGEST = 1e18
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
+_OPTIONAL = ("gpu", "peak_tflops", "gpus_per_host", "fp8_speedup", "contended", "rates")
+_COUNTS = ("gpus_per_node", "gpus_per_host", "nics_per_node")
 _USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0}  # of rates that need not be given
 _RATES = (
     *("forward_tflops", "backward_tflops", "linear_tflops"),
@@ -60,29 +63,27 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
     """Read a table of a cluster file; `constant` knows the values that are fitted.
 
     Raises:
-        ValueError: a rate is missing, or the GPU's peak is not known.
+        ValueError: a value is missing, unknown or no number that it can be, or the GPU's peak is
+            not known.
     """
-    peak = 1e12 * (table.get("peak_tflops") or peak_tflops(table.get("gpu", "")) or 0.0)
-    given, rates = _USUAL | table.get("rates", {}), {}
     if missing := [field for field in _NEEDED if field not in table]:
         raise ValueError(f"cluster {name} has no {', '.join(missing)}")
+    _refuse_unknown(name, "", table, (*_NEEDED, *_OPTIONAL))
+    counts = {field: _count(name, field, table[field]) for field in _COUNTS if field in table}
+    if "peak_tflops" in table:
+        peak = 1e12 * _number(name, "peak_tflops", table["peak_tflops"])
+    else:
+        peak = 1e12 * (peak_tflops(str(table.get("gpu", ""))) or 0.0)
     if not peak:
         raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
-    for field in _RATES:
-        if field not in given:
-            raise ValueError(f"cluster {name} has no rate {field}")
-        value = given[field][0] if isinstance(given[field], list) else given[field]
-        what, _, unit = field.partition("_")
-        kind, size = _UNITS[unit]
-        rates[f"{what}_{kind}"] = peak * constant(value) if isinstance(value, str) else value * size
     return Cluster(
         name=name,
-        gpus_per_node=table["gpus_per_node"],
-        gpus_per_host=table.get("gpus_per_host", 0),
-        memory=table["memory_gib"] * 2**30,
-        **rates,
-        fp8_speedup=table.get("fp8_speedup", 1.0),
-        gpus_per_nic=max(1, table["gpus_per_node"] // table["nics_per_node"]),
+        gpus_per_node=counts["gpus_per_node"],
+        gpus_per_host=counts.get("gpus_per_host", 0),
+        memory=_number(name, "memory_gib", table["memory_gib"]) * 2**30,
+        **_rates(name, table.get("rates", {}), peak, constant),
+        fp8_speedup=_number(name, "fp8_speedup", table.get("fp8_speedup", 1.0)),
+        gpus_per_nic=max(1, counts["gpus_per_node"] // counts["nics_per_node"]),
         contention=constant("contention") if table.get("contended") else 0.0,
         copy_rate=float("inf"),
         peak=peak,
@@ -91,3 +92,51 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         traffic=constant("traffic"),
         working_set=constant("working_set"),
     )
+
+
+def _rates(
+    name: str, table: Any, peak: float, constant: Callable[[str], float]
+) -> Mapping[str, float]:
+    """Return the rates by their fields, in units without prefixes."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"cluster {name}: rates = {table!r} is no table")
+    _refuse_unknown(name, "rate ", table, _RATES)
+    given, rates = _USUAL | dict(table), {}
+    for field in _RATES:
+        if field not in given:
+            raise ValueError(f"cluster {name} has no rate {field}")
+        value = given[field]
+        value = value[0] if isinstance(value, list) and value else value
+        what, _, unit = field.partition("_")
+        kind, size = _UNITS[unit]
+        if isinstance(value, str):
+            try:
+                value, size = constant(value), peak
+            except KeyError:
+                text = f"{value!r}: no such constant in published.toml, and no number"
+                raise ValueError(f"cluster {name}: rate {field} = {text}") from None
+        rates[f"{what}_{kind}"] = size * _number(name, f"rate {field}", value, zero=unit == "us")
+    return rates
+
+
+def _refuse_unknown(name: str, what: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+    if unknown := sorted(set(table) - set(known)):
+        raise ValueError(
+            f"cluster {name} has an unknown {what}{', '.join(unknown)}; known are "
+            f"{', '.join(known)}"
+        )
+
+
+def _number(name: str, field: str, value: Any, *, zero: bool = False) -> float:
+    """Return a number; ValueError for what is none, infinite, negative, or 0 unless that may be."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < _LARGEST or (zero and value == 0)):
+        kind = "a number from 0 on" if zero else "a positive number"
+        raise ValueError(f"cluster {name}: {field} = {value!r} is not {kind}")
+    return float(value)
+
+
+def _count(name: str, field: str, value: Any) -> int:
+    if not isinstance(value, int) or _number(name, field, value) < 1:
+        raise ValueError(f"cluster {name}: {field} = {value!r} is not a whole number")
+    return value

@@ -72,7 +72,7 @@ class Configs(NamedTuple):
 
         tables = self.clusters
         if name.endswith(".toml"):
-            tables = {**tables, **tomllib.loads(Path(name).read_text())}
+            tables = {**tables, **_read(Path(name))}
             name = Path(name).stem
         _check("cluster", name, tables)
         table = _inherited(tables, name, "rates")
@@ -177,10 +177,26 @@ def _check(what: str, name: str, tables: Table) -> None:
         raise ValueError(f"there is no {what} {name}; there are: {', '.join(_names(tables))}")
 
 
-def _inherited(tables: Mapping[str, Table], name: str, joined: str = "flags") -> dict[str, Any]:
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from error
+
+
+def _inherited(
+    tables: Mapping[str, Table], name: Any, joined: str = "flags", above: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """A table with what it does not say from its base; flags, or what else is named, are joined."""
+    way = " -> ".join(map(str, (*above, name)))
+    if name in above:
+        raise ValueError(f"the bases of {way} lead back to it")
+    if not isinstance(name, str) or not isinstance(tables.get(name), Mapping):
+        raise ValueError(f"{way} is no table")
     table = dict(tables[name])
     base = table.pop("base", None)
-    below = _inherited(tables, base, joined) if base else {}
+    below = _inherited(tables, base, joined, (*above, name)) if base else {}
+    if bad := [each for each in (below, table) if not isinstance(each.get(joined, {}), Mapping)]:
+        raise ValueError(f"{joined} = {bad[0][joined]!r} of {way} is no table")
     both = {**below.get(joined, {}), **table.get(joined, {})}
     return below | table | ({joined: both} if both else {})

@@ -13,6 +13,7 @@ from megatron_burst.tools import hardware
 from megatron_burst.tools.flops import attention_flops, peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.one_rank import OneCall, Sizes
+from megatron_burst.tools.replacing import write_text
 
 
 def write(path: str) -> None:
@@ -25,7 +26,7 @@ def write(path: str) -> None:
         raise ValueError(f"--measure {path}: a cluster file ends in .toml")
     if not Path(path).parent.is_dir():  # before it takes time
         raise ValueError(f"--measure {path}: there is no folder {Path(path).parent}")
-    Path(path).write_text(cluster_file(Path(path).stem))
+    write_text(Path(path), cluster_file(Path(path).stem))
     print(f"wrote {path}: look at its links, then megatron-burst plan --cluster {path}")
 
 

@@ -1,9 +1,11 @@
 """Draws what was found: tokens a second over memory."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_burst.tools.plan.memory import GIB, usable
 from megatron_burst.tools.plan.ranking import Candidate
+from megatron_burst.tools.replacing import replacing
 
 
 def draw(found: Sequence[Candidate], path: str) -> None:
@@ -28,4 +30,5 @@ def draw(found: Sequence[Candidate], path: str) -> None:
     axes.axvline(usable(load.cluster) / GIB, color="0.5", linewidth=0.8)
     axes.set(xlabel="GiB of a GPU (line: what may be counted)", ylabel="tokens/s a GPU")
     axes.set_title(f"{load.gpus} GPUs of {load.cluster.name}, {load.tokens} tokens", fontsize=9)
-    figure.savefig(path)
+    with replacing(Path(path)) as new:
+        figure.savefig(new)

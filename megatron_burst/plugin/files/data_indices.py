@@ -1,0 +1,185 @@
+"""Looks at what Megatron's data sets read: cached indices, and tokens beyond the vocabulary.
+
+Megatron takes a cached file as it is. One that is cut off fails at every start until it is deleted,
+one of zeros trains on other samples; and a token without a row in the embedding is an index error
+without a name, on a GPU one of the device, or with tensor parallelism nothing at all.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron.training as training
+import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
+
+from megatron_burst.plugin.compat import wrap
+
+_PAIRS = "sample_index"  # of a document and where in it a sample begins
+_OF_SAMPLES = ("document_index", _PAIRS, "shuffle_index")
+_OF_BLEND = ("dataset_index", "dataset_sample_index")
+_AT_ONCE = 2**20  # documents
+type Indices = tuple[Any, ...]
+
+
+def attach() -> None:
+    """Let Megatron's data sets of documents, and their blends, look at what they read."""
+    samples = functools.partial(_checked, _OF_SAMPLES, _damage_of_samples)
+    blend = functools.partial(_checked, _OF_BLEND, _damage_of_blend)
+    wrap(GPTDataset, "_build_document_sample_shuffle_indices", samples)
+    wrap(BlendedDataset, "_build_indices", blend)
+    wrap(GPTDataset, "_query_document_sample_shuffle_indices", _with_known_tokens)
+
+
+def _checked(
+    names: tuple[str, ...],
+    damage: Callable[..., Iterator[tuple[str, str]]],
+    build: Callable[..., Indices],
+) -> Callable[..., Indices]:
+    """Megatron's method that builds or loads indices; ValueError for one that cannot be right."""
+
+    @functools.wraps(build)
+    def build_and_look(dataset: Any) -> Indices:
+        paths = [path for name in names if (path := _cached(dataset, f"{name}.npy"))]
+        for path in paths if paths and all(path.is_file() for path in paths) else ():
+            _read(path)
+        found = build(dataset)
+        if any(index is None for index in found):  # --dataloader-defer-npy-index-mmap
+            return found
+        for name, text in itertools.chain(_kinds(names, found), damage(dataset, *found)):
+            raise ValueError(_remedy(_cached(dataset, f"{name}.npy") or name, text))
+        return found
+
+    return build_and_look
+
+
+def _cached(dataset: Any, suffix: str) -> Path | None:
+    """Where Megatron caches a file of a data set; None for one that is not cached."""
+    split = getattr(dataset, "index_split", None) or dataset.split
+    folder, kind = dataset.config.path_to_cache, type(dataset).__name__
+    if not folder and (dataset.config.mock or not hasattr(dataset, "dataset")):
+        return None
+    folder = folder or os.path.join(dataset.dataset.path_prefix, "cache", f"{kind}_indices")
+    return Path(folder, f"{dataset.unique_description_hash}-{kind}-{split.name}-{suffix}")
+
+
+def _read(path: Path) -> None:
+    try:
+        np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # whatever parsing a garbled header brings
+        raise ValueError(_remedy(path, f"it cannot be read: {error}")) from error
+
+
+def _remedy(file: object, text: str) -> str:
+    return f"{file}, an index that Megatron cached, is damaged: {text}: delete it; it is made anew"
+
+
+def _kinds(names: tuple[str, ...], found: Indices) -> Iterator[tuple[str, str]]:
+    for name, index in zip(names, found, strict=True):
+        if index.dtype.kind not in "iu" or index.shape[1:] != ((2,) if name == _PAIRS else ()):
+            yield name, f"it has shape {index.shape} of {index.dtype}"
+
+
+def _damage_of_samples(
+    dataset: Any, documents: Any, samples: Any, shuffled: Any
+) -> Iterator[tuple[str, str]]:
+    """Yield the index and what is wrong with it: entries out of range, or others than expected."""
+    chosen = dataset.indices
+    epochs, rest = divmod(len(documents), len(chosen))
+    if rest or not epochs:
+        yield "document_index", f"it has {len(documents)} entries for {len(chosen)} sequences"
+    elif text := _beyond(documents, int(chosen.min()), int(chosen.max())):
+        yield "document_index", text
+    elif int(documents.sum(dtype=np.int64)) != epochs * int(chosen.sum(dtype=np.int64)):
+        yield "document_index", f"it does not hold every sequence {epochs} times"
+    elif text := _uneven(dataset, samples, documents):
+        yield _PAIRS, text
+    count = len(samples) - 1
+    if len(shuffled) != count:
+        yield "shuffle_index", f"it has {len(shuffled)} entries for {count} samples"
+    elif count and (text := _beyond(shuffled, 0, count - 1)):
+        yield "shuffle_index", text
+    elif int(shuffled.sum(dtype=np.int64)) != count * (count - 1) // 2:
+        yield "shuffle_index", f"it does not hold each of {count} samples once"
+
+
+def _beyond(index: Any, least: int, most: int) -> str:
+    wrong = (index < least) | (index > most)
+    n = int(wrong.argmax())
+    return f"entry {n} of {len(index)} is {index[n]}, not {least} to {most}" if wrong[n] else ""
+
+
+def _uneven(dataset: Any, samples: Any, documents: Any) -> str:
+    """Say which sample does not begin a sequence length behind the one before it."""
+    tokens, config = dataset.config.sequence_length, dataset.config
+    at, starts, before = samples[:, 0], samples[:, 1].astype(np.int64), 0
+    falls = at[1:] < at[:-1]
+    if text := _beyond(at, 0, len(documents) - 1):
+        return text
+    if falls.any():
+        return f"sample {int(falls.argmax()) + 1} begins in a document before that of the last one"
+    for first in range(0, len(documents), _AT_ONCE):
+        sizes = dataset.dataset.sequence_lengths[documents[first : first + _AT_ONCE]]
+        ends = np.cumsum(sizes, dtype=np.int64) + before
+        here = slice(*np.searchsorted(at, (first, first + _AT_ONCE)))
+        starts[here] += (ends - sizes)[at[here] - first]
+        before = int(ends[-1])
+    steps = np.diff(starts, prepend=-tokens)
+    wrong = steps != tokens
+    if dataset.index_split is Split.valid and not config.drop_last_partial_validation_sequence:
+        wrong[1:][-2:] &= (steps[1:][-2:] < 0) | (steps[1:][-2:] > tokens)  # a rest
+    n = int(wrong.argmax())
+    if not wrong[n]:
+        return ""
+    return f"sample {n} begins at token {starts[n]}, {steps[n]} behind the one before, not {tokens}"
+
+
+def _damage_of_blend(dataset: Any, sets: Any, samples: Any) -> Iterator[tuple[str, str]]:
+    """Yield the index and what is wrong with it."""
+    size = sum(dataset.weights) if dataset.size is None else dataset.size
+    for name, index in (("dataset_index", sets), ("dataset_sample_index", samples)):
+        if len(index) != size:
+            yield name, f"it has {len(index)} entries for {size} samples"
+            return
+    if not size:
+        return
+    if text := _beyond(sets, 0, len(dataset.datasets) - 1):
+        yield "dataset_index", text
+        return
+    counts = np.bincount(sets, minlength=len(dataset.datasets))
+    sums = np.bincount(sets, weights=samples, minlength=len(counts))
+    if text := _beyond(samples, 0, int(counts.max()) - 1):
+        yield "dataset_sample_index", text
+    elif (wrong := sums != counts * (counts - 1) / 2).any():
+        n = int(wrong.argmax())
+        yield "dataset_sample_index", f"it does not hold each of {counts[n]} of data set {n} once"
+
+
+def _with_known_tokens(query: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's method that reads a sample; ValueError for a token beyond the embedding."""
+
+    @functools.wraps(query)
+    def query_and_look(dataset: Any, idx: int) -> Any:
+        text, documents, lengths = query(dataset, idx)
+        most = training.get_args().padded_vocab_size
+        if text.view(np.uint64).max() < most:  # nor is one negative
+            return text, documents, lengths
+        for document in documents:
+            tokens = dataset.dataset.get(int(document))
+            wrong = (tokens >= most) | (tokens < 0)
+            wrong &= tokens != dataset._pad_token_id
+            if wrong.any():
+                n = int(wrong.argmax())
+                raise ValueError(
+                    f"{dataset.dataset.path_prefix}.bin: token {n} of sequence {document} is "
+                    f"{tokens[n]}, and the embedding has {most} rows: take the tokenizer that the "
+                    "data were made with (--tokenizer-type, --tokenizer-model, --vocab-size)"
+                )
+        return text, documents, lengths
+
+    return query_and_look

@@ -1,0 +1,81 @@
+"""Cluster files that cannot be meant are refused in one line. (fast tier)"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.tools.command import main
+from megatron_burst.tools.plan.configs import Configs
+
+WHOLE = """
+base = "h100"
+gpus_per_node = 4
+[mine.rates]
+nic_gb_s = [25, "measured", "by hand"]
+within_us = 0
+"""
+ASKED = "--model llama3_8b --gpus 8 --seq-length 65536 --fractions 1".split()
+
+
+def refusal(file: Path, text: str | bytes, capsys: pytest.CaptureFixture[str]) -> str:
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["plan", "--cluster", str(file), *ASKED]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-burst plan: ") and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"h100"', '"mine"', "the bases of mine -> mine lead back to it"),
+        ('"h100"', '"nowhere"', "mine -> nowhere is no table"),
+        ('"h100"', "3", "mine -> 3 is no table"),
+        ("= 4", "= 0", "gpus_per_node = 0 is not a positive number"),
+        ("= 4", "= -8", "gpus_per_node = -8 is not a positive number"),
+        ("= 4", "= 2.5", "gpus_per_node = 2.5 is not a whole number"),
+        ("= 4", '= "8"', "gpus_per_node = '8' is not a whole number"),
+        ("= 4", "= true", "gpus_per_node = True is not a positive number"),
+        ("= 4", f"= {10**400}", "is not a positive number"),
+        ("gpus_per_node", "memory_gib = nan #", "memory_gib = nan is not a positive number"),
+        ("gpus_per_node", "peak_tflops = inf #", "peak_tflops = inf is not a positive number"),
+        ("gpus_per_node", "nics_per_node = 0 #", "nics_per_node = 0 is not a positive number"),
+        ("gpus_per_node", "fp8_speedup = -1 #", "fp8_speedup = -1 is not a positive number"),
+        ("gpus_per_node", "gpus_a_node", "an unknown gpus_a_node; known are gpus_per_node, nics"),
+        ("25", "0", "rate nic_gb_s = 0 is not a positive number"),
+        ("25", "nan", "rate nic_gb_s = nan is not a positive number"),
+        ("25", '"fast"', "rate nic_gb_s = 'fast': no such constant"),
+        ('[25, "measured", "by hand"]', "[]", "rate nic_gb_s = [] is not a positive number"),
+        ("within_us = 0", "within_us = -1", "rate within_us = -1 is not a number from 0 on"),
+        ("within_us", "within_ms", "an unknown rate within_ms; known are forward_tflops"),
+        ("[mine.rates]", "rates = 3\n[other]", "rates = 3 of mine is no table"),
+        ("[mine]", "mine = 3 #", "is no TOML"),
+        ("[mine]", "[yours]", "cluster mine has no gpus_per_node, nics_per_node, memory_gib"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    file, whole = tmp_path / "mine.toml", f"[mine]{WHOLE}"
+    file.write_text(whole)
+    assert Configs.read().cluster(str(file)).nic_rate == 25e9
+    assert whole.count(old)
+    assert message in refusal(file, whole.replace(old, new, 1), capsys)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b"a = " + b"[" * 100_000, b"\0", b"x"])
+def test_what_is_no_toml_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
+) -> None:
+    file = tmp_path / "mine.toml"
+    assert f"{file} is no TOML: " in refusal(file, text, capsys)
+
+
+@pytest.mark.parametrize("flag", ["--nic-gb-s", "--within-gb-s", "--forward-tflops"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_rates_on_the_command_line_are_looked_at_alike(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    assert main(["plan", "--cluster", "h100", *ASKED, flag, value]) == 1
+    rate = flag.removeprefix("--").replace("-", "_")
+    assert f"cluster h100: rate {rate} = {float(value)} is not a pos" in capsys.readouterr().err
