@@ -46,11 +46,10 @@ def test_the_only_step_is_the_script_and_the_user_is_not_root() -> None:
     assert instructions("USER") == ["${USER_ID}"] and "USER_ID=1000" in instructions("ARG")
 
 
-def test_nothing_is_fetched_but_the_image_that_is_documented() -> None:
+def test_no_registry_is_named_and_nothing_is_fetched() -> None:
     assert instructions("FROM") == ["scratch AS megatron-lm", "${BASE_IMAGE}"]
-    (image,) = re.findall(r"BASE_IMAGE=(\S+)", DOCKERFILE)
-    assert f"tag `{image.rpartition(':')[2]}`" in (ROOT / "docker" / "README.md").read_text()
-    assert not re.search(r"git clone|curl|wget", DOCKERFILE)
+    assert "BASE_IMAGE" in instructions("ARG"), "without a default"
+    assert not re.search(r"[a-z]\.(io|com|net|ai)\b|git clone|curl|wget", DOCKERFILE)
 
 
 @pytest.fixture
