@@ -5,11 +5,8 @@ import json
 import os
 import platform
 import shlex
-import signal
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_burst.tools import hardware
@@ -83,12 +80,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
         return 0
     os.environ.update(settings)
     _describe(args, torchrun, who)
-    # The environment of torchrun and of every process that it starts, and of no other, has this.
-    mark = str(uuid.uuid4())
-    try:
-        return supervise([(who, torchrun)], signals, environment=os.environ | {"BURST_MARK": mark})
-    finally:
-        _end_leftovers(f"BURST_MARK={mark}", who)
+    return supervise([(who, torchrun)], signals)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
@@ -117,12 +109,3 @@ def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> Non
         (args.output / f"node-{args.node_rank}.json").write_text(f"{text}\n")
     except OSError as error:
         say(f"no description of this node was written: {error}", who=who)
-
-
-def _end_leftovers(mark: str, who: str) -> None:
-    """End every process that has the mark in its environment."""
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if mark.encode() in file.read_bytes().split(b"\0"):
-                os.kill(int(file.parts[2]), signal.SIGKILL)
-                say(f"ended process {file.parts[2]}, which outlived its launcher", who=who)
