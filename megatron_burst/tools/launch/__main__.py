@@ -21,7 +21,7 @@ PLACES = {
 EXAMPLES = """
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
   megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800
-  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
+  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save C --load C --save-interval 9
 
 Each place has --help.
 """

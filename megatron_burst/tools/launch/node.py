@@ -58,7 +58,14 @@ def command(args: argparse.Namespace, output: Path, *more: str) -> list[str]:
 
 
 def given(args: argparse.Namespace) -> list[str]:
-    """Return the options that all launchers take, less --output, and Megatron's flags again."""
+    """Return the options that all launchers take, less --output, and Megatron's flags again.
+
+    Raises:
+        ValueError: with --save Megatron wants --save-interval, and says so only when ranks run.
+    """
+    said = {word.partition("=")[0] for word in (*args.named, *args.flags)}
+    if "--save" in said and not said & {"--save-interval", "--persistent-save-interval"}:
+        raise ValueError("--save wants --save-interval N, after how many steps it saves")
     options = []
     for name in ("run", "ranks_per_node", "script"):
         if (value := getattr(args, name)) is not None:

@@ -12,7 +12,7 @@ from megatron_burst.tools.launch.processes import run_logged, say
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
-  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save /data/c --load /data/c
+  megatron-burst launch slurm --nodes 4 --run 14b_1m_32gpu_a800 --save C --load C --save-interval 9
   sbatch --nodes 4 [sbatch options] scripts/launch.slurm [options] [Megatron flags]
 
 Outside of a job it submits itself, within one (sbatch, salloc) it runs there; sbatch wants the root
