@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.scripts.stand_ins import Machine, place
+from tests.tier import slow_if
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
 LINES = 20000  # more than a pipe holds
@@ -62,9 +63,10 @@ LAUNCHERS = {"local": ("launch_local.sh", "--output", "out"), "ssh": ("launch_no
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+@pytest.mark.parametrize("number", slow_if({signal.SIGQUIT}, [signal.SIGKILL, signal.SIGQUIT]))
 def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: int) -> None:
     job = start(machine, LAUNCHERS[launcher])
+    wait_for(lambda: processes(machine, *VICTIMS[victim]))
     processes(machine, *VICTIMS[victim])[0].send_signal(number)
     out, _ = job.communicate(timeout=60)
     assert job.returncode != 0
@@ -76,11 +78,10 @@ def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: i
 
 def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
     job = start(machine, LAUNCHERS["local"])
-    wait_for(lambda: processes(machine, "guard.py"))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # of which it takes no notice
-        processes(machine, "guard.py")[0].send_signal(number)
-    (first,) = processes(machine, "guard.py")
-    first.kill()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        wait_for(lambda: processes(machine, "guard.py"))
+        (first,) = processes(machine, "guard.py")
+        first.send_signal(number)
     wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
     processes(machine, "tools.launch node")[0].kill()
     job.communicate(timeout=60)
@@ -140,3 +141,16 @@ def test_a_reader_that_has_stopped_does_not_hold_what_was_told_to_end(machine: M
     assert job.wait(30) == 143
     assert machine.text("out/status") == "143\n"
     wait_for(lambda: not processes(machine), 10)
+
+
+def test_two_jobs_do_not_share_an_output(machine: Machine) -> None:
+    job = start(machine, LAUNCHERS["local"])
+    before = machine.text("out/command.txt")
+    (launcher,) = processes(machine, *VICTIMS["launcher"])
+    for command in (LAUNCHERS["local"], LAUNCHERS["ssh"]):
+        done = machine.run(*command, "--more", expect=2)
+        assert re.search(rf"/out is in use by a process on .*, {launcher.pid}, since ", done.stderr)
+    assert machine.text("out/command.txt") == before
+    launcher.kill()
+    job.communicate(timeout=60)
+    machine.run(*LAUNCHERS["local"])  # which starts at once

@@ -173,7 +173,7 @@ def test_no_process_and_no_checkpoint_is_lost(
             f"none left after {seconds:.1f} s",
             flush=True,
         )
-        if done and done[-1] == STEPS:  # once more, from the beginning
+        if recorded(checkpoint) == STEPS:  # once more, from the beginning
             check_same_state(
                 checkpoint / f"iter_{STEPS:07d}", tmp_path / f"expected/iter_{STEPS:07d}"
             )

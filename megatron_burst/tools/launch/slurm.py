@@ -57,7 +57,7 @@ def _srun(args: argparse.Namespace, output: Path, nodes: int, master: str, port:
 def _submit(args: argparse.Namespace) -> int:
     if not args.nodes:
         raise ValueError("say how many nodes: --nodes N")
-    output = site.prepare_output(args)
+    output = site.prepare_output(args, runs=False)
     given = ["--output", str(output), *node.given(args)]
     command = ["sbatch", "--nodes", str(args.nodes), *(["--wait"] if args.wait else [])]
     command += ["--output", str(output / "slurm-%j.txt")]
