@@ -6,6 +6,7 @@ With stand-ins for ssh and torchrun; trainings that are killed: tests/training/t
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scripts.stand_ins import Machine, place
+from tests.scripts.stand_ins import ROOT, Machine, place
 from tests.tier import slow_if
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
@@ -85,6 +86,29 @@ def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
     wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
     processes(machine, "tools.launch node")[0].kill()
     job.communicate(timeout=60)
+    wait_for(lambda: not processes(machine), 10)
+
+
+SUPERVISES = """
+import sys
+from megatron_burst.tools.launch import processes
+processes.PATIENCE_SECONDS = 0.5
+sys.exit(processes.supervise([("", ["bash", "-c", sys.argv[1]])], processes.Signals()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_takes_no_notice_is_killed(machine: Machine, number: int) -> None:
+    """As of compare and gpu-check, which start torchrun by themselves."""
+    line = "trap '' TERM INT HUP; touch deaf; setsid sleep 600 & while :; do sleep 1; done"
+    job = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISES, line],
+        cwd=machine.folder,
+        env=machine.environment | {"PYTHONPATH": str(ROOT)},
+    )
+    wait_for(lambda: (machine.folder / "deaf").exists())
+    job.send_signal(number)
+    assert job.wait(20) in (-9, 137)
     wait_for(lambda: not processes(machine), 10)
 
 

@@ -23,7 +23,7 @@ from tests.training.launcher import BURST, MODEL, environment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 SEED = os.environ.get("BURST_FAULT_SEED", "7")
-STARTS = int(os.environ.get("BURST_FAULT_STARTS", "6"))
+STARTS = int(os.environ.get("BURST_FAULT_STARTS", "3"))
 STEPS, INTERVAL = 40, 3
 SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in "TERM INT HUP QUIT KILL".split())
 PARTS = {
