@@ -32,6 +32,7 @@ def _train() -> None:
     args = arguments.parse_and_validate_args()
     if reason := pretraining.refusal(args):
         sys.exit(f"megatron_burst: {reason}")
+    pretraining.hold_checkpoints(args)
     model_config = pretraining.model_config(args)
     container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
     try:

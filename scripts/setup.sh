@@ -97,14 +97,35 @@ install_package() {
     "${pip[@]}" -c "$burst_venv/constraints.txt" -e "${burst_root}[train,plot,test]" >&2 </dev/null
 }
 
+is_ready() { [[ -x $burst_python && $(cat -- "$burst_stamp" 2>/dev/null) == "$1" ]]; }
+
+# Makes the environment of this key; who comes second waits for the first.
+make_ready() {
+    local lock=$burst_venv.lock who
+    mkdir -p -- "$(dirname -- "$burst_venv")" || return 1
+    # shellcheck disable=SC2094 # the lock says who holds it
+    { # what is started here holds it, too, so until nothing writes there any more
+        who="process $$ on $(uname -n), since $(printf '%(%F %T)T' -1)"
+        if ! command -v flock >/dev/null; then
+            say "there is no flock: start no second setup meanwhile"
+        elif ! flock -n 9; then
+            say "$(cat -- "$lock") makes $burst_venv; this one waits"
+            flock 9 || say "$lock cannot be locked: start no second setup meanwhile"
+        fi
+        printf '%s\n' "$who" >"$lock"
+        if is_ready "$1"; then return 0; fi
+        make_environment || return 1
+        install_package || { say "the installation failed"; return 1; }
+        echo "$1" >"$burst_stamp"
+    } 9>>"$lock"
+}
+
 # Leaves a ready environment in $burst_venv, whose Python is $burst_python.
 burst_setup() {
     local key
     key="$burst_root $(cat -- "$burst_root/pyproject.toml" "$burst_root/scripts/constraints.txt" | cksum)"
-    if [[ ! -x $burst_python || $(cat -- "$burst_stamp" 2>/dev/null) != "$key" ]]; then
-        make_environment || return 1
-        install_package || { say "the installation failed"; return 1; }
-        echo "$key" >"$burst_stamp"
+    if ! is_ready "$key"; then
+        make_ready "$key" || return 1
     elif [[ -n ${PYTHON:-} && $("$PYTHON" -V) != "$("$burst_python" -V)" ]]; then
         say "$burst_venv has another Python than $PYTHON: remove it, or set BURST_VENV"
         return 1

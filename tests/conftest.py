@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # All that tests.training.launcher runs.
 TRAININGS = "tests/training", "tests/tools/test_config.py", "tests/plugin/test_cpu_platform.py"
-ALONE = "tests/training/test_kills.py"  # which compares with nothing that the others train
+# Which compare with nothing that the others train.
+ALONE = "tests/training/test_kills.py", "tests/training/test_killed_jobs.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +45,7 @@ def together(file: str) -> str:
 
     All trainings share what they train, and the fast tests over several ranks what forks them.
     """
-    if file.startswith(TRAININGS) and file != ALONE:
+    if file.startswith(TRAININGS) and file not in ALONE:
         return TRAININGS[0]
     text = (Path(__file__).parents[1] / file).read_text()
     forks = "tests.workers" in text or "import accuracy" in text

@@ -11,6 +11,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
 import megatron.training.training as training
+from megatron.core.rerun_state_machine import RerunStateMachine
 
 from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
@@ -41,6 +42,7 @@ from megatron_burst.plugin.host_room import HostRoom
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
 from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
+from megatron_burst.plugin.rejections import with_reason
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def attach(*, own_entry: bool = False) -> None:
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
         wrap(argument_utils, name, functools.partial(_with_burst_spec, iterators=iterators))
     wrap(gpt, "mtp_block_spec", _with_burst_mtp)
+    wrap(RerunStateMachine, "should_checkpoint_and_exit", with_reason)
 
 
 def shared_state(model_config: Any) -> SharedState | None:

@@ -1,10 +1,13 @@
 """Pretraining on Megatron's building blocks: batches, loss, data sets and final figures."""
 
 import json
+import logging
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,12 @@ from torch import Tensor
 
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.cpu.table import peak_resident_bytes
+from megatron_burst.transport import lock
+
+logger = logging.getLogger(__name__)
+
+# A shared file system may keep the lock of a machine that is gone for a minute and a half.
+_PATIENCE_SECONDS = 100.0
 
 _NEEDS_UPSTREAM_SCRIPT = (
     "fim_data",
@@ -80,6 +89,19 @@ def refusal(args: Namespace) -> str | None:
         f"{', '.join(asked)} needs Megatron-LM's own script: "
         f"python -m megatron_burst.run PATH/{script}"
     )
+
+
+def hold_checkpoints(args: Namespace) -> None:
+    """Keep other jobs out of --save while this one runs; the first rank does that for all.
+
+    Ends the process where one is there and does not end soon.
+    """
+    if not args.save or "://" in args.save or args.rank != 0:  # or an object store
+        return
+    try:
+        lock.hold(Path(args.save), patience=_PATIENCE_SECONDS, say=logger.warning)
+    except lock.InUseError as error:
+        sys.exit(f"megatron_burst: {error}")
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:

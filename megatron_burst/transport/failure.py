@@ -5,16 +5,30 @@ as many tracebacks, one through another, would hide the one that matters.
 """
 
 import datetime
+import linecache
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 
 _STORE_SECONDS = 5  # to reach the store at which the ranks of the job met
+
+
+class Status(int):
+    """An exit status above 0 that says why, for code that hands it on to `sys.exit`."""
+
+    reason: str
+
+    def __new__(cls, value: int, reason: str) -> Self:
+        """Return the number with its reason."""
+        status = super().__new__(cls, value)
+        status.reason = reason
+        return status
 
 
 @contextmanager
@@ -27,6 +41,8 @@ def reported() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
+        if isinstance(leaving.code, Status):
+            _report(leaving.code.reason, "")
         converts = any(word.split("=")[0] == "--ckpt-convert-format" for word in sys.argv)
         if isinstance(leaving.code, int) or (leaving.code is None and converts):
             raise
@@ -35,16 +51,30 @@ def reported() -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        message = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {str(error) or _asserted(error)}"
         _report(message, "".join(traceback.format_exception(error)))
         # Destructors of what was half made would only complain about that.
         sys.unraisablehook = lambda _: None
         raise SystemExit(1) from None
 
 
+def _asserted(error: BaseException) -> str:
+    """Return the statement that failed, for an error without a text, as an assertion's."""
+    if not (frames := traceback.extract_tb(error.__traceback__)):
+        return ""
+    last = frames[-1]
+    lines = range(last.lineno or 1, (last.end_lineno or last.lineno or 1) + 1)
+    code = " ".join(linecache.getline(last.filename, number).strip() for number in lines)
+    return f"{code} ({last.filename}:{last.lineno})"
+
+
 def _report(message: str, details: str) -> None:
     rank, message = os.environ.get("RANK", "0"), message.removeprefix("megatron_burst: ")
-    first = _first_to_fail(rank)
+    try:
+        first = _first_to_fail(rank)
+    except RuntimeError:  # in doubt this is the one report
+        message += " (the store of the ranks does not answer: another may have failed before)"
+        first = rank
     if first == rank:
         text = f"{details}megatron_burst: rank {rank} failed: {message}\n"
     else:
@@ -59,15 +89,13 @@ def _first_to_fail(rank: str) -> str:
 
     The ranks ask the store at which they met. Before that is there they ask the folder that
     torchrun keeps for a node's errors, so each node has a first; with neither, each rank is.
+    RuntimeError if the store cannot be reached.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return rank
     from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if from_torchrun or dist.is_initialized():
-        try:
-            first = _first_in_store(rank)
-        except RuntimeError:
-            return "the rank that others met at is gone"
+        first = _first_in_store(rank)
     else:
         first = _first_on_node(rank)
     return rank if first == rank else f"rank {first} failed"

@@ -3,11 +3,15 @@
 tests/training trains with it.
 """
 
+from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from megatron_burst.transport import lock
 
 pretraining = pytest.importorskip("megatron_burst.plugin.pretraining")
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
@@ -80,3 +84,16 @@ def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: s
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said
+
+
+def test_a_second_job_does_not_save_where_a_first_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first rank alone, and not before the first had time to end."""
+    monkeypatch.setattr(pretraining, "_PATIENCE_SECONDS", 0.1)
+    with lock.held(tmp_path / "saved", say=print):
+        for save, rank in (("saved", 1), ("elsewhere", 0)):
+            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / save), rank=rank))
+        pretraining.hold_checkpoints(Namespace(save=None, rank=0))
+        with pytest.raises(SystemExit, match="^megatron_burst: .*/saved is in use by a process on"):
+            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / "saved"), rank=0))

@@ -163,6 +163,7 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
     [
         (("--run", "huge"), "there is no run huge; there are: "),
         (("--output",), "argument --output: expected one argument"),
+        (("--save", "c", "--load=c"), "--save wants --save-interval N"),
     ],
 )
 def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], message: str) -> None:

@@ -1,9 +1,12 @@
 """The shell scripts: they parse, explain themselves, and find a Python that serves. (fast tier)"""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     [*(p for p in ROOT.glob("scripts/*.sh") if p.name != "env.example.sh"), ROOT / ".ci" / "run"]
 )
-TOOLS = ("bash", "cat", "cksum", "cut", "dirname", "grep", "id", "mkdir", "rm")
+TOOLS = (
+    *("bash", "cat", "cksum", "cut", "dirname", "flock", "grep", "id", "mkdir", "rm", "sleep"),
+    "uname",
+)
 GOOD = f'exec "{sys.executable}" "$@"'
 SHIM = 'echo "pyenv: $0: command not found" >&2; exit 127'
 
@@ -161,6 +167,27 @@ def test_what_is_ready_is_left_and_another_python_is_refused(machine: Path) -> N
     old = executable(machine / "old", "echo Python 3.12.0")
     result = shell(machine, ready, BURST_VENV=str(place), PYTHON=str(old))
     assert result.returncode != 0 and f"has another Python than {old}" in result.stderr
+
+
+def test_a_second_setup_waits_for_the_first_and_finds_it_ready(machine: Path) -> None:
+    place, log = machine / "venv", machine / "log"
+    make = f"""
+        make_environment() {{ echo made >>{log}
+            until [[ -e {machine}/go ]]; do sleep 0.05; done; }}
+        install_package() {{ mkdir -p {place}/bin; echo exit >{place}/bin/python
+            /bin/chmod +x {place}/bin/python; }}
+        burst_setup"""
+    with ThreadPoolExecutor(2) as both:
+        first = both.submit(shell, machine, make, BURST_VENV=str(place))
+        while not log.exists():
+            time.sleep(0.02)
+        second = both.submit(shell, machine, make, BURST_VENV=str(place))
+        time.sleep(0.5)
+        (machine / "go").touch()
+        assert first.result().returncode == second.result().returncode == 0, second.result()
+    assert log.read_text() == "made\n"
+    said = rf"^setup: process \d+ on \S+, since 2\d.* makes {place}; this one waits\n"
+    assert re.match(said, second.result().stderr)
 
 
 @pytest.mark.parametrize("inherits", [False, True])

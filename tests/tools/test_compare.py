@@ -30,6 +30,7 @@ from megatron_burst.tools.compare.switching import switching
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.runlog import read_scalars
+from megatron_burst.transport import lock
 from tests.training.launcher import run_job
 
 FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
@@ -248,6 +249,15 @@ def test_a_comparison_goes_on_where_it_stopped(
     assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
 
 
+def test_two_comparisons_do_not_share_an_output(trainings: Trainings, tmp_path: Path) -> None:
+    with (
+        lock.held(tmp_path, say=print),
+        pytest.raises(ValueError, match="is in use by a process on"),
+    ):
+        run(tmp_path)
+    assert not trainings.started
+
+
 def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -261,7 +271,7 @@ def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     threading.Thread(target=end_us).start()
     try:

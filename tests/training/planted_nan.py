@@ -1,7 +1,7 @@
 """Trains as usual, but one layer of one rank is given a NaN in its third call; run by tests.
 
 The last of its flags is LAYER:RANK:WHERE. WHERE is forward, then it is in the value, or backward,
-then in the output's gradient.
+then in the output's gradient, or loss: then in all losses of that rank from its fifth call on.
 """
 
 import itertools
@@ -15,10 +15,18 @@ from torch import Tensor
 
 def main() -> None:
     from megatron_burst import pretrain_gpt
+    from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.attention import core_attention
 
     layer, rank, where = sys.argv.pop().split(":")
     calls = itertools.count(1)
+    masked_loss = pretraining._masked_loss
+
+    def planted_loss(mask: Tensor | None, per_token: Tensor) -> Any:
+        hit = where == "loss" and os.environ["RANK"] == rank and next(calls) >= 5
+        return masked_loss(mask, per_token * torch.nan if hit else per_token)
+
+    pretraining._masked_loss = planted_loss
 
     def with_nan_check(attend: Any, name: str) -> Any:
         checked = original(attend, name)

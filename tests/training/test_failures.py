@@ -52,6 +52,27 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, data: tuple[str,
     check_one_report(text, f"ValueError: .*{where}")
 
 
+@pytest.mark.parametrize("saved", slow_if({True}, [False, True]))
+def test_a_loss_that_is_nan_is_said(tmp_path: Path, data: tuple[str, ...], saved: bool) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    flags = (
+        *data,
+        *TWO,
+        *(("--save", checkpoint, "--load", checkpoint) if saved else ()),
+        "0:1:loss",
+    )
+    for start in range(2 if saved else 1):  # Megatron does the step again
+        status, text = outcome("tests.training.planted_nan", tmp_path / f"{start}", 2, *flags)
+        assert status == "16", text[-3000:]
+        # The NaN reaches the gradients of both, and rank 0, whose store it is, may end first.
+        reports = re.findall(r"burst: rank \d failed: .*", text)
+        assert reports, text[-3000:]
+        for report in reports:
+            assert re.search(r"iteration 3: .*NaN in .* \(nan\)\. Status 16: ", report)
+            assert ("without --save" in report) != saved
+    assert saved == Path(checkpoint).exists()
+
+
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
     tmp_path: Path, data: tuple[str, ...]
 ) -> None:

@@ -1,5 +1,6 @@
 """Who reports a failure, in which words and with which status. (fast tier)"""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,31 @@ def test_a_restarted_job_has_a_first_rank_again(
     assert "rank 1 failed: ValueError: again" in fail(ValueError("again"), capsys)[1]
 
 
-def test_without_the_store_a_rank_says_so(
+def test_without_the_store_a_rank_reports_in_full(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may be the one that knows why."""
     monkeypatch.setenv("MASTER_PORT", "1")
     text = fail(ValueError("cause"), capsys)[1]
-    assert "rank 1 ends, the rank that others met at is gone: ValueError: cause" in text
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert "rank 1 failed: ValueError: cause (the store of the ranks does not answer: " in text
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # and no process group
-    assert "rank 1 failed: ValueError: cause" in fail(ValueError("cause"), capsys)[1]
+    assert text != fail(ValueError("cause"), capsys)[1]
+
+
+def test_an_assertion_without_a_text_says_what_it_asserted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "arguments.py"
+    script.write_text("\nassert (\n    1\n    > 2)\n")
+    with pytest.raises(SystemExit), failure.reported():
+        runpy.run_path(str(script))
+    assert f"failed: AssertionError: assert ( 1 > 2) ({script}:2)\n" in capsys.readouterr().err
+
+
+def test_a_status_with_a_reason_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = fail(SystemExit(failure.Status(16, "the loss is NaN")), capsys)
+    assert (status, text) == (16, "megatron_burst: rank 1 failed: the loss is NaN\n")
 
 
 def test_before_there_is_a_store_one_rank_of_a_node_reports(

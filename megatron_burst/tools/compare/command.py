@@ -33,6 +33,7 @@ from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
+from megatron_burst.transport import lock
 
 _OURS = """
     context-parallel-algo cp-comm-type hierarchical-context-parallel-sizes attention-backend
@@ -63,9 +64,9 @@ def main(argv: list[str]) -> int:
             console.print(f"# {variant.name}\n{what or shlex.join(series.command(variant))}\n")
         return 0
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
-        results = _run_all(series, chosen, console)
-        shares = _shares(args, console)
+        with lock.held(args.output, say=lambda text: terminal.complain("compare", [text])):
+            results = _run_all(series, chosen, console)
+            shares = _shares(args, console)
     except KeyboardInterrupt:
         terminal.complain("compare", ["interrupted; the same command goes on from here"])
         return 130

@@ -5,11 +5,8 @@ import json
 import os
 import platform
 import shlex
-import signal
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_burst.tools import hardware
@@ -61,7 +58,14 @@ def command(args: argparse.Namespace, output: Path, *more: str) -> list[str]:
 
 
 def given(args: argparse.Namespace) -> list[str]:
-    """Return the options that all launchers take, less --output, and Megatron's flags again."""
+    """Return the options that all launchers take, less --output, and Megatron's flags again.
+
+    Raises:
+        ValueError: with --save Megatron wants --save-interval, and says so only when ranks run.
+    """
+    said = {word.partition("=")[0] for word in (*args.named, *args.flags)}
+    if "--save" in said and not said & {"--save-interval", "--persistent-save-interval"}:
+        raise ValueError("--save wants --save-interval N, after how many steps it saves")
     options = []
     for name in ("run", "ranks_per_node", "script"):
         if (value := getattr(args, name)) is not None:
@@ -83,12 +87,7 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
         return 0
     os.environ.update(settings)
     _describe(args, torchrun, who)
-    # The environment of torchrun and of every process that it starts, and of no other, has this.
-    mark = str(uuid.uuid4())
-    try:
-        return supervise([(who, torchrun)], signals, environment=os.environ | {"BURST_MARK": mark})
-    finally:
-        _end_leftovers(f"BURST_MARK={mark}", who)
+    return supervise([(who, torchrun)], signals)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
@@ -121,12 +120,3 @@ def _describe(args: argparse.Namespace, command: Sequence[str], who: str) -> Non
         file.write_text(f"{text}\n")
     except OSError as error:
         say(f"no description of this node was written: {error}", who=who)
-
-
-def _end_leftovers(mark: str, who: str) -> None:
-    """End every process that has the mark in its environment."""
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if mark.encode() in file.read_bytes().split(b"\0"):
-                os.kill(int(file.parts[2]), signal.SIGKILL)
-                say(f"ended process {file.parts[2]}, which outlived its launcher", who=who)

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from megatron_burst.tools.launch.processes import say
+from megatron_burst.transport import lock
+
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
@@ -86,12 +89,18 @@ def mounts(output: Path) -> list[str]:
     return [f"{path}:{path}" for path in sorted(needed)] + list(filter(None, own.split(",")))
 
 
-def prepare_output(args: argparse.Namespace, default: str = "") -> Path:
-    """Return the directory of the run; make it, unless nothing shall be run, with the command."""
+def prepare_output(args: argparse.Namespace, default: str = "", *, runs: bool = True) -> Path:
+    """Return the directory of the run; make it, unless nothing shall be run, with the command.
+
+    Raises:
+        InUseError: this process `runs` the job, and another one runs there.
+    """
     name = default or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     output: Path = (args.output or Path(name)).absolute()
     if not args.dry_run:
         output.mkdir(parents=True, exist_ok=True)
+        if runs:
+            lock.hold(output, say=say)
         (output / "status").unlink(missing_ok=True)
         words = ["megatron-burst", "launch", *args.command]
         (output / "command.txt").write_text(f"{shlex.join(words)}\n")

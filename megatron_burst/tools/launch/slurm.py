@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         os.execvp("bash", ["bash", script, *args.command[1:]])
     if not args.nodes:
         raise ValueError("say how many nodes: --nodes N")
-    output = site.prepare_output(args)
+    output = site.prepare_output(args, runs=False)
     options = [f"--{name}" for name in ("chain", "check") if getattr(args, name)]
     given = [*options, "--output", str(output), *node.given(args)]
     wait = ["--wait"] if args.wait else []

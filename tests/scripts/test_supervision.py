@@ -1,0 +1,180 @@
+"""Whatever of a job is killed, nothing of it runs on, and its log and status are whole. (fast tier)
+
+With stand-ins for ssh and torchrun; trainings that are killed: tests/training/test_kills.py.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scripts.stand_ins import ROOT, Machine, place
+from tests.tier import slow_if
+
+TWO = ("--nodes", "n1 user@n2", "--output", "out")
+LINES = 20000  # more than a pipe holds
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return place(tmp_path)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.02)
+
+
+def processes(machine: Machine, *words: str) -> list[psutil.Process]:
+    """Those that were started for this machine and have such words in their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("STAND_INS") == str(machine.folder):
+                line = " ".join(process.cmdline())
+                found += [process] if all(re.search(word, line) for word in words) else []
+        except psutil.Error:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def start(machine: Machine, launcher: tuple[str, ...], **more: str) -> subprocess.Popen[str]:
+    """Start a job; return when all of its ranks run."""
+    job = machine.start(*launcher, HANG="1", LEAVE_BEHIND="1", **more)
+    hosts = ("n1", "n2") if "--nodes" in launcher else ("here",)
+    wait_for(lambda: all(machine.text(f"hanging-{host}") for host in hosts))
+    return job
+
+
+VICTIMS = {
+    "launcher": ("tools.launch (local|ssh)",),
+    "node": ("tools.launch node",),
+    "torchrun": ("sleep 600",),
+}
+LAUNCHERS = {"local": ("launch_local.sh", "--output", "out"), "ssh": ("launch_nodes.sh", *TWO)}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("number", slow_if({signal.SIGQUIT}, [signal.SIGKILL, signal.SIGQUIT]))
+def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: int) -> None:
+    job = start(machine, LAUNCHERS[launcher])
+    wait_for(lambda: processes(machine, *VICTIMS[victim]))
+    processes(machine, *VICTIMS[victim])[0].send_signal(number)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode != 0
+    wait_for(lambda: not processes(machine), 10)
+    if (victim, number) != ("launcher", signal.SIGKILL):
+        assert int(machine.text("out/status")) == job.returncode
+        assert f"ended with status {job.returncode}; the log is" in out
+
+
+def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
+    job = start(machine, LAUNCHERS["local"])
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        wait_for(lambda: processes(machine, "guard.py"))
+        (first,) = processes(machine, "guard.py")
+        first.send_signal(number)
+    wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
+    processes(machine, "tools.launch node")[0].kill()
+    job.communicate(timeout=60)
+    wait_for(lambda: not processes(machine), 10)
+
+
+SUPERVISES = """
+import sys
+from megatron_burst.tools.launch import processes
+processes.PATIENCE_SECONDS = 0.5
+sys.exit(processes.supervise([("", ["bash", "-c", sys.argv[1]])], processes.Signals()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_takes_no_notice_is_killed(machine: Machine, number: int) -> None:
+    """As of compare and gpu-check, which start torchrun by themselves."""
+    line = "trap '' TERM INT HUP; touch deaf; setsid sleep 600 & while :; do sleep 1; done"
+    job = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISES, line],
+        cwd=machine.folder,
+        env=machine.environment | {"PYTHONPATH": str(ROOT)},
+    )
+    wait_for(lambda: (machine.folder / "deaf").exists())
+    job.send_signal(number)
+    assert job.wait(20) in (-9, 137)
+    wait_for(lambda: not processes(machine), 10)
+
+
+def training(machine: Machine, *lines: str) -> None:
+    """What the ranks of the job do."""
+    python = machine.folder / "bin/python-of-training"
+    launchers = 'case $* in *tools.launch*|*sys.exit*) exec "$REAL_PYTHON" "$@" ;; esac'
+    python.write_text("\n".join(["#!/bin/sh", launchers, *lines]))
+
+
+def test_without_tee_the_training_goes_on(machine: Machine) -> None:
+    said = f"seq {LINES}; touch said; until [ -e more ]; do sleep 0.1; done; seq {LINES}"
+    training(machine, said, "echo done")
+    job = subprocess.Popen(
+        machine.command("launch_local.sh", "--output", "out"),
+        cwd=machine.folder,
+        env=machine.environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(lambda: (machine.folder / "said").exists())
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        wait_for(lambda: len(processes(machine, "^tee ")) == 1)
+        processes(machine, "^tee ")[0].send_signal(number)
+    (machine.folder / "more").touch()
+    assert job.wait(60) == 0
+    assert machine.text("out/log.txt").endswith(f"\n{LINES}\ndone\n")
+
+
+def test_a_reader_that_leaves_ends_nothing(machine: Machine) -> None:
+    training(machine, f"seq {LINES}", "echo done")
+    line = "'{}' --output out | head -1 >first".format(*machine.command("launch_local.sh"))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        cwd=machine.folder,
+        env=machine.environment,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert machine.text("first") == "1\n"
+    lines = machine.text("out/log.txt").splitlines()
+    assert [*map(str, range(1, LINES + 1)), "done"] == lines
+    assert machine.text("out/status") == "0\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_stopped_does_not_hold_what_was_told_to_end(machine: Machine) -> None:
+    training(machine, f"seq {100 * LINES}")
+    job = machine.start("launch_local.sh", "--output", "out")
+    wait_for(lambda: machine.text("out/log.txt"))
+    job.terminate()
+    time.sleep(1)
+    assert job.poll() is None
+    assert job.wait(30) == 143
+    assert machine.text("out/status") == "143\n"
+    wait_for(lambda: not processes(machine), 10)
+
+
+def test_two_jobs_do_not_share_an_output(machine: Machine) -> None:
+    job = start(machine, LAUNCHERS["local"])
+    before = machine.text("out/command.txt")
+    (launcher,) = processes(machine, *VICTIMS["launcher"])
+    for command in (LAUNCHERS["local"], LAUNCHERS["ssh"]):
+        done = machine.run(*command, "--more", expect=2)
+        assert re.search(rf"/out is in use by a process on .*, {launcher.pid}, since ", done.stderr)
+    assert machine.text("out/command.txt") == before
+    launcher.kill()
+    job.communicate(timeout=60)
+    machine.run(*LAUNCHERS["local"])  # which starts at once
