@@ -29,6 +29,7 @@ def with_remedies(**reasons: str) -> dict[str, str]:
 OFF: tuple[Any, ...] = (None, False, 0, "")
 WORKING: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": (None, "auto"),
+    "cp_partition_mode": (None, "zigzag"),
     "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
 }
 
@@ -72,6 +73,20 @@ LIMITS = with_remedies(
     attention_backend=(
         "it chooses among Megatron's own kernels: drop --attention-backend, or choose with "
         "--burst-kernel"
+    ),
+)
+
+# Of our attention, arguments that dev alone has, Megatron's branch of what will come.
+DEV_LIMITS = with_remedies(
+    dynamic_context_parallel="every micro-batch would have process groups of its own",
+    sequence_packing_scheduler="it deals out tokens by itself, in an order that ours is not told",
+    cp_partition_mode=(
+        "our layouts begin from zigzag: drop --cp-partition-mode contiguous, or take "
+        "--burst-layout balanced"
+    ),
+    use_varlen_dataset="it was not shown to be right: drop --use-varlen-dataset, or take --sft",
+    rotary_base_per_layer=(
+        "its embeddings take the rows of a rank for a whole sequence: drop --rotary-base-per-layer"
     ),
 )
 
@@ -127,16 +142,20 @@ def refusals(settings: Any) -> list[str]:
     layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
     checks = _graph_refusals, _window_refusals, _document_refusals, _mtp_refusals
     others = (reason for check in checks for reason in check(settings))
-    return [*beyond(LIMITS, settings), *others, *pattern_refusals(pattern, layout, settings)]
+    return [
+        *beyond({**LIMITS, **DEV_LIMITS}, settings),
+        *others,
+        *pattern_refusals(pattern, layout, settings),
+    ]
 
 
 def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
     """Yield why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
     pattern = pattern or ""
-    if "D" in pattern:
+    if sparse := " ".join(sorted({*pattern} & {*"DCHW"})):  # the last three are dev's
         yield (
-            f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
-            "take + (MLA) layers, or drop --context-parallel-algo"
+            f"{sparse} in the pattern {pattern}: DeepSeek sparse attention is another core "
+            "attention: take + (MLA) layers, or drop --context-parallel-algo"
         )
     if "" in pattern.partition("/")[0].split("|")[1:-1]:
         yield (

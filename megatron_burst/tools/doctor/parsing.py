@@ -83,8 +83,9 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
         cpu_platform.activate()
     from megatron.training import arguments
 
-    from megatron_burst.plugin import attach, spec
+    from megatron_burst.plugin import attach, attachment_points, spec
 
+    attachment_points.check()
     if line.starts_us and cpu_platform.cpu_platform_active():
         cpu_platform.check_job()
     if line.is_attached:
