@@ -23,8 +23,8 @@ def start(*, own_entry: bool = False) -> None:
         own_entry: whether our own entry runs, which needs no flag to be asked for.
 
     Raises:
-        SystemExit: Megatron is missing, too old or new, or mixed from two places; or this node of
-            several has no CUDA device; with the reason.
+        SystemExit: Megatron is missing, mixed from two places, or lacks what ours is attached to;
+            or this node of several has no CUDA device; with the reason.
     """
     wanted = own_entry or asks_for_us(sys.argv[1:])
     on_cpu = cpu_platform.cpu_platform_wanted()
@@ -35,14 +35,20 @@ def start(*, own_entry: bool = False) -> None:
         version = compat.check_megatron_version()
         if on_cpu:
             cpu_platform.check_job()
+        logger.info("megatron-core %s in %s", version, compat.megatron_folder())
+        if on_cpu:
+            cpu_platform.activate()
+        if wanted:
+            from megatron_burst.plugin import (
+                attachment_points,
+            )  # imports Megatron: after the platform
+
+            attachment_points.check()
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
-    logger.info("megatron-core %s in %s", version, compat.megatron_folder())
-    if on_cpu:
-        cpu_platform.activate()
     compat.mend_wheel()
     if wanted:
-        from megatron_burst.plugin.attach import attach  # imports Megatron: after the platform
+        from megatron_burst.plugin.attach import attach
 
         attach(own_entry=own_entry)
 

@@ -6,22 +6,30 @@ usage() {
     cat <<'END_OF_TEXT'
 Usage: scripts/patch_megatron.sh --megatron DIR [--check | --reverse] [--help]
 
-Applies the patch of patches/ that fits the Megatron-LM checkout DIR, then proves it: the help of
-the patched scripts has to show the plug-in's flags, else the patch is taken out again.
-Applied already, it is proved and left as it is.
+Applies patches/launch.patch to the Megatron-LM checkout DIR, then proves it: each patched script trains
+a tiny model for one step, and the model has to have the plug-in's attention and loss, else the patch is
+taken out again. Applied already, it is proved and left as it is.
   --check     change nothing; exit status 0: applied and proved, 1: not applied, but it can be
   --reverse   take the patch out again
 Exit status 2: DIR is refused, the proof failed, or the command line is wrong.
 
-The version in DIR/megatron/core/package_info.py says which patch fits. The proof needs neither a
-GPU nor data, but a Python with megatron_burst and all that the scripts import.
+The proof needs neither a GPU nor data, but a Python with megatron_burst and all that the scripts import,
+and what training in DIR needs anyway: a C++ compiler for Megatron's data-set helpers.
 
 Environment variables:
   PYTHON   the Python of the proof (default: python3, then python, from PATH)
 END_OF_TEXT
 }
 
-flag=--context-parallel-algo # what the proof looks for
+# A tiny model, one step, and what the log says when it was ours.
+flags=(
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 255 --mock-data
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --lr-decay-style constant
+    --split "100,0,0" --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --context-parallel-algo burst --lm-head-loss chunked
+)
+signs=("burst attention: burst on" "chunked LM head loss: " "lm loss: ")
 say() { printf 'patch_megatron: %s\n' "$*"; }
 refuse() { say "$@" >&2; exit 2; }
 
@@ -46,15 +54,7 @@ for file in "$info" "${scripts[@]}"; do
     [[ -f $megatron/$file ]] || refuse "$megatron is no checkout of Megatron-LM: it lacks $file"
 done
 megatron=$(cd -- "$megatron" && pwd -P)
-version=$(sed -n -E 's/^(MAJOR|MINOR) *= *([0-9]+).*/\2/p' "$megatron/$info" | paste -s -d .)
-case $version in
-    0.19) patch=core_v0.19.0.patch ;;
-    0.20) patch=main-2026-08.patch ;;
-    *) refuse "$info says version ${version:-unknown}; there are patches for 0.19 (tag core_v0.19.0)" \
-        "and 0.20 (main of August 2026)" ;;
-esac
-say "$megatron: $info says $version, so patches/$patch"
-patch=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../patches" && pwd)/$patch
+patch=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../patches" && pwd)/launch.patch
 
 # git apply in the checkout, which need not be a repository, but may lie inside of one.
 apply() {
@@ -62,17 +62,21 @@ apply() {
 }
 
 prove() {
-    local python script log
+    local python script sign log pattern
     python=${PYTHON:-$(command -v python3 || command -v python)} || refuse "no Python on PATH"
     for script in "${scripts[@]}"; do
-        log=$(cd -- "$megatron" && "$python" "$script" --help 2>&1) || true
-        if [[ $log != *"$flag"* ]]; then
-            tail -n 15 <<<"$log" >&2
-            say "$python $script --help does not show $flag" >&2
+        pattern=()
+        [[ $script == pretrain_gpt.py ]] || pattern=(--hybrid-layer-pattern "*-*-")
+        log=$(cd -- "$megatron" && MEGATRON_BURST_CPU=1 "$python" -m torch.distributed.run --standalone \
+            --nproc-per-node 1 "$script" "${flags[@]}" "${pattern[@]}" 2>&1) || true
+        for sign in "${signs[@]}"; do
+            [[ $log == *"$sign"* ]] && continue
+            tail -n 30 <<<"$log" >&2
+            say "$script did not train a model of ours: its log lacks '$sign'" >&2
             return 1
-        fi
+        done
     done
-    say "proved: --help of ${scripts[*]} shows $flag and the other flags of the plug-in"
+    say "proved: ${scripts[*]} train one step with the plug-in's attention and loss"
 }
 
 applied=no

@@ -248,6 +248,15 @@ def configure(args: argparse.Namespace) -> None:
     )
     refuse_all(f"--context-parallel-algo {config.algorithm} cannot run this", refusals(args))
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+    if hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local":  # dev
+        refuse(
+            (
+                len(args.cp_comm_type) > 1,
+                f"--cp-comm-type {' '.join(args.cp_comm_type)}: local layers of this Megatron know "
+                "all_gather alone: give no --cp-comm-type, or take TransformerEngine's layers",
+            )
+        )
+        args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

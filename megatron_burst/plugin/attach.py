@@ -12,6 +12,7 @@ import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
 import megatron.training.training as training
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.training import get_args
 
 from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
@@ -39,9 +40,14 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.host_room import HostRoom
-from megatron_burst.plugin.layer_spec import LayerSpecProvider, burst_layer_spec, stack_spec
-from megatron_burst.plugin.limits import refusals, refuse_all
-from megatron_burst.plugin.local_layers import with_sequence_parallel_norm
+from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
+from megatron_burst.plugin.limits import MEGATRON, refusals, refuse_all
+from megatron_burst.plugin.own_models import (
+    REMEDY,
+    check_attention,
+    documents_must_come,
+    with_our_parts,
+)
 from megatron_burst.plugin.rejections import with_reason
 
 logger = logging.getLogger(__name__)
@@ -54,12 +60,14 @@ def attach(*, own_entry: bool = False) -> None:
     a script that passes no hook. It must come before the script imports these names. Our own
     entry, megatron_burst.pretrain, checks files by itself.
     """
-    wrap(arguments, "parse_args", functools.partial(_with_burst_flags, own_entry=own_entry))
     iterators = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
+    flags = functools.partial(_with_burst_flags, own_entry=own_entry, iterators=iterators)
+    wrap(arguments, "parse_args", flags)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
         wrap(argument_utils, name, functools.partial(_with_burst_spec, iterators=iterators))
     wrap(gpt, "mtp_block_spec", _with_burst_mtp)
     wrap(RerunStateMachine, "should_checkpoint_and_exit", with_reason)
+    wrap(training, "get_model", functools.partial(_with_our_parts, iterators=iterators))
 
 
 def shared_state(model_config: Any) -> SharedState | None:
@@ -69,7 +77,9 @@ def shared_state(model_config: Any) -> SharedState | None:
     return model_config.transformer_layer_spec.shared
 
 
-def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Callable[..., Any]:
+def _with_burst_flags(
+    parse_args: Callable[..., Any], *, own_entry: bool, iterators: DataIterators
+) -> Callable[..., Any]:
     def prepare(parser: argparse.ArgumentParser) -> None:
         if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
             sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
@@ -79,6 +89,7 @@ def _with_burst_flags(parse_args: Callable[..., Any], *, own_entry: bool) -> Cal
 
     def settle(args: argparse.Namespace) -> None:
         configure(args)
+        iterators.unattached = _unattached(args)
         if checks_files(args, own_entry=own_entry):
             check_data_files(args)
             data_indices.attach()
@@ -102,14 +113,52 @@ def _with_burst_spec(
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
         if is_hybrid and args.qk_layernorm:
             logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
-        shared = _make_shared_state(args)
+        shared, hooks = _parts(args, iterators)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)
-        iterators.ahead = _ahead(args, shared)
-        model_config.pre_wrap_hooks += _hooks(args, shared, iterators.ahead)
+        model_config.pre_wrap_hooks += hooks
         return model_config
 
     return build
+
+
+def _with_our_parts(get_model: Callable[..., Any], iterators: DataIterators) -> Callable[..., Any]:
+    """Megatron's way to build a model by the script's `model_provider`, not by a configuration."""
+
+    @functools.wraps(get_model)
+    def build(model_provider_func: Callable[..., Any], *more: Any, **options: Any) -> Any:
+        args = get_args()
+        settle_dropouts(args)
+        provider = with_our_parts(model_provider_func, *_parts(args, iterators))
+        return get_model(provider, *more, **options)
+
+    return build
+
+
+def _parts(
+    args: argparse.Namespace, iterators: DataIterators
+) -> tuple[SharedState | None, list[Callable[..., Any]]]:
+    """Return what goes into the specs of a model, and the hooks of what is built of them."""
+    shared = _make_shared_state(args)
+    iterators.ahead = _ahead(args, shared)
+    hooks = [*_hooks(args, shared, iterators.ahead)]
+
+    def check(models: list[Any]) -> list[Any]:
+        if shared is not None:
+            check_attention(models, shared)
+        iterators.unattached = None
+        return models
+
+    return shared, [*hooks, check]
+
+
+def _unattached(args: argparse.Namespace) -> str | None:
+    """Say what no model has yet of what the flags ask for, if they ask for anything in it."""
+    asked = {"--context-parallel-algo": args.context_parallel_algo}
+    asked |= {"--lm-head-loss": args.lm_head_loss}
+    flags = [f"{name} {value}" for name, value in asked.items() if value != MEGATRON]
+    text = f"{' and '.join(flags)}: the model was built, and nothing of ours is in it: {REMEDY}"
+    return text if flags else None
 
 
 def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,10 +167,7 @@ def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(mtp_block_spec)
     def build(config: Any, *more: Any, **options: Any) -> Any:
         spec, provider = mtp_block_spec(config, *more, **options), config.transformer_layer_spec
-        if spec is None or not isinstance(provider, LayerSpecProvider):
-            return spec
-        spec = with_sequence_parallel_norm(spec)
-        return spec if provider.shared is None else burst_layer_spec(spec, provider.shared)
+        return mtp_spec(spec, provider.shared) if isinstance(provider, LayerSpecProvider) else spec
 
     return build
 
@@ -177,6 +223,8 @@ def _hooks(
         moves = shared.config.layout is not LayoutName.ZIGZAG
         if moves or args.dataloader_inter_document_masking or args.sft:
             yield SequenceHooks(shared, ahead, documents_apart=args.sft)
+        if args.dataloader_inter_document_masking:
+            yield documents_must_come
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.config.recompute_offload:

@@ -20,12 +20,6 @@ from megatron_burst.plugin.torch_adam import with_torch_adam
 
 logger = logging.getLogger(__name__)
 
-# What was run, by (MAJOR, MINOR) of megatron/core/package_info.py.
-SUPPORTED_MEGATRON: Mapping[tuple[int, int], str] = {
-    (0, 19): "0.19",
-    (0, 20): "0.20, main of August 2026 (d98e8a64)",
-}
-
 # Megatron's defaults ask for CUDA extensions of TransformerEngine and Apex and stop without them.
 DEFAULTS_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "transformer_impl": "local",
@@ -137,26 +131,21 @@ def mend_wheel() -> None:
 def check_megatron_version() -> str:
     """The version of the Megatron-Core that `import megatron.core` takes, without importing it.
 
-    Raises ValueError where there is none, where it is not one of `SUPPORTED_MEGATRON`, or where
-    `megatron.core` and `megatron.training` come from different places (a checkout and a wheel).
+    Raises ValueError where there is none, or where `megatron.core` and `megatron.training` come
+    from different places (a checkout and a wheel). Whether it is one to attach to is said by
+    `attachment_points`.
     """
     core, training = (_first_on_path(name) for name in ("core", "training"))
     if core is None or training is None:
         raise ValueError("megatron-core is not installed: pip install 'megatron-core==0.19.*'")
     info = core / "package_info.py"
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE))
-    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
-    if (int(numbers["MAJOR"]), int(numbers["MINOR"])) not in SUPPORTED_MEGATRON:
-        raise ValueError(
-            f"megatron-core {version} ({info}) is not supported; supported are: "
-            f"{'; '.join(SUPPORTED_MEGATRON.values())}"
-        )
     if core.parent != training.parent:
         raise ValueError(
             f"megatron.core comes from {core} and megatron.training from {training}: "
             "remove one of the two from PYTHONPATH or uninstall the wheel"
         )
-    return version
+    return ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def megatron_folder() -> Path | None:

@@ -109,6 +109,14 @@ def _has_ours(spec: Any) -> bool:
     return getattr(named, "__module__", None) == "megatron_burst.plugin.spec"
 
 
+def mtp_spec(spec: Any, shared: SharedState | None) -> Any:
+    """Return the block spec of a GPT's MTP layers, or None, as `stack_spec` does a stack's."""
+    if spec is None:
+        return None
+    spec = with_sequence_parallel_norm(spec)
+    return spec if shared is None else burst_layer_spec(spec, shared)
+
+
 class LayerSpecProvider:
     """What Megatron's GPT builder calls for the layer spec of one pipeline stage.
 

@@ -34,6 +34,7 @@ def with_remedies(**reasons: str) -> dict[str, str]:
 OFF: tuple[Any, ...] = (None, False, 0, "")
 WORKING: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": (None, "auto"),
+    "cp_partition_mode": (None, "zigzag"),
     "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
     "experimental_attention_variant": (None, "gated_delta_net"),
 }
@@ -88,6 +89,20 @@ LIMITS = with_remedies(
         "drop --inprocess-restart"
     ),
     fake_process_group="a ring waits for ranks that are not there",
+)
+
+# Of our attention, arguments that dev alone has, Megatron's branch of what will come.
+DEV_LIMITS = with_remedies(
+    dynamic_context_parallel="every micro-batch would have process groups of its own",
+    sequence_packing_scheduler="it deals out tokens by itself, in an order that ours is not told",
+    cp_partition_mode=(
+        "our layouts begin from zigzag: drop --cp-partition-mode contiguous, or take "
+        "--burst-layout balanced"
+    ),
+    use_varlen_dataset="it was not shown to be right: drop --use-varlen-dataset, or take --sft",
+    rotary_base_per_layer=(
+        "its embeddings take the rows of a rank for a whole sequence: drop --rotary-base-per-layer"
+    ),
 )
 
 # Of sending the latents of multi-latent attention; K and V can always be sent.
@@ -175,7 +190,11 @@ def refusals(settings: Any) -> list[str]:
         _mtp_refusals,
     )
     others = (reason for check in checks for reason in check(settings))
-    return [*beyond(LIMITS, settings), *others, *pattern_refusals(pattern, layout, settings)]
+    return [
+        *beyond({**LIMITS, **DEV_LIMITS}, settings),
+        *others,
+        *pattern_refusals(pattern, layout, settings),
+    ]
 
 
 def lm_head_refusals(args: Any) -> list[str]:
@@ -201,10 +220,10 @@ def _documents_flag(args: Any) -> str | None:
 def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
     """Yield why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
     pattern = pattern or ""
-    if "D" in pattern:
+    if sparse := " ".join(sorted({*pattern} & {*"DCHW"})):  # the last three are dev's
         yield (
-            f"D in the pattern {pattern}: DeepSeek sparse attention is another core attention: "
-            "take + (MLA) layers, or drop --context-parallel-algo"
+            f"{sparse} in the pattern {pattern}: DeepSeek sparse attention is another core "
+            "attention: take + (MLA) layers, or drop --context-parallel-algo"
         )
     if "" in pattern.partition("/")[0].split("|")[1:-1]:
         yield (

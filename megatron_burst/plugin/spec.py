@@ -15,7 +15,7 @@ from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_burst.config import Algorithm, BurstConfig
-from megatron_burst.plugin import compat
+from megatron_burst.plugin import attachment_points
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
@@ -44,7 +44,7 @@ def gpt(model_config: GPTModelConfig, vp_stage: int | None = None) -> Any:
         ValueError: --cp-comm-type names none of our algorithms, or Megatron's arguments ask for
             what our attention cannot do, or cannot do without a launcher.
     """
-    compat.check_megatron_version()
+    attachment_points.check()
     provider = LayerSpecProvider(None, _shared_state())
     # Megatron asks once for each virtual stage: all of them share the process groups.
     model_config.transformer_layer_spec = provider
@@ -56,7 +56,7 @@ class _Stack:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return the stack."""
-        compat.check_megatron_version()
+        attachment_points.check()
         spec = stack_spec(None, _shared_state())
         return spec.module(*args, submodules=spec.submodules, **spec.params, **options)
 

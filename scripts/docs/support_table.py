@@ -17,6 +17,7 @@ from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
 from megatron_burst.plugin.limits import (
+    DEV_LIMITS,
     LATENT_LIMITS,
     LIMITS,
     LM_HEAD_LIMITS,
@@ -85,7 +86,7 @@ def tables() -> dict[str, Table]:
         "settings": (["setting", *Algorithm], _setting_rows()),
         "kernels": (["request", *KERNELS], _kernel_rows()),
         "layers": (["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()),
-        "attention": (limits, _limit_rows(LIMITS)),
+        "attention": (limits, _limit_rows({**LIMITS, **DEV_LIMITS})),
         "latents": (limits, _limit_rows(LATENT_LIMITS)),
         "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
         "mlp": (limits, _limit_rows(MLP_LIMITS)),

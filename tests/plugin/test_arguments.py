@@ -325,6 +325,17 @@ def test_every_layer_may_have_its_algorithm(parser: argparse.ArgumentParser) -> 
     assert args.cp_comm_type == ["burst", "ulysses", "ring"]
 
 
+def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
+    """They refuse every one but all_gather; without one ours runs the algorithm of the flag."""
+    dev = {"fallback_to_eager_attn": False, "transformer_impl": "local"}
+    args = parse(parser, "--num-layers 2 --context-parallel-algo ring")
+    vars(args).update(dev)
+    configure(args)
+    assert args.cp_comm_type == [None]
+    mixed = "--num-layers 2 --context-parallel-algo burst --cp-comm-type burst ring"
+    assert "know all_gather alone: give no --cp-comm-type" in refusal(parser, mixed, **dev)
+
+
 def test_megatrons_own_attention_beside_ours_has_limits(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

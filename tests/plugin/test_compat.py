@@ -2,6 +2,7 @@ import argparse
 import copy
 import functools
 import importlib.util
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -224,16 +225,15 @@ def use_megatron(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
 
 
-def test_the_installed_version_is_supported() -> None:
-    major, minor, _ = map(int, compat.check_megatron_version().split("."))
-    assert (major, minor) in compat.SUPPORTED_MEGATRON
+def test_the_installed_version_is_found() -> None:
+    assert re.fullmatch(r"0\.\d+\.\d+", compat.check_megatron_version())
     assert (compat.megatron_folder() / "core").is_dir()
 
 
-@pytest.mark.parametrize("minor", [19, 20])
-def test_supported_versions(tmp_path, monkeypatch, minor: int) -> None:
-    use_megatron(monkeypatch, fake_megatron(tmp_path, minor))
-    assert compat.check_megatron_version() == f"0.{minor}.3"
+def test_no_number_is_refused(tmp_path, monkeypatch) -> None:
+    """A branch keeps its number while names move: `attachment_points` looks at these."""
+    use_megatron(monkeypatch, fake_megatron(tmp_path, 21))
+    assert compat.check_megatron_version() == "0.21.3"
     assert compat.megatron_folder() == tmp_path / "megatron"
 
 
@@ -264,14 +264,6 @@ def test_an_editable_install_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert compat.check_megatron_version() == "0.20.3"
     assert compat.megatron_folder() == Path(place)
     assert "megatron.core" not in sys.modules
-
-
-@pytest.mark.parametrize("minor", [18, 21])
-def test_another_version_is_refused_with_its_file(tmp_path, monkeypatch, minor: int) -> None:
-    use_megatron(monkeypatch, fake_megatron(tmp_path, minor))
-    message = rf"0\.{minor}\.3 \(.*package_info.py\) is not supported; supported are: 0\.19; 0\.20"
-    with pytest.raises(ValueError, match=message):
-        compat.check_megatron_version()
 
 
 def test_a_mix_of_two_installations_is_refused(tmp_path, monkeypatch) -> None:

@@ -34,7 +34,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
-from megatron_burst.plugin.hooks.mtp import MtpLosses  # noqa: E402
+from megatron_burst.plugin.hooks.mtp import MtpLosses, Rolls  # noqa: E402
 from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from tests.loss.bare_models import KINDS, bare  # noqa: E402
 
@@ -270,6 +270,21 @@ def test_documents_without_our_hook_are_refused() -> None:
 
 
 # The roll itself: right in Megatron, though it talks over the group of the whole job (MC#6746).
+
+
+def test_lists_are_rolled_as_dev_wants_them() -> None:
+    """What comes behind the last token is 0, or True: padding."""
+    rolls = Rolls(torch.nn.Identity())
+    rolls.begin(SimpleNamespace(next=lambda x: F.pad(x[:, 1:], (0, 1))))  # type: ignore[arg-type]
+    try:
+        tokens, padded = torch.tensor([[5, 6, 7]]), torch.tensor([[False, True, False]])
+        roll = multi_token_prediction.roll_tensor
+        (moved,) = roll([tokens], shifts=-1, dims=-1, cp_group=None)
+        assert moved.tolist() == [[6, 7, 0]]
+        moved, padding = roll([tokens, padded], fill_values=[0, True], roll_depth=1)
+        assert moved.tolist() == [[6, 7, 0]] and padding.tolist() == [[True, False, True]]
+    finally:
+        rolls._end()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, (1, 3, 5, 7)], ids=str)

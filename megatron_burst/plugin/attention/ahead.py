@@ -213,12 +213,19 @@ class DataIterators:
     """Megatron's `build_train_valid_test_data_iterators`, a collective call of the whole job."""
 
     ahead: Ahead | None = None  # who is to know what they will bring
+    unattached: str | None = None  # why the model is not what was asked for
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Return the iterators for training, validation and test."""
+        """Return the iterators for training, validation and test.
+
+        Raises:
+            ValueError: the model, which is built by now, has nothing of what was asked for.
+        """
+        if self.unattached:
+            raise ValueError(self.unattached)
         built = self.original(*args, **options)
         if self.ahead is not None:
             lists = [each if isinstance(each, list) else [each] for each in built]

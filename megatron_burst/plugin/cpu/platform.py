@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_burst.plugin.compat import megatron_folder
 from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS, current_device
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def activate() -> None:
 
     To be called once, in every rank, before anything imports Megatron; again it does nothing. Every
     rank warns, so that none is on the CPU unseen. RuntimeError if `megatron.core` is imported
-    already.
+    already, ValueError for a Megatron or torch that lacks one of them.
     """
     if cpu_platform_active():
         return
@@ -77,7 +78,11 @@ def activate() -> None:
     _replace_gpu_packages()
     _silence_warnings_of_the_platform()
     for target, make in STAND_INS.items():
-        holder, name = resolve(target)
+        try:
+            holder, name = resolve(target)
+        except (ImportError, AttributeError) as error:
+            where = f"for which the CPU platform stands in, is missing in {megatron_folder()}"
+            raise ValueError(f"{target}, {where}: {error}") from error
         setattr(holder, name, make(getattr(holder, name)))
     logger.warning(
         "%s runs on the CPU platform, over gloo (%s): %d names of torch and Megatron stand in for "

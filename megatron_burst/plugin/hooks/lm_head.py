@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -23,6 +24,11 @@ from megatron_burst.plugin.models import NAMES, LanguageModel
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # in Megatron's labels
+# Of a GPTModel dev's, which can fuse the loss, makes logits as its base does where it does not.
+_OUTPUT_LAYERS = (
+    ColumnParallelLinear,
+    getattr(gpt_model, "LinearCrossEntropyModule", ColumnParallelLinear),
+)
 
 
 class ChunkedHead:
@@ -57,11 +63,11 @@ class ChunkedHead:
 def _check(model: LanguageModel) -> None:
     layer = model.output_layer
     reasons = beyond(LM_HEAD_LIMITS, model.config)
-    if type(layer) is not ColumnParallelLinear:
+    if type(layer) not in _OUTPUT_LAYERS:
         reasons.append(f"the output layer is a {type(layer).__name__}, not a ColumnParallelLinear")
     elif layer.bias is not None:
         reasons.append("the output layer has a bias")
-    elif layer.gtp_remat_size > 1:
+    elif getattr(layer, "gtp_remat_size", 1) > 1:  # dev has none
         reasons.append(f"the output layer is spread over {layer.gtp_remat_size} GTP ranks")
     refuse_all("--lm-head-loss chunked cannot run this", reasons)
 
@@ -160,7 +166,7 @@ class ChunkedLoss:
 
     def hand_on(
         self,
-        hidden: Tensor,
+        input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
@@ -171,14 +177,14 @@ class ChunkedLoss:
         """
         layer = self._layer
         if not self._has_labels:
-            return self._make_logits(hidden, weight, runtime_gather_output)
+            return self._make_logits(input_, weight, runtime_gather_output)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers and layer.tp_group.size() > 1:
             raise ValueError(
                 f"--lm-head-loss chunked: labels, and logits gathered from {layer.tp_group.size()} "
                 "ranks: drop runtime_gather_output, or pass parallel_output=True to the model"
             )
-        return UnmadeLogits(hidden, layer.weight if weight is None else weight), None
+        return UnmadeLogits(input_, layer.weight if weight is None else weight), None
 
     def losses(self, labels: Tensor, logits: Any) -> Tensor:
         """Stand in for `compute_language_model_loss`: no mask, no mean.

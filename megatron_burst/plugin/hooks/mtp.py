@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,10 @@ from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
+
+_TAKES_LISTS = "tensors" in inspect.signature(multi_token_prediction.roll_tensor).parameters
+# Dev's log divides the losses of all ranks by their tokens; others take the mean over the ranks.
+_LOGS_SUMS = hasattr(multi_token_prediction.MTPLossLoggingHelper, "save_loss_to_tracker")
 
 
 class MtpLosses:
@@ -73,11 +76,20 @@ class Rolls:
         self._exchange, self._megatrons = exchange, multi_token_prediction.roll_tensor
         multi_token_prediction.roll_tensor = self._roll
 
-    def _roll(
-        self, tensor: Tensor | None, *_: Any, return_sum: bool = True, **__: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return tensor [batch, rows] moved on by one, and its sum; `return_sum` is main's."""
+    def _roll(self, tensor: Any, *_: Any, return_sum: bool = True, **options: Any) -> Any:
+        """Return tensor [batch, rows] moved on by one, and its sum; `return_sum` is main's.
+
+        Dev's takes a list of them, and what comes behind the last token of each, and returns a
+        list.
+        """
         assert self._exchange is not None
+        if isinstance(tensor, list):
+            fills = options.get("fill_values") or [0] * len(tensor)
+            next_of = self._exchange.next
+            return [
+                ~next_of(~x) if fill is True else next_of(x)
+                for x, fill in zip(tensor, fills, strict=True)
+            ]
         moved = None if tensor is None else self._exchange.next(tensor)
         return moved, None if moved is None or not return_sum else moved.sum()
 
@@ -95,7 +107,7 @@ class _HeadLosses:
         self._losses: Callable[[Tensor, Any], Tensor] = model.compute_language_model_loss
         self._labels: Tensor | None = None
         self._mask: Tensor | None = None
-        self._heads: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._heads: Iterator[tuple[Tensor | int, Tensor]] | None = None
         model.compute_language_model_loss = self.losses
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 
@@ -125,16 +137,15 @@ class _HeadLosses:
             )
         return ours * shown
 
-    def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _weights(self, losses: Tensor) -> Iterator[tuple[Tensor | int, Tensor]]:
         """Yield for each head what makes Megatron's figure of its log right, and the gradient."""
         config, ranks = self._config, self._group.size()
-        roll = partial(multi_token_prediction.roll_tensor, cp_group=self._group)
         mask = torch.ones_like(losses) if self._mask is None else self._mask
         if self._labels is None:  # Megatron makes them of the tokens
-            mask, _ = roll(mask)
+            mask = _roll(mask, self._group)
         masks = [mask]
         for _ in range(config.mtp_num_layers):
-            masks.append(roll(masks[-1])[0])
+            masks.append(_roll(masks[-1], self._group))
         here = torch.stack([mask.sum() for mask in masks])
         everywhere = here.clone()
         dist.all_reduce(everywhere, group=self._group)
@@ -143,4 +154,12 @@ class _HeadLosses:
         numerator = everywhere[0] if config.calculate_per_token_loss else ranks
         scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
         for mask, own, total in zip(masks[1:], here[1:], everywhere[1:], strict=True):
-            yield ranks * own / total, mask * (scale * numerator / total)
+            shown = 1 if config.calculate_per_token_loss and _LOGS_SUMS else ranks * own / total
+            yield shown, mask * (scale * numerator / total)
+
+
+def _roll(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what Megatron's `roll_tensor`, or ours, moves on by one; dev's takes a list."""
+    given = [tensor] if _TAKES_LISTS else tensor
+    rolled: Tensor = multi_token_prediction.roll_tensor(given, cp_group=group)[0]
+    return rolled

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plugin import compat
+from megatron_burst.plugin import attachment_points, compat
 from megatron_burst.plugin.arguments import burst_config_from_args, settle_dropouts
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
@@ -78,9 +78,10 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     """Do what the program does, and note how far it comes; raises what ends it."""
     if any(word.partition("=")[0] == "--yaml-cfg" for word in line.flags):
         raise ValueError("the doctor does not read --yaml-cfg: pass what the file says as flags")
-    compat.check_megatron_version()
     if not target.is_cluster and cpu_platform.cpu_platform_wanted():
+        compat.check_megatron_version()  # before it is imported
         cpu_platform.activate()
+    attachment_points.check()
     from megatron.training import arguments
 
     from megatron_burst.plugin import attach, spec
