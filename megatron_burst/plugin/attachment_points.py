@@ -14,7 +14,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.limits import refuse_all
 
 _CORE = "megatron.core"
-_LAYERS = f"{_CORE}.transformer"
+_LAYERS, _DATASETS = f"{_CORE}.transformer", f"{_CORE}.datasets"
 _TRAINING = "megatron.training"
 _ROTARY = f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 
@@ -28,6 +28,11 @@ WRAPPED: Mapping[str, str] = {
     f"{_TRAINING}.training:get_megatron_optimizer": "",
     f"{_TRAINING}.training:get_model": "model_provider_func",
     f"{_TRAINING}.training:save_checkpoint": "iteration",
+    f"{_TRAINING}.checkpointing:_load_base_checkpoint": "load_dir args",
+    f"{_DATASETS}.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices": "",
+    f"{_DATASETS}.gpt_dataset:GPTDataset._query_document_sample_shuffle_indices": "idx",
+    f"{_DATASETS}.blended_dataset:BlendedDataset._build_indices": "",
+    f"{_CORE}.rerun_state_machine:RerunStateMachine.should_checkpoint_and_exit": "",
     f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__": (
         "config transformer_layer_spec mtp_block_spec vp_stage"
     ),
@@ -48,6 +53,7 @@ WRAPPED: Mapping[str, str] = {
 REPLACED: Mapping[str, str] = {
     f"{_TRAINING}.initialize:_compile_dependencies": "",
     f"{_TRAINING}.checkpointing:read_metadata": "tracker_filename",
+    f"{_TRAINING}.checkpointing:checkpoint_exists": "checkpoints_path",
     f"{_LAYERS}.attention:CoreAttentionBuilder.__call__": (
         "config layer_number attn_mask_type attention_type cp_comm_type softmax_scale pg_collection"
     ),
