@@ -12,6 +12,40 @@ from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Mask
 
+type KindOfTensor = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class Given(NamedTuple):
+    """What a rank is given in a call, all but the values of tensors: what ranks compare it by."""
+
+    q: KindOfTensor
+    k: KindOfTensor
+    v: KindOfTensor
+    sink: KindOfTensor | None
+    latents: tuple[torch.Size, torch.Size] | None  # of the latent and the weight
+    mask: Mask
+    scale: float
+    soft_cap: float | None
+    layout: Layout | None
+    memory: tuple[float, bool] | None  # its fraction, and whether it is full
+    has_backward: bool
+    is_deterministic: bool
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {tuple(getattr(self, name)[0])} {getattr(self, name)[1]}" for name in "qkv"
+        ]
+        parts += [f"{self.mask}", f"scale {self.scale:.9g}"]
+        parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap is not None else []
+        parts += [f"a sink {tuple(self.sink[0])} {self.sink[1]}" if self.sink else "no sink"]
+        parts += [f"latents {tuple(map(tuple, self.latents))}"] if self.latents else []
+        parts += [f"layout {hash(self.layout):x}"] if self.layout else []
+        if self.memory is not None:
+            fraction, is_full = self.memory
+            parts += [f"the {'second' if is_full else 'first'} pass of {fraction:g}"]
+        parts += ["with a backward" if self.has_backward else "without a backward"]
+        return ", ".join(parts + ["deterministic"] * self.is_deterministic)
+
 
 class Asked(NamedTuple):
     """All of a call but the values of its tensors, its scale and its memory."""

@@ -7,15 +7,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.attention.asked import Given, KindOfTensor
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.call import AttentionCall, Prepared
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import head_chunks, in_chunks
-from megatron_burst.attention.inputs import check_alike, check_call, check_scores, check_shapes
+from megatron_burst.attention.inputs import (
+    check_alike,
+    check_context,
+    check_mask,
+    check_scores,
+    check_shapes,
+)
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
+from megatron_burst.attention.uncompiled import uncompiled
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
 from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import Layout
@@ -59,6 +67,7 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@uncompiled
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -126,52 +135,88 @@ def ring_attention(
 
     Raises:
         ValueError: shapes or dtypes do not fit, the soft cap is not positive, the scale not finite,
-            or no kernel can serve them.
+            no kernel can serve them, or another rank was asked for something else, takes another
+            plan or kernel, or cannot: see docs/faults.md.
         TypeError: the context or the mask is none.
-        CommunicationError: a peer died or took longer than the time limit.
+        CommunicationError: a peer died or took longer than the time limit, or an earlier call of
+            this context failed.
     """
-    check_call(context, mask)
+    check_context(context)
     q, k, v = as_autocast(q, k, v)
-    check_alike(q=q, k=k, v=v)
-    check_shapes(q, k, v)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    check_scores(q, scale, soft_cap, sink)
-    if scale <= 0:  # kernels hide a score by -inf before they scale it
-        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
-    travelling = None
+    latents = None if latents is None else latents.in_autocast()
+    # A head size of 0 is refused below, on all ranks together.
+    scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale
+    given = Given(
+        *(_kind(q), _kind(k), _kind(v), None if sink is None else _kind(sink)),
+        None if latents is None else (latents.latent.shape, latents.weight.shape),
+        *(mask, scale, soft_cap, layout),
+        None if memory is None else (memory.fraction, memory.saved is not None),
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+    def prepare() -> Prepared:
+        check_mask(mask)
+        check_alike(q=q, k=k, v=v)
+        check_shapes(q, k, v)
+        check_scores(q, scale, soft_cap, sink)
+        return _prepare(q, k, v, context, given, latents, memory)
+
+    found = context.agreed(given, prepare)
+    if scale <= 0:  # kernels hide a score by -inf before they scale it; see `_prepare`
+        q = -q if scale else 0 * q
+    if found.exchange is not None:
+        if found.copies > 1:
+            k, v = (x.repeat_interleave(found.copies, dim=2) for x in (k, v))
+        if sink is not None:
+            sink = sink.chunk(found.exchange.ranks)[found.exchange.rank]  # as the query heads are
+        q, k, v = found.exchange.to_heads(q, k, v)
+    made_of = latents if found.call.sends_latents else None
+    latent = (None, None) if made_of is None else made_of.differentiable
+    add = None if made_of is None else made_of.add_weight_gradient
+    out, lse = _RingAttention.apply(q, k, v, *latent, sink, found.chunks, found.call, memory, add)
+    if found.exchange is None:
+        return (out, lse) if return_lse else out
+    if not return_lse:
+        return found.exchange.to_tokens(out)[0]
+    (rows,) = found.exchange.to_tokens(lse.transpose(1, 2)[..., None])
+    return found.exchange.to_tokens(out)[0], rows[..., 0].transpose(1, 2)
+
+
+def _kind(x: Tensor) -> KindOfTensor:
+    return x.shape, x.dtype, x.device
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: BurstContext,
+    given: Given,
+    latents: Latents | None,
+    memory: AttentionMemory | None,
+) -> Prepared:
+    exchange, copies, travelling = None, 1, None
     if latents is not None:
-        latents = latents.in_autocast()
         shape = latents.shape(k, v)  # whether they can travel or not, they have to fit
         travelling = shape if context.can_send_latents else None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunks = head_chunks(context, q, k, mask, has_latents=travelling is not None)
-        shape = travelling if chunks == 1 else None
-        q_1, k_1, v_1 = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
-        call = context.prepare(q_1, k_1, v_1, mask, scale, soft_cap, memory, shape, layout)
-        made_of = latents if call.sends_latents else None
-        latent = (None, None) if made_of is None else made_of.differentiable
-        add = None if made_of is None else made_of.add_weight_gradient
-        result: tuple[Tensor, Tensor] = _RingAttention.apply(
-            q, k, v, *latent, sink, chunks, call, memory, add
+    if context.heads.size > 1:
+        exchange = context.exchange(q.shape[1], given.layout)
+        copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
+        q, k, v = (
+            _as_exchanged(x, n, exchange.ranks) for x, n in ((q, 1), (k, copies), (v, copies))
         )
-        return result
+    chunks = head_chunks(context, q, k, given.mask, has_latents=travelling is not None)
+    q, k, v = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
+    sent = travelling if chunks == 1 else None
+    settings = given.mask, abs(given.scale) or 1.0, given.soft_cap, memory, sent, given.layout
+    return Prepared(context.prepare(q, k, v, *settings), chunks, exchange, copies)
 
-    if context.heads.size == 1:
-        out, lse = attend(q, k, v, sink)
-        return (out, lse) if return_lse else out
-    exchange = context.exchange(q.shape[1], layout)
-    copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
-    if copies > 1:
-        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    if sink is not None:
-        sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are spread
-    q, k, v = exchange.to_heads(q, k, v)
-    out, lse = attend(q, k, v, sink)
-    if not return_lse:
-        return exchange.to_tokens(out)[0]
-    (rows,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
-    return exchange.to_tokens(out)[0], rows[..., 0].transpose(1, 2)
+
+def _as_exchanged(x: Tensor, copies: int, ranks: int) -> Tensor:
+    """Return a tensor of the shape that `to_heads` gives, which takes no memory."""
+    batch, tokens, heads, size = x.shape
+    return x.new_empty(()).expand(batch, tokens * ranks, heads * copies // ranks, size)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -196,7 +241,8 @@ class _RingAttention(torch.autograd.Function):
         def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:
             return forward(q, _keys(latent, weight, call, k, v), call, sink)
 
-        out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
+        with call.communicator.in_pass("forward"):
+            out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
         if memory is not None:
             if saved := memory.recall():
                 saved.put(out, lse)
@@ -225,7 +271,8 @@ class _RingAttention(torch.autograd.Function):
             made.append(_keys(latent, weight, call, k, v, wants_weight))
             return backward(dout, q, made[-1], out, lse, call)
 
-        gradients = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
+        with call.communicator.in_pass("backward"):
+            gradients = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
         dweight = made[-1].weight_gradient
         if dweight is not None and add is not None:
             add(dweight)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
 from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.kernels import Kernel, TileCall
@@ -28,6 +29,8 @@ class AttentionCall:
     forward_calls: DeviceCalls = field(kw_only=True)
     backward_calls: DeviceCalls = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
+    is_ahead: bool = False  # planned, and compared, before it came
+    choice: str = ""  # how messages go, in words that are the same on all ranks
 
     def of_rows(
         self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
@@ -36,3 +39,17 @@ class AttentionCall:
         (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
         settings = some.band, self.scale, self.soft_cap, some.packing, leaves_room
         return TileCall(q, k, v, *settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is done before the first message of `ring_attention`."""
+
+    call: AttentionCall
+    chunks: int  # of the heads
+    exchange: HeadExchange | None = None
+    copies: int = 1  # of kv heads
+
+    def __str__(self) -> str:
+        chunks = f", heads in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"kernel {self.call.kernel.name}{chunks}, {self.call.choice}"

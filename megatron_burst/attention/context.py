@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.attention.agreed import AgreedCalls, Recent
 from megatron_burst.attention.asked import Asked
 from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.log import Means, log_choice
+from megatron_burst.attention.log import Means, News, kind_of, log_choice
 from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sums import WireDtypes
@@ -29,14 +30,13 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
-from megatron_burst.transport.comm import Communicator, check_agreement, gather_objects, warm_up
+from megatron_burst.transport.agreement import Agreement
+from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.objects import check_agreement, gather_objects
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
-
-_CALLS_KEPT = 64  # of one context: more than the masks of one step
-
 
 type Plans = dict[Asked, AttentionCall]
 type Kinds = tuple[tuple[Asked, float | None], ...]
@@ -54,18 +54,17 @@ class BurstContext:
     heads: HeadGroups
     _: KW_ONLY
     along_grid: bool = False  # whether messages keep to its rows and columns
-    agreement: dist.ProcessGroup | None = None  # None: nobody to agree with
     memory_limit: float = math.inf  # bytes; see `choose`
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
         self.ranks = self.grid.ranks * self.heads.size
-        self._number = 0  # of calls
-        self._calls: dict[Asked, AttentionCall] = {}
-        self._ready: dict[tuple[object, ...], AttentionCall] = {}  # with scale and pass
-        self._exchanges: dict[int | Layout, HeadExchange] = {}
-        self._kinds: dict[tuple[Asked, float | None], None] = {}  # of calls with documents
-        self._logged: set[Hashable] = set()
+        self.agreed = AgreedCalls(self.communicator)
+        self.is_news = News(self.rank)
+        self._calls = Recent[Asked, AttentionCall]()
+        self._ready = Recent[tuple[object, ...], AttentionCall]()  # with scale and pass
+        self._exchanges = Recent[int | Layout, HeadExchange]()
+        self._kinds = Recent[tuple[Asked, float | None], None]()  # of calls with documents
         self.means = Means()
 
     @classmethod
@@ -98,15 +97,16 @@ class BurstContext:
             ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
                 configuration makes no double ring of the given hierarchy.
         """
-        check_kernel_name(config.kernel)
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
+            check_kernel_name(config.kernel)
             heads = head_groups((0,), config.head_parallel_size or 1)
             alone = Communicator((), {}, config.timeout_seconds)
             return cls(config, None, flat_grid(1), (0,), alone, heads)
         said = f"{config}, {shape}"
         check_agreement(group, "the configuration", said, config.timeout_seconds)
+        check_kernel_name(config.kernel)
         nodes = nodes_of_ranks(config, group, hierarchy)
         memory_limit = _memory_limit(config, group)
         size, why = choose_degree(config, nodes, shape, memory_limit)
@@ -131,11 +131,11 @@ class BurstContext:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
         warm_up(groups.channels)
         ranks = dist.get_process_group_ranks(group)
-        communicator = Communicator(ranks, groups.channels, config.timeout_seconds)
+        agreement = Agreement(groups.agreement, config.timeout_seconds)
+        communicator = Communicator(ranks, groups.channels, config.timeout_seconds, agreement)
         return cls(
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
-            agreement=groups.agreement,
             memory_limit=memory_limit,
         )
 
@@ -179,13 +179,6 @@ class BurstContext:
             dist.all_gather(shards, x, group=self.group)
         return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
 
-    def is_news(self, about: Hashable) -> bool:
-        """Return whether this rank is to log it: the first of the group, and only once."""
-        if self.rank or about in self._logged:
-            return False
-        self._logged.add(about)
-        return True
-
     def prepare(
         self,
         q: Tensor,
@@ -202,15 +195,11 @@ class BurstContext:
 
         Of two passes with one memory the first is whole, the second's forward stops early.
         """
-        self._number += 1
         tensors = q.shape, k.shape, v.shape, q.dtype, q.device
         deterministic = torch.are_deterministic_algorithms_enabled()
         asked = Asked(*tensors, mask, soft_cap, latents, layout, deterministic)
         key = asked, scale, memory and (memory.fraction, memory.saved is not None)
-        if (call := self._ready.pop(key, None)) is None:
-            call = self._prepare(asked, scale, memory)
-        _keep(self._ready, key, call)
-        return call
+        return self._ready.recall(key, lambda: self._prepare(asked, scale, memory))
 
     @property
     def kinds(self) -> Kinds:
@@ -241,19 +230,18 @@ class BurstContext:
     def adopt(self, plans: Plans) -> None:
         """Take over what was planned ahead."""
         for asked, call in plans.items():
-            _keep(self._calls, asked, call)
+            self._calls.keep(asked, replace(call, is_ahead=True))
 
     def exchange(self, local_tokens: int, layout: Layout | None = None) -> HeadExchange:
         """Return the all-to-all of this rank's group, made once for a length or a layout."""
-        key = layout or local_tokens
-        if (exchange := self._exchanges.pop(key, None)) is None:
+
+        def make() -> HeadExchange:
             group, index = self.heads.coordinates(self.rank)
-            layout = self._layout(local_tokens * self.ranks, layout)
-            members = self.heads.member_layout(layout, group)
+            whole = self._layout(local_tokens * self.ranks, layout)
             messenger = self.communicator.subgroup(self.heads.groups[group])
-            exchange = HeadExchange(index, members, messenger)
-        _keep(self._exchanges, key, exchange)
-        return exchange
+            return HeadExchange(index, self.heads.member_layout(whole, group), messenger)
+
+        return self._exchanges.recall(layout or local_tokens, make)
 
     def _layout(self, tokens: int, given: Layout | None) -> Layout:
         layout = given or self.layout(tokens)
@@ -267,11 +255,12 @@ class BurstContext:
     def _prepare(self, asked: Asked, scale: float, memory: AttentionMemory | None) -> AttentionCall:
         second = None if memory is None or memory.saved is None else memory.fraction
         if asked.mask.documents is not None:
-            _keep(self._kinds, (asked.kind, second), None)
+            self._kinds.keep((asked.kind, second), None)
         whole, early = self._call(asked), self._call(self._early(asked, second))
         plan, calls = early.forward_plan, early.forward_calls
         parts = {**whole.parts, **early.parts}
         call = replace(whole, forward_plan=plan, forward_calls=calls, parts=parts, scale=scale)
+        call = replace(call, is_ahead=whole.is_ahead and early.is_ahead)
         if memory is None:
             return call
         layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
@@ -289,26 +278,16 @@ class BurstContext:
         return asked._replace(mask=early)
 
     def _call(self, asked: Asked) -> AttentionCall:
-        """Return what was planned, or plan it and compare it with other ranks' when it is new.
-
-        A rank that has met the shapes and the mask before sends, and does not come to compare: both
-        give up within the time limit. If it comes later, the numbers of the calls differ.
-        """
-        if (call := self._calls.pop(asked, None)) is None:
-            with span("wait for the plan"):
-                call = self._plan_now(asked)
-        _keep(self._calls, asked, call)
-        return call
+        """Return what was planned, or plan it."""
+        return self._calls.recall(asked, lambda: self._plan_now(asked))
 
     def _plan_now(self, asked: Asked) -> AttentionCall:
         begun = time.perf_counter()
-        if self.agreement is not None:
-            said = f"call {self._number} of {asked}"
-            limit, what = self.config.timeout_seconds, "the shapes or the mask"
-            check_agreement(self.agreement, what, said, limit, f"attention {said}")
-        call = self._plan(asked)
+        with span("wait for the plan"):
+            call = self._plan(asked)
         # What is asked for the first time has to be waited for, but not other documents.
-        is_new = asked.mask.documents is None or self.is_news((asked.kind, asked.mask.query_stop))
+        is_early = asked.mask.query_stop is not None  # where it stops moves with every micro-batch
+        is_new = asked.mask.documents is None or self.is_news((asked.kind, is_early))
         if not is_new and not self.rank and self.is_news("a wait"):
             logger.info(
                 "burst attention: waited %.0f ms for the plan of other documents, and does so "
@@ -328,9 +307,8 @@ class BurstContext:
         wire = WireDtypes(asked.dtype if shape.sends_raw else sums_as, sums_as)
         request = asked.request(is_banded=choice.is_banded)
         kernel = select_kernel(self.config.kernel, request)
-        # With documents every micro-batch has a mask of its own: one line for all of them.
-        if self.is_news((shape, replace(mask, documents=mask.documents and (0,), padding=()))):
-            said = f"{choice}{instead}"
+        said = f"{choice}{instead}"
+        if self.is_news((shape, *kind_of(mask))):
             log_choice(self.config, self.heads.size, self.grid, kernel, request, said, shape)
         number, index = self.heads.coordinates(self.rank)
         messenger = self.communicator
@@ -345,6 +323,7 @@ class BurstContext:
             forward_calls=forward,
             backward_calls=backward,
             parts=own_parts(plans, asked.device),
+            choice=said,
         )
 
     def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
@@ -359,13 +338,6 @@ class BurstContext:
             )
 
         return choose_keys(choose_for, shape, asked.latents, config)
-
-
-def _keep[Key: Hashable, Value](kept: dict[Key, Value], key: Key, value: Value) -> None:
-    """Put a value last, and forget the first: with documents every batch has its own mask."""
-    kept[key] = value
-    if len(kept) > _CALLS_KEPT:
-        del kept[next(iter(kept))]
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

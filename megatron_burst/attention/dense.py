@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.transport.backend import is_by_gloo
 
 MARGIN = 6.0
 """How many times the error of one rounding in every place is allowed: rings round oftener."""
@@ -104,7 +105,7 @@ class Spread:
     def _wire(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
         # Gloo reaches only the host's memory.
-        return x.cpu() if dist.get_backend(self.group) == dist.Backend.GLOO else x
+        return x.cpu() if is_by_gloo(self.group, x.device.type) else x
 
 
 class Expected(NamedTuple):

@@ -68,7 +68,7 @@ class HeadExchange:
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
         arriving = self._communicator, "head exchange", self._plan
         transfers = Transfers(*arriving, lambda _: parts[self.rank])
-        with span("head exchange"):
+        with self._communicator.in_pass("head exchange"), span("head exchange"):
             for number, step in enumerate(self._plan.steps):
                 transfers.post(number, step, outgoing)
                 for item, block in transfers.land(number):

@@ -15,14 +15,17 @@ _SHAPES = {
 }
 
 
-def check_call(context: BurstContext, mask: Mask) -> None:
-    """Raise a TypeError for what is no context or no mask."""
-    for name, given, wanted, made in (
-        ("context", context, BurstContext, "BurstContext.create(BurstConfig())"),
-        ("mask", mask, Mask, "Mask.causal()"),
-    ):
-        if not isinstance(given, wanted):
-            raise TypeError(f"{name} must be a {wanted.__name__}, as {made} is; got {given!r}")
+def check_context(context: BurstContext) -> None:
+    """Raise a TypeError for what is no context, with which no other rank could be told."""
+    if not isinstance(context, BurstContext):
+        made = "as BurstContext.create(BurstConfig()) is"
+        raise TypeError(f"context must be a BurstContext, {made}; got {context!r}")
+
+
+def check_mask(mask: Mask) -> None:
+    """Raise a TypeError for what is no mask."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, as Mask.causal() is; got {mask!r}")
 
 
 def check_alike(**tensors: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What attention says of its plans: in the log, and in a run's figures."""
 
 import logging
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from megatron_burst.config import BurstConfig
@@ -12,6 +13,8 @@ from megatron_burst.plans.planning import mib
 from megatron_burst.plans.topology import Grid
 
 logger = logging.getLogger(__name__)
+
+_LINES = 64  # of one context: more than the kinds of calls of a model
 
 
 def log_choice(
@@ -46,6 +49,31 @@ def log_choice(
         choice,
         exchanged,
     )
+
+
+def kind_of(mask: Mask) -> tuple[object, ...]:
+    """Return what lines are said of once.
+
+    Documents, and where the forward of a second pass stops, change with every micro-batch.
+    """
+    is_early, documents = mask.query_stop is not None, mask.documents is not None
+    return mask.is_causal, mask.window, documents, mask.block_table, is_early
+
+
+class News:
+    """Whether a rank is to log something: the first of the group, once, and not without end."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._said = rank, set[Hashable]()
+
+    def __call__(self, about: Hashable) -> bool:
+        """Return whether it is to say that now."""
+        if self._rank or about in self._said or len(self._said) > _LINES:
+            return False
+        self._said.add(about)
+        if is_full := len(self._said) > _LINES:
+            logger.info("burst attention: says no more of further shapes and masks")
+        return not is_full
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.verify_latents import LatentGradients
 from megatron_burst.config import GradDtype, LayoutName
 from megatron_burst.plans.layout import Layout
-from megatron_burst.transport.comm import gather_objects
+from megatron_burst.transport.objects import gather_objects
 
 _STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
 _MEGATRONS = LayoutName.ZIGZAG, LayoutName.BALANCED  # of BALANCED what comes without a layout

@@ -9,30 +9,31 @@ queued so far, waiting for it makes the current stream wait, and the host goes o
 
 import copy
 import datetime
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.transport.agreement import Agreement
+from megatron_burst.transport.backend import is_by_gloo, nccl_limit
+from megatron_burst.transport.errors import CommunicationError, named_errors
 from megatron_burst.transport.pinned import pinned_like
 from megatron_burst.transport.profiling import span
-from megatron_burst.transport.watchdog import Limit, Watchdog
+from megatron_burst.transport.watchdog import Watchdog
 
 _CHANNELS = list(Channel)
 
 type Block = tuple[Tensor, ...]  # the tensors of an item
-type _Work = tuple[str, dist.Work]  # with what it does
+type _Work = tuple[str, dist.Work, datetime.timedelta | None]  # with what it does; its time limit
 
-
-class CommunicationError(RuntimeError):
-    """A hop of a ring failed or took too long; the message names step, peer and tensor."""
+_NEVER = 2  # a tag that no message has
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 class Communicator:
@@ -43,16 +44,18 @@ class Communicator:
         ranks: Sequence[int],  # the job's number of each rank of the group
         channels: Mapping[Channel, dist.ProcessGroup],  # empty for a process that has no peer
         timeout_seconds: float,  # how long a message may take
+        agreement: Agreement | None = None,  # None: nobody to agree with
     ) -> None:
-        self._ranks, self._channels = ranks, channels
+        self._ranks, self._channels, self.agreement = ranks, channels, agreement
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
-        self._on_gloo = any(dist.get_backend(g) == dist.Backend.GLOO for g in channels.values())
+        every = channels.values()
+        self._by_gloo = {d: any(is_by_gloo(g, d) for g in every) for d in ("cpu", "cuda")}
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
-        self._timeout = datetime.timedelta(seconds=timeout_seconds) if self._on_gloo else None
-        self._limits = {c: _nccl_limit(g, timeout_seconds) for c, g in channels.items()}
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._limits = {c: nccl_limit(g, timeout_seconds) for c, g in channels.items()}
         # Of all ranks, too: Megatron's own messages wait behind ours, and end with that limit.
-        limits = [*self._limits.values(), _nccl_limit(dist.group.WORLD, timeout_seconds)]
-        self._watchdog = None if self._on_gloo else Watchdog(limits)
+        limits = [*self._limits.values(), nccl_limit(dist.group.WORLD, timeout_seconds)]
+        self._watchdog: Watchdog | None = Watchdog(limits)  # of what NCCL carries
         self.bytes_by_channel: Counter[Channel] = Counter()
 
     @property
@@ -70,12 +73,39 @@ class Communicator:
         part._numbers = [self._numbers[member] for member in members]
         return part
 
+    def is_by_gloo(self, device: torch.device) -> bool:
+        """Whether the host waits for messages of tensors there."""
+        return self._by_gloo.get(device.type, False)
+
+    @contextmanager
+    def in_pass(self, name: str) -> Iterator[None]:
+        """Within it the messages of a pass go; an error in it ends all that this transport can do.
+
+        For the other ranks are at a message of that pass, and would take the next call's for it.
+        They are told: gloo's connections are closed; on NCCL they hear of it in their next call.
+
+        Raises:
+            CommunicationError: an earlier pass failed.
+        """
+        if self.agreement is not None:
+            self.agreement.look()
+        try:
+            yield
+        except BaseException as error:
+            if self.agreement is None:
+                raise
+            self.agreement.tell(f"{name}: {type(error).__name__}: {error}")
+            self.hang_up()
+            if not isinstance(error, CommunicationError):
+                raise
+            raise CommunicationError(f"{error}{self.agreement.hear()}") from error
+
     def message(self, transfer: Send | Receive, tensor: Tensor) -> "Message":
         """Return the message of one tensor of what `transfer` moves."""
         verb, side = ("send", "to") if isinstance(transfer, Send) else ("receive", "from")
         peer, owner = self._ranks[transfer.peer], self._numbers[transfer.item.owner]
         name = f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
-        by_host = self._on_gloo and tensor.is_cuda
+        by_host = tensor.is_cuda and self._by_gloo["cuda"]
         return Message(transfer, name, tensor, pinned_like(tensor) if by_host else tensor)
 
     def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
@@ -93,23 +123,32 @@ class Communicator:
             operations.append(dist.P2POp(dist.isend if sends else dist.irecv, wire, peer, group))
             self.bytes_by_channel[transfer.channel] += message.bytes_sent
         together = _names(messages)
-        with _named_errors(where, together):
+        with named_errors(where, together):
             works = dist.batch_isend_irecv(operations)
         names = [message.name for message in messages]
         if len(works) != len(names):  # NCCL gives one handle for all
             names = [together] * len(works)
-        if self._watchdog:
+        by_gloo = self.is_by_gloo(tensor.device)
+        if self._watchdog and not by_gloo:
             where, limit = f"rank {dist.get_rank()}, {where}", self._limits[transfer.channel]
             for name, work in zip(names, works, strict=True):
                 self._watchdog.watch(f"{where}: {name}", work.is_completed, limit)
-        return list(zip(names, works, strict=True))
+        seconds = self._timeout if by_gloo else None
+        return [(name, work, seconds) for name, work in zip(names, works, strict=True)]
 
     def wait(self, works: Sequence[_Work], where: str) -> None:
         """Wait until all are through."""
-        limit = () if self._timeout is None else (self._timeout,)
-        for name, work in works:
-            with _named_errors(where, name):
-                work.wait(*limit)
+        for name, work, seconds in works:
+            with named_errors(where, name):
+                work.wait() if seconds is None else work.wait(seconds)
+
+    def hang_up(self) -> None:
+        """Close gloo's connections, by a receive that nobody serves; else the others would wait."""
+        for group in self._channels.values():
+            if is_by_gloo(group, "cpu"):
+                peer = (group.rank() + 1) % group.size()
+                with suppress(RuntimeError):  # that it took too long, or that they are closed
+                    group.recv([torch.empty(1)], peer, _NEVER).wait(_AT_ONCE)
 
 
 class Message(NamedTuple):
@@ -238,114 +277,11 @@ class Transfers:
         return tuple(chunk for chunks in split for chunk in chunks)
 
 
-@contextmanager
-def _named_errors(where: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {dist.get_rank()}, {where}: could not {what}: {error}"
-        ) from error
-
-
-def check_agreement(
-    group: dist.ProcessGroup,
-    what: str,
-    value: str,
-    timeout_seconds: float,
-    where: str = "at the start",
-) -> None:
-    """Compare `value` over the ranks of `group`, a collective call; ValueError if they differ."""
-    purpose = f"compare {what} with the other ranks"
-    values = gather_objects(group, purpose, value, timeout_seconds, where)
-    if len(set(values)) > 1:
-        listed = "\n".join(
-            f"  rank {dist.get_global_rank(group, i)}: {v}" for i, v in enumerate(values)
-        )
-        raise ValueError(f"the context-parallel ranks disagree on {what}:\n{listed}")
-
-
-def gather_objects[T](
-    group: dist.ProcessGroup,
-    purpose: str,
-    value: T,
-    timeout_seconds: float,
-    where: str = "at the start",
-) -> list[T]:
-    """Return the values of all ranks of `group`, a collective call; errors name its purpose.
-
-    The time limit is gloo's; on NCCL it is the group's own.
-    """
-    values: list[T] = [value] * group.size()
-    with _named_errors(where, purpose):
-        if dist.get_backend(group) == dist.Backend.GLOO:
-            _wait_for_all(group, timeout_seconds)
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def broadcast_object[T](
-    group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
-) -> T:
-    """Return the value of rank `source` of a gloo group, a collective call, as `gather_objects`."""
-    values = [value]
-    with _named_errors(where, purpose):
-        dist.broadcast_object_list(values, group=group, group_src=source)
-    return values[0]
-
-
-def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) -> bool:
-    """Return whether `value` is true on a rank of a gloo group, likewise."""
-    found = torch.tensor(int(value))
-    with _named_errors(where, purpose):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return bool(found)
-
-
-def nccl_options(group: dist.ProcessGroup | None) -> Any:
-    """Return the options that a group has; None if it is not NCCL's."""
-    if group is None or dist.Backend.NCCL not in dist.get_backend(group):
-        return None
-    return getattr(group._get_backend(torch.device("cuda")), "options", None)
-
-
-def _nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:
-    """Return what reads the group's own time limit, which Megatron may change, in seconds."""
-    options = nccl_options(group)
-
-    def limit() -> float:
-        found = getattr(options, "_timeout", None)
-        return found.total_seconds() if found else usual
-
-    return limit
-
-
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
     """Let all members of every channel meet; all ranks of the job's groups call it together.
 
     NCCL wants every rank of a group at its first use, and messages are between few of them.
     """
     for channel in sorted(channels, key=_CHANNELS.index):  # one order for overlapping groups
-        with _named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
+        with named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
             dist.barrier(channels[channel])
-
-
-def _wait_for_all(group: dist.ProcessGroup, timeout_seconds: float) -> None:
-    """Wait on gloo until all ranks have come; a RuntimeError names those that did not.
-
-    Not by `monitored_barrier`, in which all others wait for the first rank without a limit.
-    """
-    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    sends: list[Any] = [dist.isend(torch.zeros(1), rank, group) for rank in others]
-    receives: list[Any] = [dist.irecv(torch.empty(1), rank, group) for rank in others]
-    end, missing = time.monotonic() + timeout_seconds, []
-    for rank, work in zip(others, receives, strict=True):
-        left = max(end - time.monotonic(), 0.001)  # gloo takes 0 for no limit
-        try:
-            work.wait(datetime.timedelta(seconds=left))
-        except RuntimeError:  # after the first one gloo ends all that has not arrived
-            missing.append(str(rank))
-    if missing:
-        raise RuntimeError(f"rank {', '.join(missing)} did not come within {timeout_seconds:g} s")
-    for send in sends:
-        send.wait()

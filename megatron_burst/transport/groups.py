@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_burst.config import BurstConfig, refuse
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid
-from megatron_burst.transport.comm import gather_objects, nccl_options
+from megatron_burst.transport.backend import backends, nccl_options
+from megatron_burst.transport.objects import gather_objects
 
 type Hierarchy = Sequence[dist.ProcessGroup] | None  # a caller's, within nodes and between them
 
@@ -120,9 +121,10 @@ def _adopted(
 
 def _takes_priority(config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hierarchy) -> bool:
     """Whether the streams of new channels are of high priority: as asked, or as a caller's."""
-    asked, backend = config.high_priority_streams, dist.get_backend(group)
+    asked, of_device = config.high_priority_streams, backends(group)
+    backend = of_device.get("cuda") or ", ".join(of_device.values())
     text = f"--burst-high-priority-streams is for NCCL, and the backend is {backend}: drop it"
-    refuse((asked and dist.Backend.NCCL not in backend, text))
+    refuse((asked and backend != dist.Backend.NCCL, text))
     return asked or any(map(_has_high_priority, (group, *(hierarchy or ()))))
 
 

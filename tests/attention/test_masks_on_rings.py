@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst import BurstConfig
+from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.attention.asked import Asked
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import zigzag_of_each
@@ -243,6 +245,24 @@ def lines_of_batches(team: Any) -> list[str]:
 def test_documents_are_logged_once_and_not_for_every_micro_batch(workers: WorkerPool) -> None:
     (line,) = workers.run(2, lines_of_batches)[0]
     assert "2 packed sequences" in line
+
+
+def test_passes_that_stop_elsewhere_are_logged_once_and_lines_do_not_grow_without_bound() -> None:
+    """Under balanced layouts the border of a second pass moves with every micro-batch."""
+    context, x = BurstContext.create(BurstConfig()), torch.zeros(1, 16, 2, 8)
+    with logged() as lines:
+        for stop in range(2, 14, 2):
+            context._plan_now(asked_of(x, Mask.causal(documents=(0, stop, 16))))
+            early = replace(Mask.causal(documents=(0, 4, 16)), query_stop=stop)
+            context._plan_now(asked_of(x, early))
+        assert len([line for line in lines if "FLOPs" in line or "nothing is sent" in line]) == 2
+        for window in range(100):
+            context._plan_now(asked_of(x, Mask.causal(window=window)))
+    assert len(lines) < 70 and "says no more" in lines[-1]
+
+
+def asked_of(x: torch.Tensor, mask: Mask) -> Asked:
+    return Asked(x.shape, x.shape, x.shape, x.dtype, x.device, mask, None, None, None, False)
 
 
 def test_a_rank_whose_tokens_see_only_themselves_sends_nothing() -> None:

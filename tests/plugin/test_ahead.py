@@ -265,6 +265,32 @@ def test_ranks_without_an_iterator_learn_the_documents(workers: WorkerPool) -> N
     assert workers.run(8, _ranks, [3] * 8) == [(0, 3, TOKENS)] * 8
 
 
+def _ranks_of_which_one_cannot(team: Team) -> str:
+    shared = Shared()
+    if team.rank == 1:
+        shared.plan_ahead = lambda *_: _no_kernel()  # type: ignore[method-assign]
+    ahead = Ahead(shared, TOKENS)  # type: ignore[arg-type]
+    iterator = RerunDataIterator(iter([item(0, TOKENS), item(0, 3, TOKENS)]))
+    ahead.watch([iterator], team.group)
+    next(iterator)
+    ahead.begin(read)
+    try:
+        ahead.take(packed(0, 3, TOKENS), pytest.fail)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _no_kernel() -> Any:
+    raise ValueError("no kernel here")
+
+
+def test_what_one_rank_cannot_plan_ahead_no_other_takes(workers: WorkerPool) -> None:
+    first, second, third, *_ = workers.run(8, _ranks_of_which_one_cannot)
+    assert second == "no kernel here"
+    assert first == third == "documents cannot be prepared: rank 1: no kernel here"
+
+
 def test_ranks_with_other_documents_are_an_error_of_all(workers: WorkerPool) -> None:
     """Not one that hangs."""
     texts = workers.run(8, _ranks, [3, 3, 3, 3, 5, 3, 3, 3])

@@ -39,7 +39,8 @@ from megatron_burst.tools.gpu_check.command import STAGES
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_least, at_most
-from megatron_burst.transport.comm import CommunicationError, Transfers
+from megatron_burst.transport.comm import Transfers
+from megatron_burst.transport.errors import CommunicationError
 from tests.attention.faults import lost_gradient, stale_buffer, swapped_chunk
 
 QUIET = Console(quiet=True)

@@ -9,28 +9,31 @@ from collections import Counter
 from typing import Any
 
 from megatron_burst import pretrain_gpt
-from megatron_burst.attention import context
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.transport.agreement import Agreement
 
 
 def main() -> None:
     from megatron_burst.plugin import attach
 
     counts: Counter[str] = Counter()
-    plan, compare = BurstContext._plan, context.check_agreement
+    plan, compare = BurstContext._plan, Agreement.compare
 
     def counting_plan(self: BurstContext, asked: Any) -> Any:
         counts[threading.current_thread().name] += 1
         return plan(self, asked)
 
-    def counting_comparison(*given: Any) -> None:
-        counts["compared"] += given[1] == "the shapes or the mask"
-        compare(*given)
+    def counting_comparison(self: Agreement, said: Any, *, waits: bool) -> None:
+        planned = counts[threading.current_thread().name]
+        counts["compared"] += planned - counts["before"]  # with those plans that it follows
+        counts["before"] = planned
+        compare(self, said, waits=waits)
 
-    BurstContext._plan, context.check_agreement = counting_plan, counting_comparison
+    BurstContext._plan, Agreement.compare = counting_plan, counting_comparison
     if sys.argv.pop() == "asked":
         attach._ahead = lambda *_: None
     pretrain_gpt.main()
     ahead = counts.pop("burst-plans", 0)
     compared = counts.pop("compared", 0)
+    counts.pop("before", 0)
     sys.stdout.write(f"rank plans: {counts.total()} asked, {ahead} ahead, {compared} compared\n")

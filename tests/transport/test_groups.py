@@ -215,7 +215,7 @@ def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
         return made[-1]
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])

@@ -96,7 +96,7 @@ def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_
     Clock(monkeypatch)
     monkeypatch.setattr(threading.Thread, "start", lambda _: None)
     for name, made in {
-        "get_backend": lambda _: "nccl",
+        "get_backend_config": lambda _: "nccl",
         "get_rank": lambda: 0,
         "P2POp": lambda *_: None,
         "batch_isend_irecv": lambda _: [Work()],
@@ -118,7 +118,7 @@ def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_
 
 def test_a_shorter_limit_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Adopted(LIMIT)
-    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "nccl")
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     groups: Any = {Channel.READ_WITHIN: Adopted(LIMIT)}
     watchdog = Communicator(range(2), groups, LIMIT)._watchdog

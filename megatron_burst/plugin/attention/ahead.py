@@ -23,13 +23,13 @@ from megatron.core.utils import flatten_batch_for_packed_sequences
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
-from megatron_burst.transport.comm import (
+from megatron_burst.transport.groups import make_gloo_group
+from megatron_burst.transport.objects import (
     any_rank,
     broadcast_object,
     check_agreement,
     gather_objects,
 )
-from megatron_burst.transport.groups import make_gloo_group
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,9 @@ class Ahead:
             try:
                 if before is not None:
                     before.result()
-                for packed in self._agree([self._packed(item) for item in items]):
-                    self._prepare(packed, read, kinds)
+                made = self._agree([self._packed(item) for item in items])
+                failures = [self._prepare(packed, read, kinds) for packed in made]
+                self._share("; ".join(filter(None, failures)), made)
                 done.set_result(None)
             except Exception as error:  # for who takes the next micro-batch, and all after it
                 done.set_exception(error)
@@ -169,11 +170,29 @@ class Ahead:
             check_agreement(self._group, what, f"digests {said}", limit, _WHERE)
         return theirs
 
+    def _share(self, failure: str, made: list[PackedSeqParams]) -> None:
+        """Let no rank take what another could not prepare; what they chose is compared in a call.
+
+        Raises:
+            CommunicationError: a rank did not come to say.
+        """
+        purpose = "learn whether the others could plan"
+        if self._group is None or not any_rank(self._group, purpose, bool(failure), _WHERE):
+            return
+        limit, ranks = self._shared.config.timeout_seconds, dist.get_process_group_ranks
+        texts = gather_objects(self._group, purpose, failure, limit, _WHERE)
+        said = [f"rank {r}: {t}" for r, t in zip(ranks(self._group), texts, strict=True) if t]
+        for packed in made if not failure else ():
+            failed: Future[_Prepared] = Future()
+            failed.set_exception(ValueError(f"documents cannot be prepared: {'; '.join(said)}"))
+            self._ready[digest_of(packed)] = failed
+
     def _prepare(
         self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, Kinds]
-    ) -> None:
+    ) -> str:
+        """Return why it could not, if so."""
         if (digest := digest_of(packed)) in self._ready:
-            return
+            return ""
         prepared: Future[_Prepared] = Future()
         try:
             documents = read(packed)
@@ -183,6 +202,7 @@ class Ahead:
         self._ready[digest] = prepared
         if len(self._ready) > _KEPT:
             del self._ready[next(iter(self._ready))]
+        return str(prepared.exception() or "")
 
 
 class OneAhead:

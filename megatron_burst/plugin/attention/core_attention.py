@@ -29,7 +29,7 @@ from megatron_burst.plugin.attention.shapes import shape_of
 from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck, Verification
 from megatron_burst.plugin.limits import refusals, refuse_all
-from megatron_burst.transport.comm import check_agreement
+from megatron_burst.transport.objects import check_agreement
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.plans.plan import Channel, Receive
-from megatron_burst.transport.comm import CommunicationError, Communicator, Message
+from megatron_burst.transport.comm import Communicator, Message
+from megatron_burst.transport.errors import CommunicationError
 
 type _Key = tuple[int, int, Channel, int]  # from whom, to whom, where, the how-manieth there
 

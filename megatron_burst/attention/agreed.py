@@ -1,0 +1,68 @@
+"""The calls that all ranks of a context have agreed on, and what was kept of the last ones."""
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+
+from megatron_burst.attention.asked import Given
+from megatron_burst.attention.call import Prepared
+from megatron_burst.transport.agreement import Said
+from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.errors import CommunicationError
+
+_KEPT = 64  # more than the masks of one step
+
+
+class Recent[Key: Hashable, Value](dict[Key, Value]):
+    """The last values that were asked for: with documents every batch has its own mask."""
+
+    def recall(self, key: Key, make: Callable[[], Value]) -> Value:
+        """Return what is kept, or make it."""
+        found = self.pop(key, None)
+        return self.keep(key, make() if found is None else found)
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """Put a value last, forget the first, and return it."""
+        self[key] = value
+        if len(self) > _KEPT:
+            del self[next(iter(self))]
+        return value
+
+
+class AgreedCalls:
+    """Compares each call over the ranks before its first message; see `Agreement`."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._known = Recent[Given, tuple[Said, Prepared]]()
+
+    def __call__(self, given: Given, prepare: Callable[[], Prepared]) -> Prepared:
+        """Return what was prepared for such a call, by `prepare` when it is new.
+
+        Raises:
+            ValueError: other ranks are asked for something else, do something else, or cannot.
+            CommunicationError: one did not come in time, or failed before.
+        """
+        found = self._known.pop(given, None)
+        is_new = found is None
+        said, prepared = found or self._prepare(given, prepare)
+        if (agreement := self._communicator.agreement) is not None:
+            by_host = self._communicator.is_by_gloo(given.q[2])
+            try:
+                agreement.compare(said, waits=by_host or is_new and not prepared.call.is_ahead)
+            except (ValueError, CommunicationError):
+                if agreement.is_over:
+                    self._communicator.hang_up()
+                raise
+        self._known.keep(given, (said, prepared))
+        return prepared
+
+    def _prepare(self, given: Given, prepare: Callable[[], Prepared]) -> tuple[Said, Prepared]:
+        try:
+            prepared = prepare()
+            return Said(str(given), str(prepared)), prepared
+        except Exception as error:
+            if (agreement := self._communicator.agreement) is not None:
+                failed = Said(str(given), f"{type(error).__name__}: {error}", has_failed=True)
+                with suppress(ValueError, CommunicationError):  # for this rank `error` says it
+                    agreement.compare(failed, waits=True)
+            raise

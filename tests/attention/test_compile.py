@@ -1,0 +1,55 @@
+"""torch.compile leaves attention as it is, and does not trace its planner. (slow tier)"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+TRACES = """
+import json, sys, torch
+import megatron_burst
+loaded = "torch._dynamo" in sys.modules
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+
+context, seen = BurstContext.create(BurstConfig()), []
+
+def layer(x):
+    x = x * 2
+    return ring_attention(x, x, x, context, mask=Mask.causal()).relu() + 1
+
+def backend(graph, _):
+    seen.append(graph)
+    return graph
+
+leaf = [torch.randn(1, n, 2, 8, requires_grad=True) for n in (8, 16)]
+expected = [layer(x) for x in leaf]
+gradients = torch.autograd.grad(sum(x.sum() for x in expected), leaf)
+loaded_by_running = "torch._dynamo" in sys.modules
+compiled = torch.compile(layer, backend=backend)
+found = [compiled(x) for x in leaf]
+again = torch.autograd.grad(sum(x.sum() for x in found), leaf)
+from torch._dynamo.utils import compilation_time_metrics, get_compilation_metrics
+files = {m.co_filename for m in get_compilation_metrics() if m.co_filename}
+print(json.dumps({
+    "loaded": [loaded, loaded_by_running],
+    "equal": all(map(torch.equal, found, expected)) and all(map(torch.equal, again, gradients)),
+    "graphs": len(seen),
+    "ours": sorted(f.partition("megatron_burst/")[2] for f in files if "megatron_burst/" in f),
+}))
+"""
+
+
+def traced() -> dict[str, Any]:
+    run = subprocess.run([sys.executable, "-c", TRACES], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_is_right_and_nothing_of_the_planner_is_traced() -> None:
+    found = traced()
+    assert found["loaded"] == [False, False], "who compiles nothing does not load the compiler"
+    assert found["equal"] and found["graphs"] >= 2, "what is around it is compiled"
+    assert set(found["ours"]) <= {"attention/uncompiled.py"}
