@@ -122,6 +122,7 @@ class Agreement:
         ours = dist.get_rank()
         return "".join(f"\n  rank {r}: {text.split(_END)[0]}" for r, text in said if r != ours)
 
+    @torch.inference_mode(False)  # its tensors are used again outside
     def _post(self, said: Said) -> None:
         new = self._free.pop() if self._free else _Exchange(self._group.size())
         new.said, new.number = said, self._number
@@ -133,7 +134,7 @@ class Agreement:
         try:
             one.work.wait(datetime.timedelta(seconds=seconds))
         except RuntimeError as error:
-            self._error = self._missing(one, time.monotonic() - begun)
+            self._error = self._missing(one, time.monotonic() - begun, error)
             raise self._error from error
         if one.agrees:
             self._free.append(one)
@@ -146,7 +147,7 @@ class Agreement:
     def _swapped(self, one: _Exchange, seconds: float) -> dict[int, str | None]:
         return Texts(self._group, one.said.text(one.number)).collect(seconds)
 
-    def _missing(self, one: _Exchange, seconds: float) -> CommunicationError:
+    def _missing(self, one: _Exchange, seconds: float, why: Exception) -> CommunicationError:
         """Return what says who is not there; `seconds` were waited, less where one is gone."""
         texts = self._swapped(one, min(_SOON, self._seconds))
         who = ", ".join(str(rank) for rank, said in texts.items() if said is None)
@@ -154,7 +155,7 @@ class Agreement:
         limit = "is gone" if seconds < self._seconds else f"did not come within {self._seconds:g} s"
         return CommunicationError(
             f"rank {dist.get_rank()}, attention {call}: could not compare it with the other ranks: "
-            f"rank {who} {limit}"
+            + (f"rank {who} {limit}" if who else str(why))
         )
 
 
