@@ -102,21 +102,23 @@ def check_attention(models: list[Any], shared: SharedState) -> None:
 
 
 def documents_must_come(models: list[Any]) -> list[Any]:
-    """Let no training forward run without documents: a hook, where flags ask for them.
+    """Let the first training forward have documents, where flags ask for them: a hook.
 
     Dev's pretrain_gpt.py takes --dataloader-inter-document-masking and leaves it out.
     """
 
     def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not model.training:
+            return
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        if model.training and given.get("packed_seq_params") is None:
+        if given.get("packed_seq_params") is None:
             raise ValueError(
                 "--dataloader-inter-document-masking: this script gives the model no documents "
                 "(packed_seq_params is None): take megatron_burst.pretrain, or drop the flag"
             )
+        handles.pop(model).remove()
 
-    for model in models:
-        model.register_forward_pre_hook(check, with_kwargs=True)
+    handles = {m: m.register_forward_pre_hook(check, with_kwargs=True) for m in models}
     return models
 
 
