@@ -108,7 +108,12 @@ class Streams(TorchDispatchMode):
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = _Memory(self.current, x.device.type == "cuda")
+            # Until now it may have been another tensor's of this stream.
+            read = Counter({self.current: self.current.clock[self.current]})
+            on_device = x.device.type == "cuda"
+            self._memory[key] = _Memory(
+                self.current, on_device, read=read if on_device else Counter()
+            )
             weakref.finalize(storage, self._free, key)
         return self._memory[key]
 

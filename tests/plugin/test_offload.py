@@ -132,6 +132,22 @@ def test_at_most_two_inputs_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(alive) == 2 and len(seen) == 2 * LAYERS - 1
 
 
+def test_an_input_comes_back_while_the_layer_behind_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    back = HostMemory.start_back
+    monkeypatch.setattr(
+        HostMemory, "start_back", lambda *given: (seen.append("fetch"), back(*given))[1]
+    )
+    model = Offloading(None)
+    loss = model(batch(0), uniform)
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append("layer"))
+    loss.backward()
+    assert seen == (LAYERS - 1) * ["fetch", "layer"] + ["layer"]
+
+
 def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def model(layers: int, **settings: Any) -> Any:
         config = TransformerConfig(

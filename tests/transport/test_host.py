@@ -3,8 +3,6 @@
 Without a device: tests/streams.py stands in for CUDA's streams.
 """
 
-import gc
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,16 +13,6 @@ from tests.streams import Stream, Streams
 
 def layer(x: Tensor) -> Tensor:
     return x * 2
-
-
-class OnTheCard:
-    """The most layers' inputs that exist at a time, without what is at work."""
-
-    def __init__(self) -> None:
-        self.most = 0
-
-    def count(self) -> None:
-        gc.collect()
 
 
 def train(layers: int, prefetches: bool = True, steps: int = 2) -> Streams:
@@ -60,6 +48,18 @@ def test_a_missing_wait_is_noticed(
     monkeypatch.setattr(Stream, step, lambda *_: None)
     with pytest.raises(AssertionError, match="may run before|given away|may overwrite"):
         train(4, prefetches)
+
+
+def test_what_is_on_its_way_back_and_nobody_asks_for_is_waited_for() -> None:
+    """As after an error in a backward."""
+    streams, host = Streams(), HostMemory()
+    with streams.recording():
+        stored = [host.store(torch.zeros(64, device="cuda") + n) for n in range(3)]
+        for one in stored[:2]:
+            one.fetch()
+        (stored[0].recall()[0] + 1).sum()
+        del stored, one
+        host.store(torch.zeros(64, device="cuda"))
 
 
 def test_values_return_and_buffers_are_used_again() -> None:
