@@ -1,7 +1,7 @@
 """The calls that all ranks of a context have agreed on, and what was kept of the last ones."""
 
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 
 from megatron_burst.attention.asked import Given
 from megatron_burst.attention.call import Prepared
@@ -56,13 +56,19 @@ class AgreedCalls:
         self._known.keep(given, (said, prepared))
         return prepared
 
-    def _prepare(self, given: Given, prepare: Callable[[], Prepared]) -> tuple[Said, Prepared]:
+    @contextmanager
+    def told(self, request: str) -> Iterator[None]:
+        """Within it a call is prepared; if that fails here alone, the other ranks learn why."""
         try:
-            prepared = prepare()
-            return Said(str(given), str(prepared)), prepared
+            yield
         except Exception as error:
             if (agreement := self._communicator.agreement) is not None:
-                failed = Said(str(given), f"{type(error).__name__}: {error}", has_failed=True)
+                failed = Said(request, f"{type(error).__name__}: {error}", has_failed=True)
                 with suppress(ValueError, CommunicationError):  # for this rank `error` says it
                     agreement.compare(failed, waits=True)
             raise
+
+    def _prepare(self, given: Given, prepare: Callable[[], Prepared]) -> tuple[Said, Prepared]:
+        with self.told(str(given)):
+            prepared = prepare()
+            return Said(str(given), str(prepared)), prepared

@@ -170,21 +170,31 @@ def cannot_alone(team: Team, how: str) -> tuple[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         if team.rank == 1 and how == "its input":
             odd = {"soft_cap": -1.0}
-        elif team.rank == 1:
+        elif team.rank == 1 and how != "before it calls":
             odd = {} if how == "at first" else {"softmax_scale": 0.5}
             error = ValueError("no kernel here")
             patch.setattr(contexts, "select_kernel", lambda *_: raised(error))
             patch.setattr(BurstContext, "_call", BurstContext._plan)
-        text = error_of(lambda: call(context, **odd))
+        text = error_of(lambda: in_a_layer(context, how, team.rank, odd))
     call(context)
     return text, time.monotonic() - began
+
+
+def in_a_layer(context: BurstContext, how: str, rank: int, odd: dict[str, Any]) -> None:
+    """As the plug-in calls, which looks at what its layer is given first."""
+    with context.agreed.told("layer 3"):
+        if how == "before it calls" and rank == 1:
+            raise ValueError("no kernel here")
+    call(context, **odd)
 
 
 def raised(error: Exception) -> Any:
     raise error
 
 
-@pytest.mark.parametrize("how", ["at first", "where others have planned before", "its input"])
+@pytest.mark.parametrize(
+    "how", ["at first", "where others have planned before", "its input", "before it calls"]
+)
 def test_a_rank_that_cannot_is_named_by_all(workers: WorkerPool, how: str) -> None:
     found = workers.run(3, cannot_alone, how)
     texts, why = [text for text, _ in found], "no kernel here"

@@ -223,14 +223,15 @@ class BurstCoreAttention(ModuleWithSink):
             ValueError: a mask, bias or packing that the ring would have to ignore, or a layout to
                 which nobody moves the tokens.
         """
-        self._refuse(attention_mask, attention_bias)
-        self._decode.check()
-        if query.shape[0] != key.shape[0]:
-            return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
-        documents = self._documents(packed_seq_params, query)
-        is_thd = not isinstance(packed_seq_params, Documents | None)
         mask_type = attn_mask_type or self._attn_mask_type
-        mask = self._mask(mask_type, documents)
+        with self.context.agreed.told(f"layer {self._layer_number}"):
+            self._refuse(attention_mask, attention_bias)
+            self._decode.check()
+            if query.shape[0] != key.shape[0]:
+                return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
+            documents = self._documents(packed_seq_params, query)
+            mask = self._mask(mask_type, documents)
+        is_thd = not isinstance(packed_seq_params, Documents | None)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if is_thd and self.config.multi_latent_attention:  # whose values Megatron widens
