@@ -128,9 +128,6 @@ LM_HEAD_LIMITS = with_remedies(
     cross_entropy_loss_fusion="it chooses among Megatron's own losses",
     overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
-    use_megatron_fsdp=(
-        "it releases weights behind the output layer's call, and losses are made after it"
-    ),
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
     cuda_graph_impl=(
         "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "

@@ -14,6 +14,7 @@ FSDP = """
 CP2 = ("--context-parallel-size", "2")
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+CHUNKED = "--lm-head-loss chunked --lm-head-chunk-size 100"
 STEPS = range(1, 9 if is_thorough() else 5)
 CASES = {
     "gradients and optimizer sharded": (2, "optim_grads", ""),
@@ -22,6 +23,18 @@ CASES = {
         2,
         "optim_grads_params",
         f"{RECOMPUTE} --recompute-attention-fraction 0.5",
+    ),
+    "chunked loss": (2, "optim_grads_params", CHUNKED),
+    "chunked loss, untied, CP 2 x DP 2": (
+        4,
+        "optim_grads_params",
+        f"{CHUNKED} --untie-embeddings-and-output-weights --global-batch-size 8",
+    ),
+    "chunked loss, MTP": (2, "optim_grads", f"{CHUNKED} --mtp-num-layers 1"),
+    "chunked loss, a hybrid model": (
+        2,
+        "optim_grads_params",
+        f"{CHUNKED} --hybrid-layer-pattern *-*- --untie-embeddings-and-output-weights",
     ),
     "MLPs in chunks": (2, "optim_grads_params", f"{RECOMPUTE} --mlp-chunks 3"),
     "TP 2, sequence parallel": (4, "optim_grads_params", TENSOR),

@@ -17,7 +17,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, within
 from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
-from megatron_burst.plugin.hooks.main_grad import fused_kernel, weight_sum
+from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS, beyond, refuse_all
 from megatron_burst.plugin.models import NAMES, LanguageModel
 
@@ -105,6 +105,7 @@ class UnmadeLogits:
 
     def __init__(self, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
         self.hidden, self.weight, self.scale = hidden, weight, scale
+        self.labels: Tensor | None = None  # once the losses are asked for
         self.best: list[tuple[Tensor, Tensor]] = []  # largest logits, their rows: of a chunk
 
     def __mul__(self, factor: float) -> "UnmadeLogits":
@@ -176,6 +177,8 @@ class ChunkedLoss:
             ValueError: gathered logits, of which Megatron's loss on several ranks is wrong, too.
         """
         layer = self._layer
+        if isinstance(input_, UnmadeLogits):
+            return self._made(input_), None
         if not self._has_labels:
             return self._make_logits(input_, weight, runtime_gather_output)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -189,10 +192,17 @@ class ChunkedLoss:
     def losses(self, labels: Tensor, logits: Any) -> Tensor:
         """Stand in for `compute_language_model_loss`: no mask, no mean.
 
-        Labels may be anything where the caller masks their losses, as in Megatron.
+        Labels may be anything where the caller masks their losses, as in Megatron. Under
+        Megatron-FSDP the output layer is called once more, for its hooks gather the weight before
+        a call, and before the backward of what that returns.
         """
         if not isinstance(logits, UnmadeLogits):
             return self._megatrons(labels, logits)
+        logits.labels = labels
+        losses: Tensor = self._layer(logits)[0] if is_sharded(logits.weight) else self._made(logits)
+        return losses
+
+    def _made(self, logits: UnmadeLogits) -> Tensor:
         call = Call(
             ignore_index=IGNORED,
             logit_scale=logits.scale,
@@ -204,7 +214,8 @@ class ChunkedLoss:
             on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
-        return apply(logits.hidden, logits.weight, labels.t(), call).t().contiguous()
+        assert logits.labels is not None
+        return apply(logits.hidden, logits.weight, logits.labels.t(), call).t().contiguous()
 
     def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
         plain = why_plain(weight.device, weight.dtype)

@@ -53,10 +53,17 @@ class MainGradSum:
 
 
 def weight_sum(weight: Tensor, kernel: Kernel | None = None) -> WeightSum:
-    """Return where dW of `weight` goes: `main_grad` where Megatron's data parallelism made one."""
-    if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
-        return MainGradSum(weight, kernel)
-    return OwnSum(weight)
+    """Return where dW of `weight` goes: `main_grad` where Megatron's data parallelism made one.
+
+    Megatron-FSDP makes one when the gradient is there.
+    """
+    has_one = hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad")
+    return MainGradSum(weight, kernel) if has_one and not is_sharded(weight) else OwnSum(weight)
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether Megatron-FSDP gathers a weight for use."""
+    return hasattr(weight, "__fsdp_param__")
 
 
 def fused_kernel(gradient_accumulation_fusion: bool) -> tuple[str, Kernel | None]:
