@@ -10,7 +10,7 @@ Installs megatron-core and megatron_burst into a Python that has its own torch. 
 is there already stays at its version, and what pip adds has that of scripts/constraints.txt: the script
 fails if a package was replaced. The doctor prints the versions.
   --megatron DIR  a checkout of Megatron-LM: its data-set helpers are compiled, the patch of patches/
-                  is applied, and its parser is run to prove it
+                  is applied, and a tiny model is trained to prove it
   --user ID       make the user "burst" with this number, and a home
 
 Environment variables:
