@@ -33,13 +33,13 @@ from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints, data_indices
 from megatron_burst.plugin.files.data_files import check_data_files
+from megatron_burst.plugin.hooks.host_room import HostRoom
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
 from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
-from megatron_burst.plugin.host_room import HostRoom
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
 from megatron_burst.plugin.limits import MEGATRON, refusals, refuse_all
 from megatron_burst.plugin.own_models import (
@@ -157,6 +157,7 @@ def _unattached(args: argparse.Namespace) -> str | None:
     asked = {"--context-parallel-algo": args.context_parallel_algo}
     asked |= {"--lm-head-loss": args.lm_head_loss}
     flags = [f"{name} {value}" for name, value in asked.items() if value != MEGATRON]
+    flags += [f"--mlp-chunks {args.mlp_chunks or 'auto'}"] * (args.mlp_chunks != 1)
     text = f"{' and '.join(flags)}: the model was built, and nothing of ours is in it: {REMEDY}"
     return text if flags else None
 

@@ -1,7 +1,17 @@
 """The models of Megatron to which our hooks attach."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 LanguageModel = GPTModel | HybridModel
 NAMES = "GPTModel or HybridModel"
+
+
+def need_language_models(flag: str, models: Iterable[Any]) -> None:
+    """Raise a ValueError for a model whose layers a flag cannot reach."""
+    for model in models:
+        if not isinstance(model, LanguageModel):
+            raise ValueError(f"{flag} needs a {NAMES}, not a {type(model).__name__}")

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin import host_room  # noqa: E402
+from megatron_burst.config import MlpConfig  # noqa: E402
+from megatron_burst.plugin.hooks import host_room  # noqa: E402
+from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
 from megatron_burst.transport.host import HostMemory  # noqa: E402
 from tests.plugin.test_recompute import (  # noqa: E402
@@ -161,8 +164,10 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
             recompute_method="uniform",
             **settings,
         )
-        decoder = SimpleNamespace(layers=[None] * layers)
-        return SimpleNamespace(config=config, decoder=decoder, modules=lambda: iter(()))
+        made = GPTModel.__new__(GPTModel)
+        torch.nn.Module.__init__(made)
+        made.config, made.decoder = config, SimpleNamespace(layers=[None] * layers)
+        return made
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(host_room, "get_num_microbatches", lambda: 1)
@@ -219,3 +224,11 @@ def test_a_control_group_bounds_what_is_available(
     free = SimpleNamespace(available=100 * 2**30)
     monkeypatch.setattr(host_room.psutil, "virtual_memory", lambda: free)
     assert host_room.available_bytes() == 6 * 2**30
+
+
+@pytest.mark.parametrize(
+    "hook", [host_room.HostRoom(1, None), ChunkedMlps(MlpConfig(chunks=2))], ids=["inputs", "MLPs"]
+)
+def test_other_models_are_refused(hook: Any) -> None:
+    with pytest.raises(ValueError, match="needs a GPTModel or HybridModel, not a Linear"):
+        hook([torch.nn.Linear(1, 1)])

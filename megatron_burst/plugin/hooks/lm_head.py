@@ -19,7 +19,7 @@ from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS, beyond, refuse_all
-from megatron_burst.plugin.models import NAMES, LanguageModel
+from megatron_burst.plugin.models import LanguageModel, need_language_models
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,8 @@ class ChunkedHead:
         Raises:
             ValueError: a model or its settings that the chunked loss cannot honour.
         """
+        need_language_models(f"--lm-head-loss {self.config.loss}", models)
         for model in models:
-            if not isinstance(model, LanguageModel):
-                raise ValueError(
-                    f"--lm-head-loss {self.config.loss} needs a {NAMES}, not a "
-                    f"{type(model).__name__}"
-                )
             if model.post_process:
                 _check(model)
                 _check_memory(model, self.config)

@@ -21,6 +21,7 @@ from megatron_burst.config import MlpConfig
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
+from megatron_burst.plugin.models import need_language_models
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class ChunkedMlps:
         """Attach to the MLPs of all pipeline stages among `models` and return them.
 
         Raises:
-            ValueError: settings of a model that cannot be honoured.
+            ValueError: another model than a GPTModel or HybridModel, or settings of one that cannot
+                be honoured.
         """
+        need_language_models("--mlp-chunks", models)
         for model in models:
             refuse_all(
                 "--mlp-chunks cannot run this", beyond(MLP_LIMITS, model.config, MLP_WORKING)

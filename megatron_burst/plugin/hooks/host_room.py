@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import refuse
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
+from megatron_burst.plugin.models import need_language_models
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GIB = 2**30
@@ -31,8 +32,9 @@ class HostRoom:
         """Count what the parts of the model on this rank put there, and return them.
 
         Raises:
-            ValueError: with the numbers, and what to change.
+            ValueError: with the numbers and what to change, or for a model without such layers.
         """
+        need_language_models("--recompute-offload", models)
         waiting = models[0].config.pipeline_model_parallel_size
         waiting *= 1 + 1 / len(models) if len(models) > 1 else 1  # interleaved: a longer warm-up
         needed = sum(offloaded_bytes(model, self._tokens, self._fraction) for model in models)
