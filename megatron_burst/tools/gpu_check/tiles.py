@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.plan import Item, Kind
-from megatron_burst.tools.compare import tiles
+from megatron_burst.tools.gpu_check import share
 from megatron_burst.tools.gpu_check.loss import inputs
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import Sizes, silent_rank
@@ -30,10 +30,10 @@ _WAITS = {
 
 def check(device: Device) -> Iterator[Check]:
     """Time the tiles of a rank, look whether the host waits, time merges and the loss."""
-    for row in tiles.measure(device, (16384, 65536, 131072)):
+    for row in share.measure(device, (16384, 65536, 131072)):
         name = f"{row['tokens']} tokens a rank, {row['name']}, {row['phase']}"
         check = at_least(name, row["speed"], _EFFICIENCY, more=f", {row['tflops']:.4g} TFLOP/s")
-        judged = row["name"].startswith(tiles.A_RANK)
+        judged = row["name"].startswith(share.A_RANK)
         yield device.judged(check) if judged else Check(name, check.found)
     yield _waits(device)
     copied = _copy_speed(device)

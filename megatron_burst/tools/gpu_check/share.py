@@ -15,12 +15,11 @@ from megatron_burst.tools.one_rank import OneCall, Sizes, silent_rank
 
 RANKS = 8
 A_RANK = f"a rank of {RANKS}"
-COLUMNS = ("tokens a rank", "pass", "ms", "TFLOP/s", "speed over one call")
 
 type Row = Mapping[str, Any]
 
 
-def measure(device: Device, tokens: Sequence[int] = (16384, 65536)) -> Iterator[Row]:
+def measure(device: Device, tokens: Sequence[int]) -> Iterator[Row]:
     """Time the rank in the middle of 8, without messages, one call, and TransformerEngine's."""
     sizes = [Sizes(number, 32, 8, 128) for number in tokens]
     for each in sizes if device.is_gpu else [Sizes(64, 4, 2, 32)]:
@@ -77,9 +76,3 @@ def _transformer_engine(device: Device, sizes: Sizes, pairs: int) -> SimpleNames
         forward=lambda: attention(*qkv),
         backward=lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
     )
-
-
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the lines of a table: the name, then `COLUMNS`."""
-    form = "{name};{tokens};{phase};{ms:.2f};{tflops:.4g};{speed:.3f}"
-    return [form.format(ms=row["seconds"] * 1e3, **row).split(";") for row in rows]
