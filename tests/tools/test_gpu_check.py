@@ -32,7 +32,6 @@ from megatron_burst.tools.gpu_check import (
     ranks,
     recompute,
     rings,
-    share,
     tiles,
     training,
 )
@@ -67,7 +66,7 @@ def test_every_stage_of_one_process_passes(
 
 
 def test_one_ranks_share_is_timed_beside_a_call_of_as_many_flops(tmp_path: Path) -> None:
-    found = [*share.measure(Device(torch.device("cpu"), tmp_path), ())]
+    found = [*tiles.measure(Device(torch.device("cpu"), tmp_path), ())]
     names = ["one call, 192 tokens", "a rank of 8, kv ring", "a rank of 8, query ring"]
     assert [row["name"] for row in found[::2]] == names
     assert {row["speed"] for row in found[:2]} == {1.0}

@@ -28,7 +28,7 @@ from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.model import Flags, heads_of, whole
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
 from megatron_burst.transport import lock
 
@@ -158,8 +158,7 @@ def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
         tensor=tensor,
         pipeline=pipeline,
         context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
-        heads=number("num-attention-heads", 0) or None,
-        kv_heads=number("num-query-groups") if "group-query-attention" in given else None,
+        heads=heads_of(given) if "num-attention-heads" in given else None,
         ranks_per_node=args.gpus_per_node,
         without_megatrons=_why_no_megatron(),
         has_documents=DOCUMENTS in args.flags,
