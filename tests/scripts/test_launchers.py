@@ -191,17 +191,6 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     assert gone(int(machine.text("hanging-here")))
 
 
-def test_a_node_whose_launcher_is_gone_ends_its_ranks_and_what_they_left(machine: Machine) -> None:
-    job = machine.start("launch_local.sh", "--output", "out", HANG="1", LEAVE_BEHIND="1")
-    wait_for(lambda: machine.text("hanging-here"))
-    job.kill()
-    wait_for(lambda: gone(int(machine.text("hanging-here"))))
-    wait_for(lambda: gone(int(machine.text("left"))))
-    wait_for(lambda: "the ranks of this node ended with status 143" in machine.text("out/log.txt"))
-    assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
-    job.communicate(timeout=250)
-
-
 def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(
     machine: Machine,
 ) -> None:
@@ -377,16 +366,6 @@ def test_nodes_may_stand_on_lines_of_their_own_and_are_no_options_of_ssh() -> No
     assert hosts("n1\nn2\n") == ["n1", "n2"]
     with pytest.raises(ValueError, match=r"-oProxyCommand=touch\$IFS/tmp/x is no name of a node"):
         hosts("n1 -oProxyCommand=touch$IFS/tmp/x")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_runs_on_when_the_launcher_is_killed(machine: Machine, number: int) -> None:
-    job = machine.start("launch_nodes.sh", *TWO, HANG="1")
-    wait_for(lambda: machine.text("hanging-n1") and machine.text("hanging-n2"))
-    job.send_signal(number)
-    wait_for(lambda: all(gone(int(machine.text(f"hanging-{host}"))) for host in ("n1", "n2")))
-    job.communicate(timeout=250)
-    assert job.returncode != 0
 
 
 def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> None:
