@@ -191,9 +191,7 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     assert gone(int(machine.text("hanging-here")))
 
 
-def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(
-    machine: Machine,
-) -> None:
+def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(machine: Machine) -> None:
     (machine.folder / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
     (machine.folder / "out").mkdir()
     arguments = ("--output", "out", "--end-with-input", "--ranks-per-node", "1")
