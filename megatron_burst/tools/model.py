@@ -166,6 +166,15 @@ def heads_of(given: Flags) -> Heads:
     return Heads(heads, kv_heads, size, size)
 
 
+def window_of(given: Flags) -> int | None:
+    """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
+    text = str(given.get("window-size", "-1,0"))
+    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    if not found:
+        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
+    return int(found[1]) if int(found[1]) >= 0 else None
+
+
 def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags behind Megatron's arguments, as it keeps or logs them; unset ones left out.
 

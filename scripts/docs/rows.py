@@ -6,7 +6,13 @@ from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype, GradientReturn, LayoutName
+from megatron_burst.config import (
+    Algorithm,
+    BurstConfig,
+    GradDtype,
+    GradientReturn,
+    LayoutName,
+)
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import memory, step, timing

@@ -12,7 +12,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
-from megatron_burst.tools.model import flags_of, heads_of
+from megatron_burst.tools.model import flags_of, heads_of, window_of
 
 
 def request_of(parsed: Parsed, target: Target) -> Request | None:
@@ -36,7 +36,7 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
 
 def _has_bands(args: Namespace, config: BurstConfig) -> bool:
     """Whether the layout and the window make tiles that are neither full nor causal squares."""
-    window = args.window_size[0] if args.window_size and args.window_size[0] >= 0 else None
+    window = window_of(flags_of(vars(args)))
     if not args.seq_length:
         return window is not None
     layout = make_layout(config, args.seq_length, args.context_parallel_size)
