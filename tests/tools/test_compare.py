@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import command as tool
+from megatron_burst.tools import pages
 from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import page, picture, running
 from megatron_burst.tools.compare.page import switching
@@ -314,6 +316,12 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     assert "Megatron's own context parallelism did not run: nothing to weigh." in text
     assert "all losses of the first 12 steps agree" in text, "there are no more"
     assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in text
+
+
+def test_no_cell_parts_a_page_and_no_value_of_it_is_missing() -> None:
+    assert pages._row(["a|b", "c\nd", 3]) == "| a/b | c d | 3 |"
+    with pytest.raises(UndefinedError, match="'machine' is undefined"):
+        pages.page("gpu_check", results=[], failed=[])
 
 
 def test_differences_of_the_losses_are_drawn(tmp_path: Path) -> None:
