@@ -320,8 +320,8 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
 
 def test_no_cell_parts_a_page_and_no_value_of_it_is_missing() -> None:
     assert pages._row(["a|b", "c\nd", 3]) == "| a/b | c d | 3 |"
-    with pytest.raises(UndefinedError, match="'machine' is undefined"):
-        pages.page("gpu_check", results=[], failed=[])
+    with pytest.raises(UndefinedError, match="'device' is undefined"):
+        pages.page("gpu_check", results=[], failed=[], machine={"time": 1})
 
 
 def test_differences_of_the_losses_are_drawn(tmp_path: Path) -> None:
