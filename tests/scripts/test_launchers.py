@@ -16,7 +16,7 @@ import pytest
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import __main__ as launch
-from megatron_burst.tools.launch import network, site, ssh
+from megatron_burst.tools.launch import site, ssh
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
@@ -297,11 +297,11 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0, "mlx5_3:2": 400.0}
     monkeypatch.setattr(hardware, "SYSFS", tmp_path)
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    assert network.network_settings("here")["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_3:2"
+    assert site.network_settings("here")["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_3:2"
     (tmp_path / "infiniband" / "mlx5_3" / "ports" / "2" / "rate").unlink()
     assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0}
     monkeypatch.setattr(hardware, "SYSFS", tmp_path / "nothing")
-    assert "NCCL_IB_HCA" not in network.network_settings("here")
+    assert "NCCL_IB_HCA" not in site.network_settings("here")
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")
@@ -310,8 +310,8 @@ def test_the_device_towards_a_host_is_found() -> None:
     if not route:
         pytest.skip("no default route")
     device = route.split(" dev ")[1].split()[0]
-    assert network.device_towards("198.51.100.7") == device
-    assert network.device_towards("localhost") == device  # a host whose own name means loopback
+    assert site.device_towards("198.51.100.7") == device
+    assert site.device_towards("localhost") == device  # a host whose own name means loopback
 
 
 # ---- a list of nodes
