@@ -36,6 +36,7 @@ ROOMS = {
         "the command megatron-burst",
     ),
 }
+FIRST_WITH_MEGATRON = "plugin"
 BLUE, ORANGE, GREEN, GREY, PALE = "#1667ad", "#d1620a", "#26803a", "#8a8f98", "#f3f5f8"
 MARK: dict[str, Any] = {
     "ha": "center",
@@ -49,26 +50,25 @@ COPY, KERNEL, SUMS = 2.75, 1.75, 0.75  # lanes of a step, by their heights
 
 def rooms(axes: Axes) -> None:
     """Draw a box for each room, each on those that it may import."""
-    height, gap = 0.62, 0.16
+    height, pitch, apart = 0.62, 0.78, 0.24  # of a box, to the next, more where Megatron begins
+    first = [*ROOMS].index(FIRST_WITH_MEGATRON)
     for level, (name, (work, gives)) in enumerate(ROOMS.items()):
-        y = level * (height + gap) + (0.4 if name in ("plugin", "tools") else 0)
-        edge = ORANGE if name in ("plugin", "tools") else BLUE
-        box(axes, (0, y, 7.9, height), PALE, edge)
-        axes.text(
-            0.15, y + height / 2, name, va="center", fontweight="bold", fontsize=11, color=edge
-        )
-        axes.text(1.35, y + height / 2, work, va="center")
-        axes.text(8.1, y + height / 2, gives, va="center", color=GREY)
-    border = 6 * (height + gap) + 0.02
-    axes.plot([0, 10.3], [border, border], "--", color=GREY, linewidth=1)
-    axes.text(
-        10.3, border + 0.05, "only above this line is Megatron imported", ha="right", color=GREY
-    )
-    arrow(axes, (-0.3, 6.4), (-0.3, 0.1), GREY)
-    axes.text(
-        -0.5, 3.2, "imports only what is below", rotation=90, va="center", ha="right", color=GREY
-    )
-    axes.set(xlim=(-0.9, 10.5), ylim=(-0.2, 6.9))
+        y, edge = level * pitch, BLUE
+        if level >= first:
+            y, edge = y + apart, ORANGE
+        middle = y + height / 2
+        box(axes, (0, y, 8.2, height), PALE, edge)
+        axes.text(0.15, middle, name, va="center", fontweight="bold", fontsize=11, color=edge)
+        axes.text(1.75, middle, work, va="center")
+        axes.text(8.4, middle, gives, va="center", color=GREY)
+    border, top = first * pitch - 0.04, len(ROOMS) * pitch + apart
+    axes.plot([0, 10.7], [border, border], "--", color=GREY, linewidth=1)
+    words = "only above this line is Megatron imported"
+    axes.text(10.7, border + 0.05, words, ha="right", color=GREY)
+    arrow(axes, (-0.3, top - 0.2), (-0.3, 0), GREY)
+    words = "imports only what is below"
+    axes.text(-0.5, top / 2, words, rotation=90, va="center", ha="right", color=GREY)
+    axes.set(xlim=(-0.9, 10.9), ylim=(-0.15, top))
 
 
 def step(axes: Axes) -> None:
@@ -113,7 +113,10 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=color))
 
 
-PICTURES = {"docs/rooms.svg": (rooms, (9.5, 5.6)), "docs/step.svg": (step, (9.5, 3.4))}
+PICTURES = {
+    "docs/rooms.svg": (rooms, (9.8, 0.69 * len(ROOMS))),
+    "docs/step.svg": (step, (9.5, 3.4)),
+}
 
 
 def draw(name: str, path: Path) -> None:
