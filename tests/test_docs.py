@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for folder in (".", "docs", "patches")
+    for folder in (".", "docs", "docs/design", "patches")
     for page in ROOT.glob(f"{folder}/*.md")
 )
 
@@ -57,10 +57,19 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len(README.splitlines()) <= 200
 
 
-def test_the_index_names_every_page() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+@pytest.mark.parametrize("folder", ["docs", "docs/design"])
+def test_the_index_names_every_page(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text()
+    pages = {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
     assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+
+
+def test_how_it_works_is_short_and_its_picture_shows_every_room() -> None:
+    page, picture = (ROOT / "docs" / name for name in ("how-it-works.md", "rooms.svg"))
+    assert len(page.read_text().split()) <= 1500
+    paths = [*(ROOT / "megatron_burst").iterdir()]
+    rooms = {path.name for path in paths if (path / "__init__.py").is_file()} | {"config"}
+    assert rooms <= set(re.findall(r">([^<>]+)</text>", picture.read_text()))
 
 
 def messages() -> str:

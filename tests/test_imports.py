@@ -178,7 +178,7 @@ def foreign(names: set[str]) -> set[str]:
     return packages - {"megatron_burst", "__future__"} - set(sys.stdlib_module_names)
 
 
-TRAINS = ("compare",)  # the other verbs need nothing beside torch, NumPy and rich
+TRAINS = ("compare",)  # the other verbs need nothing beside torch (with jinja2), NumPy and rich
 
 
 @pytest.mark.parametrize("name", VERBS)

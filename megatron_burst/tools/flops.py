@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.mask import Mask
-from megatron_burst.tools.model import Model, model_of
+from megatron_burst.tools.model import Model, flags_of, model_of
 
 PEAK_TFLOPS = {
     "H[18]00 PCIe": 756.0,
@@ -71,8 +71,7 @@ def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
     Args:
         arguments: Megatron's, as a run logs them, by name with underscores.
     """
-    logged = {name.replace("_", "-"): text for name, text in arguments.items()}
-    given = {name: text for name, text in logged.items() if text not in ("None", "False")}
+    given = flags_of(arguments)
     plain = set(given.get("hybrid-layer-pattern", "")) <= set("*-|")
     if any(name in given for name in (*UNCOUNTED, "window-size")) or not plain:
         return None

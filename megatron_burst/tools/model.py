@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
 
@@ -113,24 +113,21 @@ def model_of(given: Flags) -> Model:
 
     number = partial(whole, given)
     count, mtp = _counted(given)
-    hidden, heads = number("hidden-size"), number("num-attention-heads")
+    hidden, heads = number("hidden-size"), heads_of(given)
     padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
-    ffn, head_dim = number("ffn-hidden-size", 4 * hidden), number("kv-channels", hidden // heads)
-    value_dim, latents = head_dim, None
+    ffn, latents = number("ffn-hidden-size", 4 * hidden), None
     if given.get("multi-latent-attention"):
-        rope = number("qk-pos-emb-head-dim", 64)
-        latents = Latents(query=number("q-lora-rank", 0), kv=number("kv-lora-rank", 32), rope=rope)
-        head_dim, value_dim = number("qk-head-dim", 128) + rope, number("v-head-dim", 128)
-    grouped = given.get("group-query-attention") and not latents
+        ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
+        latents = Latents(**ranks, rope=number("qk-pos-emb-head-dim", 64))
     matrices = 3 if given.get("swiglu") else 2  # of an MLP
     return Model(
         layers=count["*"],
         hidden=hidden,
         gated=matrices == 3,
-        heads=heads,
-        kv_heads=number("num-query-groups") if grouped else heads,
-        head_dim=head_dim,
-        value_head_dim=value_dim,
+        heads=heads.query,
+        kv_heads=heads.kv,
+        head_dim=heads.size,
+        value_head_dim=heads.value_size,
         latents=latents,
         vocabulary=-(-number("vocab-size") // padding) * padding,
         tied=not given.get("untie-embeddings-and-output-weights"),
@@ -143,6 +140,48 @@ def model_of(given: Flags) -> Model:
             "mtp": Part(mtp, 2 * hidden**2, 2 * hidden**2, 3 * hidden),
         },
     )
+
+
+class Heads(NamedTuple):
+    """Of a layer's attention, over all tensor-parallel ranks."""
+
+    query: int
+    kv: int
+    size: int  # of queries and keys; 0 where nothing says it
+    value_size: int
+
+    def of_rank(self, tensor: int) -> tuple[int, int]:
+        """Return the query and kv heads of one of so many tensor-parallel ranks."""
+        return self.query // tensor, max(self.kv // tensor, 1)
+
+
+def heads_of(given: Flags) -> Heads:
+    """Read the heads of attention from Megatron's flags."""
+    number, heads = partial(whole, given), whole(given, "num-attention-heads")
+    if given.get("multi-latent-attention"):
+        size = number("qk-head-dim", 128) + number("qk-pos-emb-head-dim", 64)
+        return Heads(heads, heads, size, number("v-head-dim", 128))
+    size = number("kv-channels", number("hidden-size", 0) // heads)
+    kv_heads = number("num-query-groups") if given.get("group-query-attention") else heads
+    return Heads(heads, kv_heads, size, size)
+
+
+def window_of(given: Flags) -> int | None:
+    """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
+    text = str(given.get("window-size", "-1,0"))
+    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    if not found:
+        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
+    return int(found[1]) if int(found[1]) >= 0 else None
+
+
+def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags behind Megatron's arguments, as it keeps or logs them; unset ones left out.
+
+    Their names have underscores there.
+    """
+    given = {n: v for n, v in arguments.items() if str(v) not in ("None", "False")}
+    return {name.replace("_", "-"): value for name, value in given.items()}
 
 
 def whole(given: Flags, name: str, default: int = 1) -> int:

@@ -33,7 +33,7 @@ _RANGE = re.compile(
     + r"(forward|backward|head exchange|wait for the plan)"
     + r"(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
-_UNREADABLE = (*(ValueError, KeyError, TypeError, EOFError, OSError, RecursionError, zlib.error),)
+_UNREADABLE = ValueError, KeyError, TypeError, EOFError, OSError, RecursionError, zlib.error
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 type Event = dict[str, Any]
@@ -53,9 +53,8 @@ def summary(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no trace, or no attention in it.
     """
-    found = _load(directory)
     rows: list[dict[str, Any]] = []
-    for rank, events in found.items():
+    for rank, events in (found := _load(directory)).items():
         try:
             rows += _rows(rank, events)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:

@@ -159,20 +159,18 @@ def _start(backend: str, device_type: str) -> torch.device:
     on_nccl = torch.cuda.is_available() and backend != "gloo" and device_type != "cpu"
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     asked = "--device cuda" if device_type == "cuda" else "--backend nccl"
+    why_not = ""
     if (device_type == "cuda" and not gpus) or (backend == "nccl" and not on_nccl):
-        raise ValueError(
-            f"{asked}: torch {torch.__version__} finds {gpus} GPUs here, --device {device_type}: "
-            "drop it, or see megatron-burst doctor"
-        )
-    if on_nccl and local >= gpus:
-        raise ValueError(
-            f"rank {local} of this node has no GPU, there are {gpus}: start fewer, or share them "
-            "with --backend gloo --device cuda"
-        )
+        why_not = f"{asked}: torch {torch.__version__} finds {gpus} GPUs here, --device "
+        why_not += f"{device_type}: drop it, or see megatron-burst doctor"
+    elif on_nccl and local >= gpus:
+        why_not = f"rank {local} of this node has no GPU, there are {gpus}: start fewer, or share "
+        why_not += "them with --backend gloo --device cuda"
+    if why_not:
+        raise ValueError(why_not)
     device = torch.device("cpu")
     if on_nccl or device_type == "cuda":
-        local = local if on_nccl else local % gpus  # over gloo ranks may share a GPU
-        device = torch.device("cuda", local)
+        device = torch.device("cuda", local % gpus)  # over gloo ranks may share a GPU
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if on_nccl else "gloo")
@@ -182,8 +180,7 @@ def _start(backend: str, device_type: str) -> torch.device:
 def _refuse_too_much(args: argparse.Namespace, device: torch.device) -> None:
     """Raise a ValueError if not even the tensors of the ranks of this node fit into its memory."""
     tokens = args.batch * args.tokens_per_rank
-    numbers = args.heads * (args.head_dim + args.value_head_dim)
-    numbers += args.kv_heads * (args.head_dim + args.value_head_dim)
+    numbers = (args.heads + args.kv_heads) * (args.head_dim + args.value_head_dim)
     needed = 2 * 4 * tokens * numbers  # q, k, v and the output in float32, and their gradients
     if device.type == "cuda":
         memory, ranks = torch.cuda.mem_get_info(device)[1], 1

@@ -59,10 +59,7 @@ class Flags(argparse.ArgumentParser):
 
 
 def in_turns[Name, Result](
-    ways: Mapping[Name, Callable[[], Result]],
-    repetitions: int,
-    *,
-    seed: int = 0,
+    ways: Mapping[Name, Callable[[], Result]], repetitions: int, *, seed: int = 0
 ) -> dict[Name, list[Result]]:
     """Call every way `repetitions` times, in a new order each time; return what the calls returned.
 

@@ -98,12 +98,7 @@ def counted_peak(way: Way, shape: Shape) -> int:
 def memory_rows(args: argparse.Namespace) -> list[Row]:
     """Count the peaks of both ways for all vocabularies and numbers of tokens."""
     return [
-        {
-            "measured": "memory",
-            **shape._asdict(),
-            "way": name,
-            "bytes": counted_peak(way, shape),
-        }
+        {"measured": "memory", **shape._asdict(), "way": name, "bytes": counted_peak(way, shape)}
         for rows, tokens in product(args.vocabularies, args.tokens)
         for shape in [Shape(tokens, rows, args.hidden)]
         for name, way in ways(args).items()

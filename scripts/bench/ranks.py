@@ -18,10 +18,7 @@ _LIMIT = datetime.timedelta(seconds=PATIENCE_SECONDS)
 
 
 def launch[Result](
-    function: Callable[..., Result],
-    ranks: int,
-    *arguments: Any,
-    namespaces: Sequence[str] = (),
+    function: Callable[..., Result], ranks: int, *arguments: Any, namespaces: Sequence[str] = ()
 ) -> list[Result]:
     """Return `function(*arguments)` of ranks over gloo, each in a fresh process with one thread.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +81,7 @@ def tables() -> dict[str, Table]:
     """Return the tables of the page, by their names there."""
     limits = ["argument", "why"]
     return {
-        "masks": (["mask, layout", *Algorithm], _mask_rows()),
+        "masks": (["layout", "masks", *Algorithm], _mask_rows()),
         "settings": (["setting", *Algorithm], _setting_rows()),
         "kernels": (["request", *KERNELS], _kernel_rows()),
         "layers": (["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()),
@@ -94,9 +93,14 @@ def tables() -> dict[str, Table]:
 
 
 def _mask_rows() -> Iterator[list[str]]:
-    for layout, (name, mask) in product(LayoutName, MASKS.items()):
-        if layout is not LayoutName.BALANCED or name == "documents":
-            yield [f"{name}, {layout}", *(_planned(a, layout, mask) for a in Algorithm)]
+    """A row for the masks of a layout whose cells are the same."""
+    for layout in LayoutName:
+        masks = ["documents"] if layout is LayoutName.BALANCED else [*MASKS]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name in masks:
+            cells = tuple(_planned(a, layout, MASKS[name]) for a in Algorithm)
+            alike.setdefault(cells, []).append(name)
+        yield from ([layout, ", ".join(names), *cells] for cells, names in alike.items())
 
 
 def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
@@ -127,7 +131,7 @@ def _accepted(algorithm: Algorithm, settings: Mapping[str, Any]) -> str:
     try:
         BurstConfig(algorithm=algorithm, **settings)
     except ValueError as error:
-        return str(error)
+        return "no effect: refused" if "has no effect under" in str(error) else str(error)
     return YES
 
 

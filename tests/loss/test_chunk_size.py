@@ -5,12 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_burst.loss.chunk_size import (
-    MIB,
-    Sizes,
-    of_tokens,
-    within,
-)
+from megatron_burst.loss.chunk_size import MIB, Sizes, of_tokens, within
 from tests.loss.oracle import make_case, ours
 
 SIZES = Sizes(tokens=8192, vocabulary=32768, hidden=1024, dtype=torch.float32)

@@ -56,9 +56,7 @@ def test_integers_that_are_not_are_refused() -> None:
 
 
 @pytest.mark.parametrize("target", [10, -1])
-def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(
-    target: int,
-) -> None:
+def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(target: int) -> None:
     hidden = torch.randn(2, 3, 4, requires_grad=True)
     targets = TARGETS.clone()
     targets[1, 0] = target

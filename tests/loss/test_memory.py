@@ -114,10 +114,7 @@ def test_no_length_needs_more_than_the_limit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary"),
-    [(8 * K, 32 * K), (16 * K, 128 * K)],
-)
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(8 * K, 32 * K), (16 * K, 128 * K)])
 def test_the_limit_holds_when_computed(tokens: int, vocabulary: int) -> None:
     size = {"tokens": tokens, "vocabulary": vocabulary, "hidden": 16}
     assert peak_bytes(chunked(memory_mb=LIMIT_MB), **size, device="cpu") <= LIMIT_MB * MIB

@@ -34,9 +34,7 @@ def test_gradients_agree_with_differences(objective: str) -> None:
 
     def mean(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy(
-            *(hidden, weight, case.targets % 7),
-            **OBJECTIVES[objective],
-            chunk_size=2,
+            *(hidden, weight, case.targets % 7), **OBJECTIVES[objective], chunk_size=2
         ).mean()
 
     inputs = (case.hidden.requires_grad_(), case.weight.requires_grad_())

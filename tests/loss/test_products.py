@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from megatron_burst.loss import products
-from megatron_burst.loss.products import (
-    LogitsGradient,
-    add_product,
-    best_way,
-    rounded_parts,
-)
+from megatron_burst.loss.products import LogitsGradient, add_product, best_way, rounded_parts
 
 
 def tensors(

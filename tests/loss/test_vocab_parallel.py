@@ -177,10 +177,7 @@ def test_the_same_as_megatron_with_a_padded_vocabulary(workers: WorkerPool, rank
     pytest.importorskip("megatron.core")
     case = make_case((8, 3), vocabulary=64, ignore_index=0)
     case = case._replace(targets=case.targets.clamp_max(49), grad=case.grad)
-    ours = together(
-        workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5}),
-        False,
-    )
+    ours = together(workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5}), False)
     theirs = together(
         [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)], False
     )

@@ -106,9 +106,8 @@ def test_importing_the_package_loads_nothing_else_and_no_module_replaces_a_name(
 
 
 def documented(when: str) -> list[str]:
-    page = (ROOT / "docs" / "how-it-works.md").read_text()
-    section = page.partition("## Where Megatron is attached\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", section, re.MULTILINE)
+    page = (ROOT / "docs" / "design" / "attachment.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE)
     return sorted(f"megatron.{name}" for name, found in rows if found == when)
 
 

@@ -41,7 +41,7 @@ def run(
 
 
 def test_errors_are_those_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = "--tokens 64 --heads 4:2 --ranks 1 4 --nodes 2 --seeds 1 --backward kv query"
+    command = "--tokens 64 --heads 4:2 --ranks 1 2 --nodes 2 --seeds 1 --backward kv query"
     command += " --grad-dtype float32 model"
     page, rows = run(accuracy, monkeypatch, tmp_path / "page.md", command)
     assert len(rows) == 2 * 4 * 4 and page.count("| 4:2 |") == 4 * 4
@@ -97,7 +97,7 @@ def test_more_is_stored_the_less_is_recomputed(
 def test_attention_has_a_row_for_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = "--places 2x2 --tokens 16 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
+    sizes = "--places 1x2 --tokens 32 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
     names = ["ring flat", "ulysses"]
     command = f"{sizes} --masks documents:8 causal blocks --algorithms"
     page, rows = run(attention, monkeypatch, tmp_path / "page.md", command, *names)
@@ -117,11 +117,11 @@ def test_attention_has_a_row_for_every_case(
     assert over == pytest.approx(per_flop[0] / per_flop[1], rel=1e-4)
     # 64 tokens: 2080 causal pairs, 4 heads of 8, two matrix products of 2 FLOPs an element forward.
     assert found["causal", "4", "ulysses", "forward"]["flops"] == str(2080 * 4 * 8 * 4)
-    # Three blocks of K and V, 16 tokens, 4 heads of 8, 4 bytes; backward as many and gradients.
+    # A block of K and V, 32 tokens, 4 heads of 8, 4 bytes; backward as many and gradients.
     sent = [found["causal", "4", "ring flat", phase] for phase in attention.PHASES]
-    assert [row["payload_bytes"] for row in sent] == [str(n * 3 * 4096) for n in (1, 2, 3)]
+    assert [row["payload_bytes"] for row in sent] == [str(n * 8192) for n in (1, 2, 3)]
     assert page.count("| algorithm | causal | documents:8 | blocks |") == 2
-    assert "## 4 ranks on 2 nodes, 16 tokens a rank, 4 heads, 1 KV heads, head size 8" in page
+    assert "## 2 ranks, 32 tokens a rank, 4 heads, 1 KV heads, head size 8" in page
 
 
 def test_what_the_blocks_and_documents_see() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.launch import __main__ as launch
-from megatron_burst.tools.launch import network, site
+from megatron_burst.tools.launch import site, ssh
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
@@ -119,36 +119,22 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
 
 
 def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
-    done = machine.run("launch_local.sh", "--dry-run", "--run", "toy", *AWKWARD)
-    words = shlex.split(done.stdout)
+    """Here of another script, which runs with the plug-in."""
+    more = ("--run", "toy", "--script", "up/pretrain_gpt.py")
+    words = shlex.split(machine.run("launch_local.sh", "--dry-run", *more, *AWKWARD).stdout)
     assert words[0] == "env" and "torch.distributed.run" in words
+    assert words[words.index("megatron_burst.run") + 1] == f"{machine.folder}/up/pretrain_gpt.py"
     assert words[-len(AWKWARD) :] == list(AWKWARD)
     assert sorted(path.name for path in machine.folder.iterdir()) == ["bin", "env.sh"]
 
 
-@pytest.mark.parametrize("launcher", [(), ("--nodes", "n1 n2")], ids=["local", "ssh"])
-def test_a_run_is_trained_as_the_model_that_was_asked_for(
-    machine: Machine, launcher: tuple[str, ...]
-) -> None:
-    script = "launch_nodes.sh" if launcher else "launch_local.sh"
-    machine.run(script, *launcher, "--run", "toy", "--gpt", "--output", "out")
-    given = machine.arguments("n2" if launcher else "here")
-    assert given[-len(named("toy", gpt=True)) :] == named("toy", gpt=True)
-    done = machine.run(script, *launcher, "--run", "toy", "--num-layers=4", expect=2)
-    assert "a HybridModel has --hybrid-layer-pattern; or give --gpt" in done.stderr
-
-
-def test_data_of_ones_own_take_the_place_of_a_runs_mock_data(machine: Machine) -> None:
-    """Megatron refuses both."""
-    machine.run("launch_local.sh", "--run", "toy", "--data-path", "mine", "--output", "out")
-    given = machine.arguments()
-    assert "--mock-data" not in given and given[-2:] == ["--data-path", "mine"]
-
-
-def test_another_script_runs_with_the_plug_in(machine: Machine) -> None:
-    machine.run("launch_local.sh", "--output", "out", "--script", "up/pretrain_gpt.py")
-    given = machine.arguments()
-    assert given[given.index("megatron_burst.run") + 1] == f"{machine.folder}/up/pretrain_gpt.py"
+def test_flags_of_a_run_give_way_to_those_that_are_added() -> None:
+    mine = launch.parse(["local", "--run", "toy", "--data-path", "mine"])
+    assert "--mock-data" not in mine.named, "Megatron refuses both"
+    with pytest.raises(ValueError, match="a HybridModel has --hybrid-layer-pattern; or give --gpt"):
+        launch.parse(["ssh", "--run", "toy", "--num-layers=4"])
+    with pytest.raises(ValueError, match="there is no run huge; there are: "):
+        launch.parse(["local", "--run", "huge"])
 
 
 def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
@@ -161,7 +147,6 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--run", "huge"), "there is no run huge; there are: "),
         (("--output",), "argument --output: expected one argument"),
         (("--save", "c", "--load=c"), "--save wants --save-interval N"),
     ],
@@ -206,20 +191,7 @@ def test_sigterm_ends_the_training_and_then_the_script(machine: Machine) -> None
     assert gone(int(machine.text("hanging-here")))
 
 
-def test_a_node_whose_launcher_is_gone_ends_its_ranks_and_what_they_left(machine: Machine) -> None:
-    job = machine.start("launch_local.sh", "--output", "out", HANG="1", LEAVE_BEHIND="1")
-    wait_for(lambda: machine.text("hanging-here"))
-    job.kill()
-    wait_for(lambda: gone(int(machine.text("hanging-here"))))
-    wait_for(lambda: gone(int(machine.text("left"))))
-    wait_for(lambda: "the ranks of this node ended with status 143" in machine.text("out/log.txt"))
-    assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
-    job.communicate(timeout=250)
-
-
-def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(
-    machine: Machine,
-) -> None:
+def test_a_node_whose_launcher_is_gone_before_its_ranks_start_starts_none(machine: Machine) -> None:
     (machine.folder / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
     (machine.folder / "out").mkdir()
     arguments = ("--output", "out", "--end-with-input", "--ranks-per-node", "1")
@@ -325,11 +297,11 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0, "mlx5_3:2": 400.0}
     monkeypatch.setattr(hardware, "SYSFS", tmp_path)
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    assert network.network_settings("here")["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_3:2"
+    assert site.network_settings("here")["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_3:2"
     (tmp_path / "infiniband" / "mlx5_3" / "ports" / "2" / "rate").unlink()
     assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0}
     monkeypatch.setattr(hardware, "SYSFS", tmp_path / "nothing")
-    assert "NCCL_IB_HCA" not in network.network_settings("here")
+    assert "NCCL_IB_HCA" not in site.network_settings("here")
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")
@@ -338,8 +310,8 @@ def test_the_device_towards_a_host_is_found() -> None:
     if not route:
         pytest.skip("no default route")
     device = route.split(" dev ")[1].split()[0]
-    assert network.device_towards("198.51.100.7") == device
-    assert network.device_towards("localhost") == device  # a host whose own name means loopback
+    assert site.device_towards("198.51.100.7") == device
+    assert site.device_towards("localhost") == device  # a host whose own name means loopback
 
 
 # ---- a list of nodes
@@ -348,11 +320,13 @@ TWO = ("--nodes", "n1 user@n2", "--output", "out")
 
 
 def test_every_node_gets_its_number_and_the_flags(machine: Machine) -> None:
-    machine.run("launch_nodes.sh", *TWO, *AWKWARD, "--measure", NCCL_DEBUG="WARN")
+    run = ("--run", "toy", "--gpt")
+    machine.run("launch_nodes.sh", *TWO, *run, *AWKWARD, "--measure", NCCL_DEBUG="WARN")
     for rank, host in enumerate(("n1", "n2")):
         given = machine.arguments(host)
         assert given[2:8] == ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "n1"]
-        assert given[-len(AWKWARD) - 1 :] == [*AWKWARD, "--measure"]
+        flags = [*named("toy", gpt=True), *AWKWARD, "--measure"]
+        assert given[-len(flags) :] == flags
         assert machine.variables(host)["NCCL_DEBUG"] == "WARN"
     ports = {machine.arguments(host)[9] for host in ("n1", "n2")}
     assert len(ports) == 1 and 10000 <= int(ports.pop()) < 30000
@@ -383,28 +357,13 @@ def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None
     assert "dead ended with status 255" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["launch_nodes.sh", "check_nodes.sh"])
-def test_a_node_is_no_option_of_ssh(machine: Machine, script: str) -> None:
-    nodes = "n1 -oProxyCommand=touch$IFS/tmp/x"
-    done = machine.run(script, "--nodes", nodes, "--dry-run", expect=2)
-    assert "-oProxyCommand=touch$IFS/tmp/x is no name of a node" in done.stderr
+def test_nodes_may_stand_on_lines_of_their_own_and_are_no_options_of_ssh() -> None:
+    def hosts(nodes: str) -> list[str]:
+        return ssh.hosts_of(launch.parse(["check", "--nodes", nodes]))
 
-
-def test_nodes_may_stand_on_lines_of_their_own(machine: Machine) -> None:
-    done = machine.run(
-        "launch_nodes.sh", "--dry-run", "--nodes", "n1\nn2\n", "--ranks-per-node", "1"
-    )
-    assert len(done.stdout.splitlines()) == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_runs_on_when_the_launcher_is_killed(machine: Machine, number: int) -> None:
-    job = machine.start("launch_nodes.sh", *TWO, HANG="1")
-    wait_for(lambda: machine.text("hanging-n1") and machine.text("hanging-n2"))
-    job.send_signal(number)
-    wait_for(lambda: all(gone(int(machine.text(f"hanging-{host}"))) for host in ("n1", "n2")))
-    job.communicate(timeout=250)
-    assert job.returncode != 0
+    assert hosts("n1\nn2\n") == ["n1", "n2"]
+    with pytest.raises(ValueError, match=r"-oProxyCommand=touch\$IFS/tmp/x is no name of a node"):
+        hosts("n1 -oProxyCommand=touch$IFS/tmp/x")
 
 
 def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> None:
@@ -515,10 +474,9 @@ def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> No
     assert f"{line} -m megatron_burst.tools.launch node " in machine.text("slurm.log")
 
 
-@pytest.mark.parametrize("launcher", ["launch.slurm", "launch_nodes.sh"])
-def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine, launcher: str) -> None:
+def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine) -> None:
     wrong = ("--output", "a,b:c", "--nodes", "2")
-    done = machine.run(launcher, *wrong, expect=2, BURST_IMAGE="image:1")
+    done = machine.run("launch.slurm", *wrong, expect=2, BURST_IMAGE="image:1")
     assert "a,b:c: a path with a comma or a colon cannot be mounted" in done.stderr
     assert not machine.text("slurm.log")
 

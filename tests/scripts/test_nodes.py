@@ -97,7 +97,7 @@ SHAPES = (
     '"text"',
     "[1]",
     "[" * 9999,
-    '{"gpus": {}, "links": [], "network": []}',
+    '{"gpus": {"name": "X"}, "links": [], "network": []}',
     '{"gpus": [{"nome": "X"}], "links": [], "network": []}',
     '{"gpus": [{"name": "X", "memory.used": 7}], "links": [], "network": []}',
     '{"gpus": [], "links": [1], "network": []}',

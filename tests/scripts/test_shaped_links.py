@@ -90,14 +90,7 @@ def ranks(links_can_be_made: None) -> Iterator[Ranks]:
 @needs_links
 @pytest.mark.parametrize(
     "source, target, device",
-    [
-        (0, 1, "near1"),
-        (3, 2, "near2"),
-        (0, 2, "nic"),
-        (0, 3, "nic"),
-        (1, 2, "nic"),
-        (3, 0, "nic"),
-    ],
+    [(0, 1, "near1"), (3, 2, "near2"), (0, 2, "nic"), (0, 3, "nic"), (1, 2, "nic"), (3, 0, "nic")],
 )
 def test_a_message_leaves_by_the_senders_own_link(
     ranks: Ranks, source: int, target: int, device: str

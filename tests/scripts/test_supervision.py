@@ -75,6 +75,9 @@ def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: i
     if (victim, number) != ("launcher", signal.SIGKILL):
         assert int(machine.text("out/status")) == job.returncode
         assert f"ended with status {job.returncode}; the log is" in out
+    if victim == "launcher" and launcher == "local":  # the node outlives it, and so does the log
+        wait_for(lambda: "ranks of this node ended with status 143" in machine.text("out/log.txt"))
+        assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
 
 
 def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:

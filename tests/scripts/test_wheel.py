@@ -40,7 +40,10 @@ def test_the_wheel_has_every_module_and_configuration(wheel: Path) -> None:
     here = ROOT / "megatron_burst"
     modules = {f"megatron_burst/{path.relative_to(here)}" for path in here.rglob("*.py")}
     configurations = {f"megatron_burst/configs/{p.name}" for p in (ROOT / "configs").iterdir()}
-    assert inside == modules | configurations | {"megatron_burst/tools/launch/launch.slurm"}
+    templates = {f"megatron_burst/{p.relative_to(here)}" for p in here.glob("tools/templates/*")}
+    assert len(templates) > 2, "pages are made of them"
+    others = configurations | templates | {"megatron_burst/tools/launch/launch.slurm"}
+    assert inside == modules | others
 
 
 @pytest.fixture(scope="module")

@@ -47,10 +47,7 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
     text_file(folder / ".hidden", "no")
     text_file(folder / "empty.txt", "")
     assert run(tmp_path, "--input", folder) == 0
-    assert tokens_of(facts(tmp_path)["prefix"]) == [
-        [*b"one\n", 256],
-        [*"zwei ü".encode(), 256],
-    ]
+    assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"one\n", 256], [*"zwei ü".encode(), 256]]
 
 
 def test_what_cannot_be_read_or_written_is_said(

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_burst.tools.flops import attention_flops, logged_step_flops, peak_tflops
+from megatron_burst.tools.model import flags_of, heads_of
 
 
 def test_the_formula_of_the_mfu() -> None:
@@ -47,3 +48,16 @@ def test_attention_has_two_products_forward_and_five_backward() -> None:
     assert attention_flops(10, 3, 4, 6) == 2 * 10 * 3 * (4 + 6)
     # dV and dP have the values' size, scores, dQ and dK that of the keys.
     assert attention_flops(10, 3, 4, 6, backward=True) == 2 * 10 * 3 * (2 * 6 + 3 * 4)
+
+
+def test_heads_are_read_of_arguments_as_megatron_keeps_and_as_it_logs_them() -> None:
+    kept = {
+        "num_attention_heads": 8,
+        "multi_latent_attention": True,
+        "group_query_attention": False,
+    }
+    assert heads_of(flags_of({**kept, "v_head_dim": 96, "kv_channels": None})) == (8, 8, 192, 96)
+    logged = {"num_attention_heads": "8", "multi_latent_attention": "False", "kv_channels": "64"}
+    found = heads_of(flags_of({**logged, "group_query_attention": "True", "num_query_groups": "2"}))
+    assert found == (8, 2, 64, 64)
+    assert found.of_rank(4) == (2, 1), "no rank is without a kv head"

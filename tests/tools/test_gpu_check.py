@@ -65,6 +65,15 @@ def test_every_stage_of_one_process_passes(
     assert not any(c["allowed"] for n, c in lines.items() if "speed" in n or "tokens a rank" in n)
 
 
+def test_one_ranks_share_is_timed_beside_a_call_of_as_many_flops(tmp_path: Path) -> None:
+    found = [*tiles.measure(Device(torch.device("cpu"), tmp_path), ())]
+    names = ["one call, 192 tokens", "a rank of 8, kv ring", "a rank of 8, query ring"]
+    assert [row["name"] for row in found[::2]] == names
+    assert {row["speed"] for row in found[:2]} == {1.0}
+    flops = [row["tflops"] * row["seconds"] for row in found[::2]]
+    assert flops[1:] == pytest.approx([flops[0]] * 2, rel=0.15) and flops[0] > 0
+
+
 # Planted errors: which stage, of which object what is replaced, and by what.
 
 

@@ -57,10 +57,7 @@ def main() -> None:
 def build(name: str, groups: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megatron_burst import BurstConfig
     from megatron_burst.plugin.layer_spec import burst_layer_spec

@@ -52,10 +52,7 @@ def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
-def test_masked_losses(
-    masked_run: Callable[..., Log],
-    per_token: tuple[str, ...],
-) -> None:
+def test_masked_losses(masked_run: Callable[..., Log], per_token: tuple[str, ...]) -> None:
     """Half of the tokens of some samples are masked; Megatron averages by its own rules."""
     expected, found = masked_run(*per_token), masked_run(*per_token, *IN_CHUNKS)
     check("masked", found, expected)

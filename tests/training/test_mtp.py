@@ -61,10 +61,7 @@ CASES |= {
         (2, f"{HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 --burst-verify"),
         (1, HYBRID),
     ),
-    "GPT, CP 2, documents": (
-        (2, f"{GPT} {DOCUMENTS} {CP2} {CHUNKED}"),
-        (1, f"{GPT} {DOCUMENTS}"),
-    ),
+    "GPT, CP 2, documents": ((2, f"{GPT} {DOCUMENTS} {CP2} {CHUNKED}"), (1, f"{GPT} {DOCUMENTS}")),
     "GPT, CP 4, documents, balanced": (
         (4, f"{GPT} {DOCUMENTS} --context-parallel-size 4 {BALANCED}"),
         (1, f"{GPT} {DOCUMENTS}"),

@@ -28,10 +28,7 @@ CASES = {
         4,
         f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5",
     ),
-    "CP 2, chunked loss, query ring": (
-        2,
-        f"{CP2} --lm-head-loss chunked --burst-backward query",
-    ),
+    "CP 2, chunked loss, query ring": (2, f"{CP2} --lm-head-loss chunked --burst-backward query"),
 }
 
 

@@ -43,9 +43,7 @@ def test_the_first_rank_reports_in_full(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("error", [RuntimeError("connection\nclosed"), SystemExit("connection")])
 def test_a_later_rank_ends_with_a_line(
-    error: BaseException,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     fail(ValueError("cause"), capsys)

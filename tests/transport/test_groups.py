@@ -293,10 +293,7 @@ def detected_nodes(team: Team, launched_on: list[int] | None, per_node: int | No
     ],
 )
 def test_a_node_is_a_host_and_a_launcher_unless_told(
-    workers: WorkerPool,
-    launched_on: list[int] | None,
-    per_node: int | None,
-    expected: list[int],
+    workers: WorkerPool, launched_on: list[int] | None, per_node: int | None, expected: list[int]
 ) -> None:
     assert workers.run(5, detected_nodes, launched_on, per_node) == [expected] * 5
 

@@ -18,20 +18,17 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.compare import tiles
 from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
 from megatron_burst.tools.flops import peak_tflops
-from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.model import Flags, heads_of, whole
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
 from megatron_burst.transport import lock
 
@@ -66,7 +63,6 @@ def main(argv: list[str]) -> int:
     try:
         with lock.held(args.output, say=lambda text: terminal.complain("compare", [text])):
             results = _run_all(series, chosen, console)
-            shares = _shares(args, console)
     except KeyboardInterrupt:
         terminal.complain("compare", ["interrupted; the same command goes on from here"])
         return 130
@@ -78,7 +74,6 @@ def main(argv: list[str]) -> int:
         judged_steps=args.judged_steps,
         tolerance=args.tolerance,
         is_toy=args.toy,
-        shares=shares,
     )
     _show(comparison, write_report(comparison, args.output), console)
     if args.json:
@@ -112,8 +107,6 @@ def _parser() -> options.Parser:
     add("--tolerance", type=float, help="default: 1e-4, under --bf16 and --fp16 1e-2")
     text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
     add("--no-trace", action="store_true", help=text)
-    text = "also time one rank's share of 8 beside one call (default: with --toy on one GPU)"
-    add("--tiles", action=argparse.BooleanOptionalAction, help=text)
     add("--dry-run", action="store_true", help="show the commands and run none")
     add("flags", nargs="*", metavar="MEGATRON-FLAGS", help="after --")
     return parser
@@ -165,8 +158,7 @@ def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
         tensor=tensor,
         pipeline=pipeline,
         context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
-        heads=number("num-attention-heads", 0) or None,
-        kv_heads=number("num-query-groups") if "group-query-attention" in given else None,
+        heads=heads_of(given) if "num-attention-heads" in given else None,
         ranks_per_node=args.gpus_per_node,
         without_megatrons=_why_no_megatron(),
         has_documents=DOCUMENTS in args.flags,
@@ -204,20 +196,6 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
     return [results[variant.name] for variant in chosen]
 
 
-def _shares(args: argparse.Namespace, console: Console) -> list[tiles.Row]:
-    """Time the work of one rank where one device can say no more; a failure costs no report."""
-    if not (args.toy and gpus() == 1 if args.tiles is None else args.tiles):
-        return []
-    device = Device(torch.device("cuda" if gpus() else "cpu"), args.output)
-    try:
-        with console.status("one rank's share of a ring"):
-            return list(tiles.measure(device))
-    except Exception as error:  # no memory, no kernel, another TransformerEngine
-        text = f"one rank's share is not in the report (--no-tiles leaves it out): {error}"
-        terminal.complain("compare", [text])
-        return []
-
-
 def _line(result: Result) -> str:
     if result.status != RAN:
         return f"{result.status}: {result.reason}"
@@ -227,9 +205,6 @@ def _line(result: Result) -> str:
 
 def _show(comparison: Comparison, page: Path, console: Console) -> None:
     console.print(terminal.table(("",), COLUMNS, rows(comparison)))
-    if comparison.shares:
-        first, cells = f"a share of {tiles.RANKS}", tiles.cells(comparison.shares)
-        console.print(terminal.table((first,), tiles.COLUMNS, cells))
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")

@@ -1,12 +1,12 @@
 """The report of a comparison: one table, in the terminal and on a page, and one JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.compare import tiles
+from megatron_burst.tools import pages
 from megatron_burst.tools.compare.picture import draw
 from megatron_burst.tools.compare.results import (
     FAILED,
@@ -17,34 +17,12 @@ from megatron_burst.tools.compare.results import (
     differences,
     shown,
 )
-from megatron_burst.tools.compare.switching import HEAD, switching
 from megatron_burst.tools.compare.variants import REFERENCES
 from megatron_burst.tools.replacing import write_text
 
 COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
-_WORDS = """
-* **loss apart**: |loss - reference| / reference, the largest over the first steps, which alone are
-  judged: training amplifies the last bit of a float. `tensorboard --logdir runs` shows all steps.
-* **step**: the median time of a step, the first five left out where there are ten; **q1 to q3**:
-  what half of them lie between.
-* **MFU**: model FLOPs of a step (attention's causal half counted as a half, nothing counted twice
-  that is recomputed) over time x GPUs x peak; n/a where the peak is not known (`--peak-tflops`), or
-  with experts, MLA, MTP, windows, packed sequences and block masks.
-* **memory**: the peak of the fullest rank: of tensors on the GPU; without a GPU of a whole process.
-* **sent**: payload bytes that attention sends, of a rank and step; Megatron's own paths count none.
-* **max/mean**: attention FLOPs of the busiest rank over the mean, of micro-batches in the mean.
-* **exposed**: communication that nothing is computed beside, of a rank and step, and its share of
-  the time of attention; **hidden** is the rest, as a share of communication.
-"""
-_TILES = """
-## One rank's share of {} on this device
-
-Causal attention in bfloat16. A rank in the middle of a ring runs its own plans, kernels, merges and
-sums, without messages. Beside it one call of the same kernel, and of TransformerEngine where it is
-installed, on so many tokens that the FLOPs are about the same. Rings lose on one GPU what their
-speed is below 1; what messages cost more needs several.
-"""
+_GAINS = ("step ms", "tokens/s a rank", "memory GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +36,6 @@ class Comparison:
     judged_steps: int
     tolerance: float
     is_toy: bool = False  # which has to learn: another training may go on from a checkpoint
-    shares: Sequence[tiles.Row] = ()  # one rank's share of a ring on this device, if timed
 
     @property
     def ran(self) -> list[Result]:
@@ -98,21 +75,34 @@ class Comparison:
         if self.faults or not self.apart:
             return self.faults or ["there was nothing to compare"]
         worst = max(difference.relative for difference in self.apart.values())
+        steps = min(self.judged_steps, max(result.steps for result in self.ran))
         return [
-            f"all losses of the first {self.judged_steps} steps agree with those of "
-            f"{self.reference} within {worst:.1e} (allowed: {self.tolerance:.0e})"
+            f"all losses of the first {steps} steps agree with those of {self.reference} within "
+            f"{worst:.1e} (allowed: {self.tolerance:.0e})"
         ]
-
-
-def rows(comparison: Comparison) -> list[list[str]]:
-    """Return the name and the cells of every variant that ran."""
-    return [list(_cells(result, comparison.apart)) for result in comparison.ran]
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
     """Write compare.md, its picture and compare.json; return the page."""
-    page = directory / "compare.md"
-    write_text(page, _page(comparison, draw(comparison.ran, comparison.reference, directory)))
+    page, ran = directory / "compare.md", comparison.ran
+    switch, gains = switching(ran)
+    others = [r for r in comparison.results if r.status != RAN]
+    text = pages.page(
+        "compare",
+        ran=ran,
+        results=comparison.results,
+        verdict=comparison.verdict,
+        columns=[*COLUMNS],
+        rows=rows(comparison),
+        picture=draw(ran, comparison.reference, directory),
+        switch=switch,
+        gains=gains,
+        others=[(r.name, r.status, r.reason) for r in others],
+        command=comparison.command,
+        documents=max((r.documents or 0 for r in ran), default=0),
+        machine=comparison.machine,
+    )
+    write_text(page, text)
     write_text(directory / "compare.json", json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 
@@ -124,42 +114,38 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     return asdict(comparison) | judged
 
 
-def _page(comparison: Comparison, picture: str) -> str:
-    others = [result for result in comparison.results if result.status != RAN]
-    count = f"{len(comparison.ran)} of {len(comparison.results)} variants"
-    parts = [
-        f"# Context parallelism compared: {count}",
-        "\n".join(f"**{text}.**  " for text in comparison.verdict),
-        _table(["", *COLUMNS], rows(comparison)),
-        *([picture] if picture else []),
-        _WORDS.strip(),
-        "## From Megatron's own context parallelism to burst",
-    ]
-    words, lines = switching(comparison.ran)
-    parts += [words, _table(HEAD, lines)] if lines else [words]
-    if others:
-        why = _table(["not run", "", "why"], [[r.name, r.status, r.reason] for r in others])
-        parts += ["## Not in the figures", why]
-    if comparison.shares:
-        table = _table(["", *tiles.COLUMNS], tiles.cells(comparison.shares))
-        parts += [_TILES.strip().format(tiles.RANKS), table]
-    made = f"```bash\n{comparison.command}\n```\n\nEvery variant's command is in compare.json."
-    if (documents := max((r.documents or 0 for r in comparison.ran), default=0)) > 1:
-        made += f" A micro-batch has {documents:.1f} documents in the mean."
-    parts += ["## How it was made", made, _table(["", ""], comparison.machine.items())]
-    return "\n\n".join(parts) + "\n"
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Return the name and the cells of every variant that ran."""
+    apart = comparison.apart
+    return [[result.name, *_cells(result, apart.get(result.name))] for result in comparison.ran]
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in head[1:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
-
-
-def _cells(result: Result, apart: Mapping[str, Difference]) -> Iterable[str]:
-    yield result.name
-    yield f"{apart[result.name].relative:.1e}" if result.name in apart else "reference"
+def _cells(result: Result, apart: Difference | None) -> Iterator[str]:
+    yield f"{apart.relative:.1e}" if apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
     yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
-    figures = asdict(result) | {"exposed": None, "share": None, "hidden": None}
-    figures |= result.exposed or {}
+    exposed = result.exposed or dict.fromkeys(("exposed", "share", "hidden"))
+    figures = {**asdict(result), **exposed}
     yield from (shown(name, figures[field]) for name, (field, *_) in FIGURES.items())
+
+
+def switching(ran: Sequence[Result]) -> tuple[str, list[list[str]]]:
+    """Say what a user of Megatron's own context parallelism gains by `burst`.
+
+    A sentence says what is compared; the lines of a table follow, none without both.
+    """
+    found = {result.name: result for result in ran}
+    stock = [r for r in ran if r.name.startswith("megatron ") and r.seconds_per_step]
+    if not stock or "burst" not in found:
+        missing = "`burst`" if stock else "Megatron's own context parallelism"
+        return f"{missing} did not run: nothing to weigh.", []
+    theirs, ours = min(stock, key=lambda result: result.seconds_per_step or 0.0), found["burst"]
+    step, loss = theirs.losses[-1]
+    text = f"`yours` is `{theirs.name}`, the fastest of Megatron's own that ran. After {step} "
+    text += f"steps the losses are {abs(ours.losses[-1][1] / loss - 1):.1e} apart."
+    lines = []
+    for name in _GAINS:
+        old, new = (getattr(result, FIGURES[name][0]) for result in (theirs, ours))
+        ratio = f"{new / old:.2f}" if old and new else "n/a"
+        lines.append([name, shown(name, old), shown(name, new), ratio])
+    return text, lines

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.config import Topology
 from megatron_burst.plans.head_parallel import head_groups, kv_head_copies
 from megatron_burst.plans.topology import choose_grid
+from megatron_burst.tools.model import Heads
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
@@ -27,8 +28,7 @@ class Job:
     tensor: int = 1
     pipeline: int = 1
     context: int
-    heads: int | None = None
-    kv_heads: int | None = None
+    heads: Heads | None = None
     ranks_per_node: int | None = None  # None: all on one node
     without_megatrons: str = ""  # why Megatron's own context parallelism cannot run
     has_documents: bool = False
@@ -54,9 +54,7 @@ class Job:
     @property
     def heads_of_a_rank(self) -> tuple[int, int] | None:
         """Query and kv heads of a tensor-parallel rank, where they are known."""
-        if self.heads is None:
-            return None
-        return self.heads // self.tensor, max((self.kv_heads or self.heads) // self.tensor, 1)
+        return self.heads and self.heads.of_rank(self.tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,27 +12,23 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.model import flags_of, heads_of, window_of
 
 
 def request_of(parsed: Parsed, target: Target) -> Request | None:
     """Return what a kernel is asked; None under Megatron's own attention, or without a model."""
     args, config = parsed.args, parsed.config
-    if args is None or config is None or not (heads := args.num_attention_heads):
+    if args is None or config is None or not args.num_attention_heads:
         return None
-    size = args.kv_channels or (args.hidden_size and args.hidden_size // heads)
-    sizes = (size, size)
-    if args.multi_latent_attention:
-        sizes = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
-    if not all(sizes):
+    heads = heads_of(flags_of(vars(args)))
+    if not heads.size:
         return None
-    kv_heads = args.num_query_groups if args.group_query_attention else heads
-    tensor = args.tensor_model_parallel_size
     return Request(
         target.device,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,
-        heads // tensor,
-        max(kv_heads // tensor, 1),
-        *sizes,
+        *heads.of_rank(args.tensor_model_parallel_size),
+        heads.size,
+        heads.value_size,
         is_banded=_has_bands(args, config),
         has_documents=args.dataloader_inter_document_masking or args.sft,
     )
@@ -40,7 +36,7 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
 
 def _has_bands(args: Namespace, config: BurstConfig) -> bool:
     """Whether the layout and the window make tiles that are neither full nor causal squares."""
-    window = args.window_size[0] if args.window_size and args.window_size[0] >= 0 else None
+    window = window_of(flags_of(vars(args)))
     if not args.seq_length:
         return window is not None
     layout = make_layout(config, args.seq_length, args.context_parallel_size)

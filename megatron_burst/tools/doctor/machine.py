@@ -13,7 +13,7 @@ from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.hardware import Devices
 
 _OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 nvidia-resiliency-ext rich "
-_OTHERS += "matplotlib"
+_OTHERS += "jinja2 matplotlib"
 _HARMFUL = {
     "NCCL_P2P_DISABLE": "messages between GPUs of a node go through the host's memory",
     "NCCL_SHM_DISABLE": "messages between GPUs of a node go through the network",

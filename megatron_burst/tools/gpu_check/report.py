@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.tools import pages
 from megatron_burst.tools.gpu_check.stage import Check
 from megatron_burst.tools.replacing import write_text
 
@@ -49,7 +50,15 @@ class Report:
     def write(self, folder: Path) -> Path:
         """Write gpu-check.md and gpu-check.json; return the page."""
         write_text(folder / "gpu-check.json", json.dumps(self.as_json(), indent=2) + "\n")
-        write_text(page := folder / "gpu-check.md", "\n\n".join(self._page(folder)) + "\n")
+        versions = (f"{name} {version}" for name, version in self.machine["versions"].items())
+        text = pages.page(
+            "gpu_check",
+            **{name: getattr(self, name) for name in ("device", "machine", "results", "failed")},
+            versions=", ".join(versions),
+            command=shlex.join(self.machine["command"]),
+            advice=[*self.advice(folder)],
+        )
+        write_text(page := folder / "gpu-check.md", text)
         return page
 
     def as_json(self) -> dict[str, Any]:
@@ -65,23 +74,3 @@ class Report:
         if self.failed:
             names = f"{folder / 'gpu-check.md'} and {folder / 'gpu-check.json'}"
             yield f"report: an issue of this project with {names}, which name machine and versions"
-
-    def _page(self, folder: Path) -> Iterator[str]:
-        passed = len(self.results) - len(self.failed)
-        yield f"# GPU check: {passed} of {len(self.results)} stages passed"
-        versions = ", ".join(f"{k} {v}" for k, v in self.machine["versions"].items())
-        yield f"{self.machine['time']}, {self.device}; {versions}. Command:"
-        yield f"```bash\n{shlex.join(self.machine['command'])}\n```"
-        if self.failed:
-            yield "\n".join(f"* {line}" for line in self.advice(folder))
-        for result in self.results:
-            title = f"## {result.number}. {result.name}: {result.verdict}"
-            yield f"{title}\n\n{result.about} {result.seconds:.0f} s."
-            rows = ("| what | found | allowed | |", "|---|---|---|---|", *map(_row, result.checks))
-            yield "\n".join(rows)
-
-
-def _row(check: Check) -> str:
-    state = "" if not check.allowed and check.passed else "ok" if check.passed else "**failed**"
-    cells = (check.name, check.found, check.allowed, state)
-    return f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in cells)} |"

@@ -11,13 +11,7 @@ from megatron_burst.tools.launch.processes import say
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
 
-PLACES = {
-    "local": local,
-    "ssh": ssh,
-    "slurm": slurm,
-    "check": check,
-    "node": node,
-}
+PLACES = {"local": local, "ssh": ssh, "slurm": slurm, "check": check, "node": node}
 EXAMPLES = """
   megatron-burst launch local --run toy --ranks-per-node 4 --train-iters 20
   megatron-burst launch ssh --nodes "node1 node2" --run 14b_1m_32gpu_a800

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import cast
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.hardware import Devices
@@ -83,21 +83,11 @@ def _ask(command: Sequence[str], timeout: float) -> Devices | str:
     except (ValueError, RecursionError):
         first = [*done.stderr.splitlines(), *filter(None, lines), f"status {done.returncode}"][0]
         return f"no answer: {first}"
-    return said if _is_complete(said) else f"no devices: {lines[-1]}"
-
-
-def _is_complete(said: object) -> TypeGuard[Devices]:
-    """Whether an answer has what is read here, all of it texts."""
-    match said:
-        case {"gpus": [*gpus], "links": [*links], "network": [*ports]}:
-            named = [("name",)] * len(gpus) + [("state", "rate")] * len(ports)
-            return all(isinstance(link, str) for link in links) and all(
-                isinstance(row, dict)
-                and row.keys() >= {*names}
-                and all(isinstance(value, str) for value in row.values())
-                for row, names in zip([*gpus, *ports], named, strict=True)
-            )
-    return False
+    try:
+        _judged(said, _kinds(said), 0)  # whether it has what is read here
+    except (KeyError, TypeError, AttributeError):
+        return f"no devices: {lines[-1]}"
+    return cast(Devices, said)
 
 
 def _printable(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.launch import network, site
+from megatron_burst.tools.launch import site
 from megatron_burst.tools.launch.processes import Signals, say, supervise
 
 ABOUT = """Started by the launchers: the ranks of one node.
@@ -94,7 +94,7 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
     found = site.defaults([*args.named, *args.flags])
     found["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
     found["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-    return found | (network.network_settings(args.master) if args.nodes > 1 else {})
+    return found | (site.network_settings(args.master) if args.nodes > 1 else {})
 
 
 def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:

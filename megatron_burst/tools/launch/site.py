@@ -1,15 +1,19 @@
-"""The settings of a site and of a run: the env file, the Python, the mounts, the output."""
+"""The settings of a site and of a run: env file, network, Python, mounts, output."""
 
 import argparse
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from megatron_burst.tools import hardware
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.transport import lock
 
@@ -20,6 +24,7 @@ FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
 # Megatron refuses expandable segments beside these, some of them unless more is set.
 FIXED_SEGMENTS = {"use-nccl-ub", "cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph"}
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
+ANYWHERE = "198.51.100.1"  # kept for documentation: the way to it is the default route
 
 
 def load_env() -> None:
@@ -61,6 +66,27 @@ def defaults(flags: Sequence[str]) -> dict[str, str]:
     if not (given & FIXED_SEGMENTS or "PYTORCH_ALLOC_CONF" in os.environ):
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {name: value for name, value in found.items() if not os.environ.get(name)}
+
+
+def network_settings(master: str) -> dict[str, str]:
+    """Return the settings that the environment lacks; `master` is the first node."""
+    device = device_towards(master)
+    found = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
+    if ports := hardware.fastest_ports(hardware.SYSFS):
+        found["NCCL_IB_HCA"] = f"={','.join(ports)}"
+    return {name: value for name, value in found.items() if value and not os.environ.get(name)}
+
+
+def device_towards(host: str) -> str:
+    """Return the device by which this node reaches a host; on it, the one with its address."""
+    for target in (host, ANYWHERE):  # /etc/hosts makes many hosts' own names a loopback
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # which sends nothing
+            own = probe.getsockname()[0]
+            if not own.startswith("127."):
+                rows = json.loads(hardware.output("ip", "-j", "address", "show", "to", own) or "[]")
+                return next((str(row["ifname"]) for row in rows if row), "")
+    return ""
 
 
 def words(variable: str, default: str = "") -> list[str]:

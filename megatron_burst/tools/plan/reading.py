@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from functools import cache
 
 import torch
@@ -12,7 +11,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.tools.model import Flags, cut, model_of, whole
+from megatron_burst.tools.model import Flags, cut, model_of, whole, window_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 
@@ -64,7 +63,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
         config=(config := config_of(BurstConfig, given)),
-        window=_window(given),
+        window=window_of(given),
         documents=_documents(given),
         recompute=granularity == "full",
         selective=_modules(given) if granularity == "selective" else frozenset(),
@@ -193,15 +192,6 @@ def _parts_of_pattern(given: Flags, stages: int) -> int:
             f"have {min(attention)} to {max(attention)} layers of attention; put | between them"
         )
     return parts
-
-
-def _window(given: Flags) -> int | None:
-    """How many keys to the left of itself a query sees, as in `Mask`; None: all."""
-    text = str(given.get("window-size", "-1,0"))
-    found = re.fullmatch(r"\(?(-1|\d+),\s*(-1|\d+)\)?", text)
-    if not found:
-        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
-    return None if found[1] == "-1" else int(found[1])
 
 
 def _modules(given: Flags) -> frozenset[str]:
