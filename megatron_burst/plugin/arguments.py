@@ -11,6 +11,7 @@ from typing import Any
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
+    Check,
     FileChecks,
     FileConfig,
     LmHeadConfig,
@@ -29,7 +30,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.flags import all_flags, flags
+from megatron_burst.plugin.flags import FORMER, all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
     MEGATRON,
@@ -54,7 +55,7 @@ def asks_for_us(words: Sequence[str]) -> bool:
     Without any of these nothing of Megatron is replaced. The program's name is not among `words`.
     """
     names = {word.split("=")[0] for word in words}
-    if names & {"-h", "--help", *(flag.name for flag in all_flags())}:
+    if names & {"-h", "--help", *(flag.name for flag in all_flags()), *FORMER}:
         return True
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cp-comm-type", nargs="*")
@@ -79,6 +80,15 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             kind = {"default": default, "type": flag.type, "metavar": shown}
             text += "" if default is None else f" (default: {default})"
         group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
+    for name in FORMER:
+        group.add_argument(
+            name,
+            dest="former_flags",
+            action=_Former,
+            nargs="*",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -87,6 +97,15 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default_dropouts={name: parser.get_default(name) for name in _DROPOUTS},
     )
     return parser
+
+
+class _Former(argparse.Action):
+    """Notes the name of a flag that is no more; `configure` refuses it."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, name: str | None = None
+    ) -> None:
+        namespace.former_flags = [*getattr(namespace, "former_flags", ()), name]
 
 
 def set_dropouts(args: argparse.Namespace) -> None:
@@ -215,6 +234,8 @@ def configure(args: argparse.Namespace) -> None:
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
+    former = [f"{name} is no more: {FORMER[name]}" for name in getattr(args, "former_flags", ())]
+    refuse((bool(former), "; ".join(former)))
     set_dropouts(args)
     lm_head_config_from_args(args)
     mlp_config_from_args(args)
@@ -234,8 +255,8 @@ def configure(args: argparse.Namespace) -> None:
     _check_recompute(args, config)
     refuse(
         (
-            config.check_nan and args.fp16 and args.loss_scale is None,
-            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: "
+            config.check is Check.NAN and args.fp16 and args.loss_scale is None,
+            f"--burst-check {config.check}: the dynamic loss scale of --fp16 makes Inf on purpose: "
             "add --loss-scale N, or take --bf16",
         ),
         (

@@ -206,8 +206,8 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
 def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None:
     """Return what plans documents one micro-batch ahead, where that can be known.
 
-    An iterator from outside Megatron may save how far it was read. Under --burst-verify every
-    mask is compared over the ranks.
+    An iterator from outside Megatron may save how far it was read. Under --burst-check reference
+    every mask is compared over the ranks.
     """
     documents = args.dataloader_inter_document_masking or args.sft
     documents = documents and args.dataloader_type != "external"

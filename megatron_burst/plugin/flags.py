@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_burst.config import (
@@ -15,6 +15,12 @@ from megatron_burst.config import (
     flag_name,
     members,
 )
+
+FORMER: Mapping[str, str] = {
+    "--burst-check-nan": "pass --burst-check nan",
+    "--burst-verify": "pass --burst-check reference",
+}
+"""Flags of earlier versions, and what to do in their place."""
 
 
 class Flag(NamedTuple):

@@ -183,10 +183,15 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--burst-verify", "^--burst-verify is no more: pass --burst-check reference$"),
+        (
+            BURST + "--burst-check-nan --burst-verify",
+            "--burst-check-nan is no more: pass --burst-check nan; --burst-verify is no more",
+        ),
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
         (
-            BURST + "--burst-check-nan --fp16",
-            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
+            BURST + "--burst-check nan --fp16",
+            "--burst-check nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
         ),
         (
             BURST + "--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3",

@@ -143,6 +143,7 @@ def test_yaml_leaves_no_place_for_our_flags(started: dict) -> None:
     ("line", "ours"),
     [
         *((flag.name, True) for flag in all_flags()),
+        ("--burst-verify", True),
         *((f"--seq-length 8 {flag.name}=x", True) for flag in all_flags()),
         ("--help", True),
         ("-h", True),

@@ -171,7 +171,7 @@ def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
     stock = get_gpt_mtp_block_spec(
         transformer, get_gpt_layer_local_spec(), use_transformer_engine=False
     )
-    shared = SharedState(BurstConfig(check_nan=True))
+    shared = SharedState(BurstConfig(check="nan"))
     wrapped = attach._with_burst_mtp(lambda config, spec, vp_stage: stock)
     ours, kept = (
         wrapped(SimpleNamespace(transformer_layer_spec=provider), None, vp_stage=None)
@@ -197,7 +197,7 @@ def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
     name_mtp_layers([model])
     q = torch.full((8, 1, 4, 8), torch.nan)
     for place, name in (("decoder", "layer 1, rank 0"), ("mtp", "layer mtp.0, rank 0")):
-        with pytest.raises(RuntimeError, match=f"--burst-check-nan: {name}"):
+        with pytest.raises(RuntimeError, match=f"--burst-check nan: {name}"):
             getattr(model, place)[0].self_attention.core_attention(q, q, q, None)
 
 

@@ -1,4 +1,4 @@
-"""--burst-check-nan names where numbers stop being finite; off it is not there. (fast tier)
+"""--burst-check nan names where numbers stop being finite; off it is not there. (fast tier)
 
 Which rank it names in a training of two: training/test_failures.py.
 """
@@ -51,7 +51,7 @@ def planted(x: Tensor, value: float) -> Tensor:
 
 def check(error: pytest.ExceptionInfo[NonFiniteError], *parts: str) -> None:
     rank = "rank 0 (context-parallel rank 0 of 1)"
-    for part in ("--burst-check-nan: layer 7", rank, *parts):
+    for part in ("--burst-check nan: layer 7", rank, *parts):
         assert part in str(error.value)
 
 
@@ -116,7 +116,7 @@ def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
         num_layers=8, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
     )
     module = BurstCoreAttention(
-        shared=SharedState(BurstConfig(check_nan=wanted)),
+        shared=SharedState(BurstConfig(check="nan" if wanted else "off")),
         config=config,
         layer_number=7,
         attn_mask_type=AttnMaskType.causal,

@@ -1,4 +1,4 @@
-"""--burst-verify in layers of our core attention: right ones pass, faults stop all ranks. (fast)
+"""--burst-check reference in layers of ours: right ones pass, faults stop all ranks. (fast)
 
 The faults are put in from here, in one of two layers; tests/training runs whole trainings.
 """
@@ -46,7 +46,7 @@ class Layers:
     """Two layers of attention, one on top of the other; the second sees a window."""
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
-        self.settings = BurstConfig(verify=True, **config)
+        self.settings = BurstConfig(check="reference", **config)
         self.shared = SharedState(self.settings)
         group = None
         if team is not None:
@@ -165,7 +165,6 @@ RIGHT: dict[str, dict[str, Any]] = {
         "config": {"backward": "query", "grad_dtype": "model"},
         "dtype": torch.bfloat16,
     },
-    "NaN check": {"config": {"check_nan": True}},
 }
 
 
@@ -290,7 +289,9 @@ def test_a_fault_stops_all_ranks_and_is_named(
     replies = workers.run(ranks, _first_step, {**options, "bounds": bounds})
     first = replies[0][0]
     assert all(error == first for error, _ in replies)
-    assert first.startswith("--burst-verify: attention over the context-parallel ranks is not")
+    assert first.startswith(
+        "--burst-check reference: attention over the context-parallel ranks is not"
+    )
     assert re.search(MESSAGES[fault], first), first
     if "layer 2" in MESSAGES[fault]:
         assert "layer 1" not in first
@@ -323,7 +324,7 @@ class Pool:
     """As much of the shared state as the hooks need, for a rank of several."""
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
-        config = BurstConfig(verify=True, layout=layout)
+        config = BurstConfig(check="reference", layout=layout)
         self.verification = SharedState(config).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)

@@ -149,9 +149,9 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     start, expected = starts(("--hybrid-layer-pattern", pattern, *model.split()), not alike)
     more = ["--hybrid-layer-pattern", stages] if stages else []
     if "fraction" in case:
-        more += ["--recompute-attention-fraction", "0.5", "--burst-verify"]
+        more += ["--recompute-attention-fraction", "0.5", "--burst-check", "reference"]
     if "MTP" in case:
         more += ["--save", str(tmp_path / "checkpoint")]
     found = train(tmp_path, ranks, *start, *flags.split(), *more)
     report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
-    assert "burst verify" in found.text or "--burst-verify" not in more
+    assert "burst verify" in found.text or "--burst-check" not in more

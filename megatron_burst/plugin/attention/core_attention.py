@@ -16,7 +16,7 @@ from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.log import Means
-from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
+from megatron_burst.config import Algorithm, BurstConfig, Check, LayoutName, Mla
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
@@ -56,7 +56,9 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         file = config.block_mask
         self._block_table = None if file is None else load_block_mask(file)
-        self.verification = Verification(self._block_table) if config.verify else None
+        self.verification = (
+            Verification(self._block_table) if config.check is Check.REFERENCE else None
+        )
         self.whole = Documents()  # what a sequence without documents is
         self.read = Reader()
 
@@ -198,7 +200,7 @@ class BurstCoreAttention(ModuleWithSink):
         if self._shared.verification is not None:
             self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if self._shared.config.check_nan:
+        if self._shared.config.check is Check.NAN:
             self._attend = with_nan_check(self._attend, name)
 
     def forward(

@@ -1,4 +1,4 @@
-"""--burst-verify: the first micro-batch beside the unsharded reference, layer by layer.
+"""--burst-check reference: the first micro-batch beside the unsharded reference, layer by layer.
 
 Of each layer the first forward, the first backward and, where Megatron recomputes the layer, the
 pass between them are compared. A layer is compared on the q, k, v and gradients that it was given,
@@ -88,8 +88,8 @@ class Verification:
             )
         if wrong:
             title = (
-                "--burst-verify: attention over the context-parallel ranks is not the unsharded "
-                "reference:"
+                "--burst-check reference: attention over the context-parallel ranks is not the "
+                "unsharded reference:"
             )
             more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             raise VerificationError("\n  ".join([title, *wrong[:_SHOWN], *more]))

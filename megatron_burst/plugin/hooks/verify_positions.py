@@ -1,4 +1,4 @@
-"""--burst-verify: whether the tokens of a rank are those of the positions that it reckons with."""
+"""--burst-check reference: whether a rank's tokens are those of its positions."""
 
 import functools
 import inspect
