@@ -29,7 +29,7 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
-from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
+from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
 from megatron_burst.plugin.flags import FORMER, all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
@@ -61,7 +61,7 @@ def asks_for_us(words: Sequence[str]) -> bool:
     parser.add_argument("--cp-comm-type", nargs="*")
     parser.add_argument("--spec", nargs="*")
     given = parser.parse_known_args(list(words))[0]
-    return given.spec is None and bool(algorithms(given.cp_comm_type))
+    return given.spec is None and names_ours(given.cp_comm_type)
 
 
 def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -250,8 +250,7 @@ def configure(args: argparse.Namespace) -> None:
     names = args.cp_comm_type or [config.algorithm.value]
     args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
     check_layers(args, config, own_spec=args.spec is not None)
-    for algorithm in algorithms(args.cp_comm_type):
-        _check_head_parallelism(args, config_of(config, algorithm))
+    _check_head_parallelism(args, config)
     _check_recompute(args, config)
     refuse(
         (
@@ -360,10 +359,10 @@ def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> No
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:
-    ours, ranks = algorithms(args.cp_comm_type), args.context_parallel_size
+    ours, ranks = names_ours(args.cp_comm_type), args.context_parallel_size
     refuse(
         (
-            bool(ours) and args.spec is None,
+            ours and args.spec is None,
             f"--cp-comm-type {' '.join(args.cp_comm_type or ())} needs --context-parallel-algo "
             f"{Algorithm.BURST}",
         ),

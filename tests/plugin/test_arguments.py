@@ -280,17 +280,16 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         (BURST + "--cp-comm-type ring", "--cp-comm-type ring contradicts"),
         (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
         (
-            BURST + "--cp-comm-type burst ulysses burst --num-layers 4",
-            "--cp-comm-type burst ulysses burst has 3 names for the 4 layers of the model",
+            BURST + "--cp-comm-type burst p2p burst --num-layers 4",
+            "--cp-comm-type burst p2p burst has 3 names for the 4 layers of the model",
         ),
         (
             BURST + "--cp-comm-type burst brust",
-            "brust is unknown; there are: burst, ring, allgather, ulysses, p2p, all_gather, a2a, a",
+            "brust is unknown; there are: burst, p2p, all_gather, a2a, a",
         ),
         (
-            BURST + "--cp-comm-type burst ulysses --num-attention-heads 6 "
-            "--context-parallel-size 4",
-            "6 query and 6 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
+            BURST + "--cp-comm-type burst ulysses",
+            "burst ulysses: layers run one algorithm of ours, burst as .* says, and no ulysses",
         ),
         (
             "--burst-kernel cpu",
@@ -324,12 +323,6 @@ def test_the_same_choice_twice_is_fine(parser: argparse.ArgumentParser) -> None:
 MIXED = BURST + "--num-layers 3 --context-parallel-size 2 --cp-comm-type burst "
 
 
-def test_every_layer_may_have_its_algorithm(parser: argparse.ArgumentParser) -> None:
-    args = parse(parser, MIXED + "ulysses ring --num-attention-heads 4 --burst-backward query")
-    configure(args)
-    assert args.cp_comm_type == ["burst", "ulysses", "ring"]
-
-
 def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
     """They refuse every one but all_gather; without one ours runs the algorithm of the flag."""
     dev = {"fallback_to_eager_attn": False, "transformer_impl": "local"}
@@ -337,7 +330,7 @@ def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
     vars(args).update(dev)
     configure(args)
     assert args.cp_comm_type == [None]
-    mixed = "--num-layers 2 --context-parallel-algo burst --cp-comm-type burst ring"
+    mixed = BURST + "--num-layers 2 --cp-comm-type burst p2p --spec my_spec layers"
     assert "know all_gather alone: give no --cp-comm-type" in refusal(parser, mixed, **dev)
 
 
@@ -362,7 +355,7 @@ def test_megatrons_own_attention_beside_ours_has_limits(
         assert re.search(rf"burst p2p burst cannot run this:\n  layers with p2p .*{flag}", text)
     installed = None  # type: ignore[assignment]
     text = refusal(parser, line)
-    assert "layers with p2p need TransformerEngine, which is not installed: name one of" in text
+    assert "layers with p2p need TransformerEngine, which is not installed: name burst" in text
     configure(parse(parser, line + "--context-parallel-size 1"))
     configure(parse(parser, line + "--spec my_spec layers"))  # whose classes may need nothing
 
@@ -524,7 +517,7 @@ DOCUMENTS = " --dataloader-inter-document-masking"
         ("|*-|*E|", ""),
         ("+-+E", SEGMENTED + DOCUMENTS),
         ("M*-G|M-", " --tensor-model-parallel-size 2 --sequence-parallel"),
-        ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst ring" * 4),
+        ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst" * 8),
     ],
 )
 def test_hybrid_patterns_that_run(
@@ -557,7 +550,7 @@ def test_hybrid_patterns_that_run(
         ),
         ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
+        ("*-", " --num-layers 4 --cp-comm-type burst p2p p2p", "has 3 names for the 2 layers"),
     ],
 )
 def test_hybrid_patterns_that_cannot(

@@ -140,7 +140,7 @@ def test_a_stage_without_attention_makes_the_contexts_too() -> None:
     shared = SharedState(BurstConfig())
     stack = empty_stack(burst_layer_spec(local_stack_spec(), shared))
     assert isinstance(stack, LocalHybridStack)
-    assert [algorithm for _, algorithm in shared._contexts] == ["burst"]
+    assert len(shared._contexts) == 1
 
 
 @pytest.mark.parametrize(

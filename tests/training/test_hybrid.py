@@ -94,10 +94,6 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *(DENSE, "--dataloader-inter-document-masking", ""),
         *(2, f"{CP2} --burst-layout segmented-zigzag"),
     ),
-    "CP 2, another algorithm in one layer": (
-        *(DENSE, "", ""),
-        *(2, f"{CP2} --cp-comm-type burst burst ulysses burst burst burst"),
-    ),
     "CP 2, selective recompute": (
         *(DENSE, "", ""),
         *(2, f"{CP2} --recompute-granularity selective --recompute-attention-fraction 0.5"),

@@ -16,13 +16,12 @@ from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.log import Means
-from megatron_burst.config import Algorithm, BurstConfig, Check, LayoutName, Mla
+from megatron_burst.config import BurstConfig, Check, LayoutName, Mla
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import Documents, Reader
 from megatron_burst.plugin.attention.generation import Decoder
-from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.recompute import Checkpoints
 from megatron_burst.plugin.attention.shapes import shape_of
@@ -49,7 +48,7 @@ class SharedState:
         self.config, self.tokens = config, tokens
         self.bytes_sent_in_evaluation = 0
         self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
+        self._contexts: dict[dist.ProcessGroup, BurstContext] = {}
         fraction = config.recompute_fraction
         self.checkpoints: Checkpoints | None = None
         if fraction is not None and fraction < 1:
@@ -66,35 +65,22 @@ class SharedState:
         """Return itself: Megatron copies specs that hold it."""
         return self
 
-    def get_megatrons(
-        self,
-        config: ModelParallelConfig,
-        pg_collection: Any = None,
-        algorithm: Algorithm | None = None,
-    ) -> BurstContext:
+    def get_megatrons(self, config: ModelParallelConfig, pg_collection: Any = None) -> BurstContext:
         """Return the context of the context-parallel group that Megatron has made.
 
-        The first call, of all ranks of the job together, makes those of all algorithms that layers
-        of the model run: a pipeline stage need not have layers of each. That of the configuration
-        adopts Megatron's process groups within the node and between nodes.
+        The first call, of all ranks of the job together, makes it; it adopts Megatron's process
+        groups within the node and between nodes.
         """
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
-        own = self.config.algorithm
-        for name in (own, *algorithms(getattr(config, "cp_comm_type", None)), algorithm or own):
-            if (group, name) in self._contexts:
-                continue
+        if group not in self._contexts:
             self._compare_block_masks()
             hierarchy = None
-            if name is own and config.hierarchical_context_parallel_sizes:
+            if config.hierarchical_context_parallel_sizes:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
-            settings = config_of(self.config, name)
-            self._contexts[group, name] = BurstContext.create(
-                settings,
-                group,
-                hierarchy=hierarchy,
-                shape=shape_of(config, settings, self.tokens),
-            )
-        return self._contexts[group, algorithm or own]
+            shape = shape_of(config, self.config, self.tokens)
+            made = BurstContext.create(self.config, group, hierarchy=hierarchy, shape=shape)
+            self._contexts[group] = made
+        return self._contexts[group]
 
     def mask(self, is_causal: bool, window: int | None, documents: Documents) -> Mask:
         """Return the mask of a layer; a query sees at most `window` keys before it.
@@ -162,7 +148,6 @@ class BurstCoreAttention(ModuleWithSink):
         self,
         *,
         shared: SharedState,
-        algorithm: Algorithm | None = None,
         saves_extra_state: bool = False,
         build: Callable[[], Any] | None = None,
         config: TransformerConfig,
@@ -183,7 +168,7 @@ class BurstCoreAttention(ModuleWithSink):
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
         refuse_all(f"layer {layer_number} cannot use burst", reasons)
         self._shared = shared
-        self.context = shared.get_megatrons(config, pg_collection, algorithm)
+        self.context = shared.get_megatrons(config, pg_collection)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = window_of(config, layer_number)

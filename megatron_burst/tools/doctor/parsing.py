@@ -101,7 +101,7 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if not found.unknown:
         arguments.validate_args(args, {})
     if not line.is_attached and args.spec and args.spec[0] == spec.__name__:
-        found.config = spec.config_from_args(args)
+        spec.gpt()
     if not found.unknown:
         _build_configs(line, args, found.config)
 

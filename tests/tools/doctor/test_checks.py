@@ -111,9 +111,6 @@ def test_each_is_found(
 def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.ArgumentParser) -> None:
     assert look(parser, OURS, attached=False)["not-attached"] == E
     assert look(parser, "--cp-comm-type burst", attached=False)["not-attached"] == E
-    ours = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst"
-    assert look(parser, ours, attached=False) == {}, "it needs no launcher, and is not Megatron's"
-    assert look(parser, f"{ours} {OURS}", attached=False) == {"not-attached": E}
     for other in ("no_such_module spec", "no_such_module.inside spec"):
         assert look(parser, f"--spec {other}", attached=False)["lost-spec"] == X
     assert "lost-spec" not in look(parser, "--spec json loads", attached=False)
