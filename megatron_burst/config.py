@@ -120,8 +120,7 @@ class BurstConfig:
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
     segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
     packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
-    micro-batch so that all ranks have as much work; else zigzag. In these two, tokens move to their
-    ranks and losses back inside the model."""
+    micro-batch so that all ranks have as much work; else zigzag."""
 
     segments: int = 2
     """Into how many equal pieces segmented-zigzag cuts the sequence. With

@@ -5,12 +5,14 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
 import megatron.training.training as training
+import megatron.training.utils as training_utils
+from megatron.core import utils as core_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
@@ -33,6 +35,7 @@ from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints, data_indices
 from megatron_burst.plugin.files.data_files import check_data_files
+from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.host_room import HostRoom
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
@@ -53,6 +56,13 @@ from megatron_burst.plugin.rejections import with_reason
 logger = logging.getLogger(__name__)
 
 
+class _Batches(NamedTuple):
+    """What stands between Megatron's data and the model."""
+
+    iterators: DataIterators
+    cut: BatchCut
+
+
 def attach(*, own_entry: bool = False) -> None:
     """Wrap Megatron's `parse_args` and what builds models; again, the originals are wrapped.
 
@@ -60,14 +70,18 @@ def attach(*, own_entry: bool = False) -> None:
     a script that passes no hook. It must come before the script imports these names. Our own
     entry, megatron_burst.pretrain, checks files by itself.
     """
-    iterators = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
-    flags = functools.partial(_with_burst_flags, own_entry=own_entry, iterators=iterators)
+    cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
+    if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
+        wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
+    data = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
+    batches = _Batches(data, cut)
+    flags = functools.partial(_with_burst_flags, own_entry=own_entry, batches=batches)
     wrap(arguments, "parse_args", flags)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        wrap(argument_utils, name, functools.partial(_with_burst_spec, iterators=iterators))
+        wrap(argument_utils, name, functools.partial(_with_burst_spec, batches=batches))
     wrap(gpt, "mtp_block_spec", _with_burst_mtp)
     wrap(RerunStateMachine, "should_checkpoint_and_exit", with_reason)
-    wrap(training, "get_model", functools.partial(_with_our_parts, iterators=iterators))
+    wrap(training, "get_model", functools.partial(_with_our_parts, batches=batches))
 
 
 def shared_state(model_config: Any) -> SharedState | None:
@@ -78,7 +92,7 @@ def shared_state(model_config: Any) -> SharedState | None:
 
 
 def _with_burst_flags(
-    parse_args: Callable[..., Any], *, own_entry: bool, iterators: DataIterators
+    parse_args: Callable[..., Any], *, own_entry: bool, batches: _Batches
 ) -> Callable[..., Any]:
     def prepare(parser: argparse.ArgumentParser) -> None:
         if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
@@ -89,7 +103,7 @@ def _with_burst_flags(
 
     def settle(args: argparse.Namespace) -> None:
         configure(args)
-        iterators.unattached = _unattached(args)
+        batches.iterators.unattached = _unattached(args)
         if checks_files(args, own_entry=own_entry):
             check_data_files(args)
             data_indices.attach()
@@ -98,9 +112,7 @@ def _with_burst_flags(
     return compat.around_parse_args(parse_args, prepare, settle)
 
 
-def _with_burst_spec(
-    config_from_args: Callable[..., Any], iterators: DataIterators
-) -> Callable[..., Any]:
+def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:
     @functools.wraps(config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> Any:
         settle_dropouts(args)
@@ -113,7 +125,7 @@ def _with_burst_spec(
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
         if is_hybrid and args.qk_layernorm:
             logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
-        shared, hooks = _parts(args, iterators)
+        shared, hooks = _parts(args, batches)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)
         model_config.pre_wrap_hooks += hooks
@@ -122,31 +134,31 @@ def _with_burst_spec(
     return build
 
 
-def _with_our_parts(get_model: Callable[..., Any], iterators: DataIterators) -> Callable[..., Any]:
+def _with_our_parts(get_model: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:
     """Megatron's way to build a model by the script's `model_provider`, not by a configuration."""
 
     @functools.wraps(get_model)
     def build(model_provider_func: Callable[..., Any], *more: Any, **options: Any) -> Any:
         args = get_args()
         settle_dropouts(args)
-        provider = with_our_parts(model_provider_func, *_parts(args, iterators))
+        provider = with_our_parts(model_provider_func, *_parts(args, batches))
         return get_model(provider, *more, **options)
 
     return build
 
 
 def _parts(
-    args: argparse.Namespace, iterators: DataIterators
+    args: argparse.Namespace, batches: _Batches
 ) -> tuple[SharedState | None, list[Callable[..., Any]]]:
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
     shared = _make_shared_state(args)
-    iterators.ahead = _ahead(args, shared)
-    hooks = [*_hooks(args, shared, iterators.ahead)]
+    batches.iterators.ahead = _ahead(args, shared)
+    hooks = [*_hooks(args, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
             check_attention(models, shared)
-        iterators.unattached = None
+        batches.iterators.unattached = None
         return models
 
     return shared, [*hooks, check]
@@ -217,13 +229,14 @@ def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None
 
 
 def _hooks(
-    args: argparse.Namespace, shared: SharedState | None, ahead: Ahead | None
+    args: argparse.Namespace, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
         if moves or args.dataloader_inter_document_masking or args.sft:
-            yield SequenceHooks(shared, ahead, documents_apart=args.sft)
+            ahead, cut = batches.iterators.ahead, batches.cut
+            yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
             yield documents_must_come
         if shared.checkpoints is not None:

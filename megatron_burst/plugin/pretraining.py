@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,7 +21,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import argument_utils, get_args, get_tensorboard_writer, get_timers
@@ -164,7 +163,7 @@ def _next_batch(
     whole = flatten_batch_for_packed_sequences(whole)
     if not on_edge:
         return {key: whole[key] if key in _DOCUMENT_KEYS else None for key in whole}
-    return get_batch_on_this_cp_rank(
+    return utils.get_batch_on_this_cp_rank(  # by our layout, where there is another one
         whole,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),

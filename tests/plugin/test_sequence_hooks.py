@@ -34,6 +34,7 @@ from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
+from megatron_burst.plugin.hooks.batch_cut import BatchCut  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
     RotaryAtPositions,
@@ -357,3 +358,38 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="need a GPTModel or HybridModel, not a Stage"):
         SequenceHooks(None)([Stage()])
+
+
+# Batches that are cut by our layout.
+
+
+def _cut(team: Team) -> None:
+    """Nothing moves, whatever of the batch a stage is given; and what was not cut is refused."""
+    context = team.context(BALANCED)
+    cut = BatchCut(lambda batch, **_: batch | {"by": "Megatron"})
+    assert cut({"tokens": torch.arange(8)[None]}, is_hybrid_cp=False)["by"] == "Megatron"
+    stage = Stage()
+    stage.config.mtp_num_layers = None
+    hooks = _StageHooks(stage, Layouts(context), Ahead(SharedState(BALANCED)), cut)
+    cut.follow(hooks.layout_of, Positions(context).in_sequence)
+    whole = torch.arange(32)[None]
+    for bounds in ((0, 20, 32), (0, 12, 14, 32), None):
+        starts = None if bounds is None else torch.tensor([bounds])
+        given = {"tokens": whole, "labels": whole + 1, "loss_mask": None, "cu_seqlens": starts}
+        batch = cut(given, is_hybrid_cp=False, use_per_sequence_balancing=True)
+        said = None if bounds is None else packed(*bounds)
+        layout = zigzag(32, 2) if bounds is None else hooks._read(said).layout
+        mine = layout.shard(whole, context.rank, 1)
+        assert torch.equal(batch["tokens"], mine) and torch.equal(batch["labels"], mine + 1)
+        options = {"labels": batch["labels"], "packed_seq_params": said}
+        losses = stage(batch["tokens"], None, None, loss_mask=mine.half(), **options)
+        assert stage.seen["input_ids"] is batch["tokens"] and torch.equal(losses, mine + 1.0)
+    with pytest.raises(ValueError, match="hand over what it returns, or take --burst-layout zig"):
+        stage(batch["tokens"].clone(), None, None, labels=batch["labels"].clone())
+    padded = {"cu_seqlens_padded": torch.tensor([[0, 20, 32]])}
+    given = {"tokens": whole, "cu_seqlens": torch.tensor([[0, 18, 30]])} | padded
+    assert cut(given)["by"] == "Megatron", "each document is in a zigzag of its own"
+
+
+def test_a_batch_that_is_cut_by_our_layout_moves_nothing(workers: WorkerPool) -> None:
+    workers.run(2, _cut)

@@ -9,7 +9,7 @@ other for it goes by a gloo group of its own.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -130,18 +130,19 @@ class Ahead:
             try:
                 if before is not None:
                     before.result()
-                made = self._agree([self._packed(item) for item in items])
+                made = self._agree(
+                    [self.packed(flatten_batch_for_packed_sequences(x)) for x in items]
+                )
                 failures = [self._prepare(packed, read, kinds) for packed in made]
                 self._share("; ".join(filter(None, failures)), made)
                 done.set_result(None)
             except Exception as error:  # for who takes the next micro-batch, and all after it
                 done.set_exception(error)
 
-    def _packed(self, item: dict[str, Any]) -> PackedSeqParams:
-        """Say of a micro-batch on the host what Megatron's scripts say of it on the device."""
-        item = flatten_batch_for_packed_sequences(item)
+    def packed(self, item: Mapping[str, Any]) -> PackedSeqParams:
+        """Say of a micro-batch, one sequence, what Megatron's scripts say of it to the model."""
         bounds, padded = (
-            None if (x := item[name]) is None else x.squeeze(0)
+            None if (x := item.get(name)) is None else x.squeeze(0)
             for name in ("cu_seqlens", "cu_seqlens_padded")
         )
         bounds = bounds if padded is None else padded
