@@ -32,9 +32,6 @@ from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.compat import wrap
-from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.files import complete_checkpoints, data_indices
-from megatron_burst.plugin.files.data_files import check_data_files
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.host_room import HostRoom
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
@@ -63,19 +60,39 @@ class _Batches(NamedTuple):
     cut: BatchCut
 
 
-def attach(*, own_entry: bool = False) -> None:
+def attach(
+    look: Callable[[argparse.Namespace], object] = lambda _: None, *, own_entry: bool = False
+) -> None:
     """Wrap Megatron's `parse_args` and what builds models; again, the originals are wrapped.
 
     Megatron offers a hook for more flags, but none between parsing and validation, and none for
-    a script that passes no hook. It must come before the script imports these names. Our own
-    entry, megatron_burst.pretrain, checks files by itself.
+    a script that passes no hook. It must come before the script imports these names.
+
+    Args:
+        look: looks at the files that parsed arguments name, where --burst-check-files asks for it.
+        own_entry: whether it is our own entry, megatron_burst.pretrain, which asks by itself.
     """
     cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
     if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
         wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
     data = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
     batches = _Batches(data, cut)
-    flags = functools.partial(_with_burst_flags, own_entry=own_entry, batches=batches)
+
+    def flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+        def add(parser: argparse.ArgumentParser) -> None:
+            if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
+                sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags")
+            compat.set_defaults_without_transformer_engine(parser)
+            add_burst_arguments(parser)
+
+        def settle(args: argparse.Namespace) -> None:
+            configure(args)
+            batches.iterators.unattached = _unattached(args)
+            if checks_files(args, own_entry=own_entry):
+                look(args)
+
+        return compat.around_parse_args(parse_args, add, settle)
+
     wrap(arguments, "parse_args", flags)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
         wrap(argument_utils, name, functools.partial(_with_burst_spec, batches=batches))
@@ -89,27 +106,6 @@ def shared_state(model_config: Any) -> SharedState | None:
     if hasattr(model_config, "hybrid_stack_spec"):
         return model_config.hybrid_stack_spec.params.get("shared")
     return model_config.transformer_layer_spec.shared
-
-
-def _with_burst_flags(
-    parse_args: Callable[..., Any], *, own_entry: bool, batches: _Batches
-) -> Callable[..., Any]:
-    def prepare(parser: argparse.ArgumentParser) -> None:
-        if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
-            sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
-        if not cpu_platform.cpu_platform_active():
-            compat.set_defaults_without_transformer_engine(parser)
-        add_burst_arguments(parser)
-
-    def settle(args: argparse.Namespace) -> None:
-        configure(args)
-        batches.iterators.unattached = _unattached(args)
-        if checks_files(args, own_entry=own_entry):
-            check_data_files(args)
-            data_indices.attach()
-            complete_checkpoints.attach(args)
-
-    return compat.around_parse_args(parse_args, prepare, settle)
 
 
 def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from megatron_burst.plugin.attention.core_attention import SharedState
-from megatron_burst.plugin.cpu.table import peak_resident_bytes
+from megatron_burst.plugin.compat import peak_resident_bytes
 from megatron_burst.transport import lock
 
 logger = logging.getLogger(__name__)

@@ -166,7 +166,7 @@ def test_the_cpu_platform_brings_what_it_needs_and_none_of_our_flags(
     called = []
     monkeypatch.setattr(launch, "_show_our_log", lambda: None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *STOCK])
-    monkeypatch.setattr(launch.compat, "mend_wheel", lambda: called.append("mend"))
+    monkeypatch.setattr(launch, "mend_wheel", lambda: called.append("mend"))
     for name in ("cpu_platform_wanted", "check_job", "activate"):
         monkeypatch.setattr(
             launch.cpu_platform, name, lambda name=name: called.append(name) or True

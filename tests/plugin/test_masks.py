@@ -26,6 +26,7 @@ from megatron.core.models.common.embeddings.rope_utils import (  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
+from megatron_burst.cpu_platform.table import thd_get_partitioned_indices  # noqa: E402
 from megatron_burst.plugin.attention import documents as documents_module  # noqa: E402
 from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
@@ -34,7 +35,6 @@ from megatron_burst.plugin.attention.documents import (  # noqa: E402
     Reader,
     read_documents,
 )
-from megatron_burst.plugin.cpu.table import thd_get_partitioned_indices  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
 TOKENS = 24

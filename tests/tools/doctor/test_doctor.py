@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.kernels import KERNELS, Request
-from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
@@ -234,7 +234,7 @@ def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
     (tmp_path / "pretrain_gpt.py").write_text("import megatron_burst\n")
     forget_megatron(monkeypatch)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("megatron_burst.plugin.cpu.platform.cpu_platform_wanted", lambda: False)
+    monkeypatch.setattr("megatron_burst.cpu_platform.platform.cpu_platform_wanted", lambda: False)
     assert main(["--", f"{tmp_path}/pretrain_gpt.py"]) == 1
     assert f"megatron-core 0.12.3 in {tmp_path}/megatron is not one that" in capsys.readouterr().out
 
