@@ -30,7 +30,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
-from megatron_burst.plugin.flags import FORMER, all_flags, flags
+from megatron_burst.plugin.flags import ENDED, all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
     MEGATRON,
@@ -55,7 +55,7 @@ def asks_for_us(words: Sequence[str]) -> bool:
     Without any of these nothing of Megatron is replaced. The program's name is not among `words`.
     """
     names = {word.split("=")[0] for word in words}
-    if names & {"-h", "--help", *(flag.name for flag in all_flags()), *FORMER}:
+    if names & {"-h", "--help", *ENDED, *(flag.name for flag in all_flags())}:
         return True
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cp-comm-type", nargs="*")
@@ -80,15 +80,9 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             kind = {"default": default, "type": flag.type, "metavar": shown}
             text += "" if default is None else f" (default: {default})"
         group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
-    for name in FORMER:
-        group.add_argument(
-            name,
-            dest="former_flags",
-            action=_Former,
-            nargs="*",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+    for name in ENDED:
+        hidden = argparse.SUPPRESS
+        group.add_argument(name, nargs="?", action=_Ended, default=hidden, help=hidden)
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -99,13 +93,12 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
-class _Former(argparse.Action):
-    """Notes the name of a flag that is no more; `configure` refuses it."""
+class _Ended(argparse.Action):
+    """Ends with what to do in the place of a flag of before."""
 
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, name: str | None = None
-    ) -> None:
-        namespace.former_flags = [*getattr(namespace, "former_flags", ()), name]
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        (name,) = self.option_strings
+        parser.error(f"{name} is no more: {ENDED[name]}")
 
 
 def set_dropouts(args: argparse.Namespace) -> None:
@@ -234,8 +227,6 @@ def configure(args: argparse.Namespace) -> None:
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
-    former = [f"{name} is no more: {FORMER[name]}" for name in getattr(args, "former_flags", ())]
-    refuse((bool(former), "; ".join(former)))
     set_dropouts(args)
     lm_head_config_from_args(args)
     mlp_config_from_args(args)

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_burst.config import (
@@ -16,12 +16,6 @@ from megatron_burst.config import (
     members,
 )
 
-FORMER: Mapping[str, str] = {
-    "--burst-check-nan": "pass --burst-check nan",
-    "--burst-verify": "pass --burst-check reference",
-}
-"""Flags of earlier versions, and what to do in their place."""
-
 
 class Flag(NamedTuple):
     """One command-line flag, derived from a field of a configuration."""
@@ -32,6 +26,13 @@ class Flag(NamedTuple):
     values: tuple[str, ...]  # what it may be; empty where any string is accepted
     default: Any
     help: str
+
+
+ENDED = {
+    "--burst-check-nan": "pass --burst-check nan",
+    "--burst-verify": "pass --burst-check reference",
+}
+"""Flags of before, and what to do in their place."""
 
 
 def flags(config: type = BurstConfig) -> tuple[Flag, ...]:

@@ -18,13 +18,14 @@ from megatron_burst.config import LmHeadConfig, LmHeadLoss
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
+    asks_for_us,
     burst_config_from_args,
     checks_files,
     configure,
     lm_head_config_from_args,
     settle_dropouts,
 )
-from megatron_burst.plugin.flags import all_flags
+from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
@@ -50,13 +51,24 @@ from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
-ITERATORS: Any = SimpleNamespace(ahead=None)  # of the data, which no test here reads
+BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(ahead=None), cut=None)  # none come
 
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     return add_burst_arguments(megatron_arguments.add_megatron_arguments(made))
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_flag_of_before_ends_with_what_to_do(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert asks_for_us([f"{name}=2"]) and name not in parser.format_help()
+    for words in ([name], [name, "2"], [f"{name}=2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"{name} is no more: {ENDED[name]}" in capsys.readouterr().err
 
 
 def parse(parser: argparse.ArgumentParser, line: str = "") -> argparse.Namespace:
@@ -183,11 +195,6 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--burst-verify", "^--burst-verify is no more: pass --burst-check reference$"),
-        (
-            BURST + "--burst-check-nan --burst-verify",
-            "--burst-check-nan is no more: pass --burst-check nan; --burst-verify is no more",
-        ),
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
         (
             BURST + "--burst-check nan --fp16",
@@ -656,7 +663,7 @@ def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
     args = parse(parser, BURST)
     configure(args)
     model_config = SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
-    build = attach._with_burst_spec(lambda args: model_config, ITERATORS)
+    build = attach._with_burst_spec(lambda args: model_config, BATCHES)
     args.rank, args.modelopt_enabled = 1, True
     with pytest.raises(ValueError, match="modelopt_enabled = True: ModelOpt builds") as refused:
         build(args)
@@ -790,11 +797,11 @@ def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
         seen.append((args.attention_dropout, args.hidden_dropout))
         return SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
 
-    attach._with_burst_spec(gpt_config, ITERATORS)(args)
+    attach._with_burst_spec(gpt_config, BATCHES)(args)
     assert seen == [(0.0, 0.2)]
     args.use_checkpoint_args, args.attention_dropout = False, 0.1
     with pytest.raises(ValueError, match=r"attention_dropout = 0.1: .*pass --attention-dropout 0"):
-        attach._with_burst_spec(gpt_config, ITERATORS)(args)
+        attach._with_burst_spec(gpt_config, BATCHES)(args)
 
 
 def test_a_norm_that_a_hybrid_stack_lacks_is_said(
@@ -804,7 +811,7 @@ def test_a_norm_that_a_hybrid_stack_lacks_is_said(
     configure(args)
     for field, said in (("transformer_layer_spec", False), ("hybrid_stack_spec", True)):
         config = SimpleNamespace(**{field: None}, pre_wrap_hooks=[])
-        attach._with_burst_spec(lambda _, config=config: config, ITERATORS)(args)
+        attach._with_burst_spec(lambda _, config=config: config, BATCHES)(args)
         assert ("--qk-layernorm has no effect" in caplog.text) == said
 
 
