@@ -235,7 +235,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig
-from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import local_stack_spec
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead

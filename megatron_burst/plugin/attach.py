@@ -28,9 +28,9 @@ from megatron_burst.plugin.arguments import (
     settle_dropouts,
 )
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
-from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shapes import tokens_of_rank
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.host_room import HostRoom

@@ -29,7 +29,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import peak_resident_bytes
 from megatron_burst.transport import lock
 
@@ -278,8 +278,8 @@ def write_run_figures(args: Any, shared: SharedState | None) -> None:
         return
     writer.add_scalar("burst/peak-memory-bytes", int(memory), args.curr_iteration)
     if shared is not None:
-        sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
+        sent = shared.contexts.bytes_sent - shared.contexts.bytes_sent_in_evaluation
         writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
-        writer.add_scalar("burst/documents", shared.means.documents, args.curr_iteration)
-        writer.add_scalar("burst/imbalance", shared.means.imbalance, args.curr_iteration)
+        writer.add_scalar("burst/documents", shared.contexts.means.documents, args.curr_iteration)
+        writer.add_scalar("burst/imbalance", shared.contexts.means.imbalance, args.curr_iteration)
     writer.flush()

@@ -28,8 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import name_mtp_layers  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
@@ -140,7 +141,7 @@ def test_a_stage_without_attention_makes_the_contexts_too() -> None:
     shared = SharedState(BurstConfig())
     stack = empty_stack(burst_layer_spec(local_stack_spec(), shared))
     assert isinstance(stack, LocalHybridStack)
-    assert len(shared._contexts) == 1
+    assert len([*shared.contexts]) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
@@ -23,6 +23,7 @@ from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     NonFiniteError,
     with_nan_check,
 )
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 HUGE = 1e30  # finite, and its square is not
 attend = with_nan_check(ring_attention, "7")

@@ -31,9 +31,10 @@ from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.batch_cut import BatchCut  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
@@ -352,7 +353,7 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
     attention.context = Context(SEGMENTED, 2, 0)
     with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
         BurstCoreAttention._refuse(attention, None, None)
-    assert SharedState(BurstConfig()).tokens_follow_layout
+    assert SharedState(BurstConfig()).follows_layout
 
 
 def test_other_models_are_refused() -> None:

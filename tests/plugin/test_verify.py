@@ -33,8 +33,9 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.attention.verify import VerificationError  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
 
@@ -51,8 +52,8 @@ class Layers:
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
-            self.shared.get_megatrons = lambda *_: context  # type: ignore[method-assign]
-        self.shared.tokens_follow_layout = True
+            self.shared.contexts.of = lambda *_: context  # type: ignore[method-assign]
+        self.shared.follow_layout()
         self.dtype, self.rank = dtype, 0 if team is None else team.rank
         self.layers = [self._layer(number, group) for number in (1, 2)]
         self.frozen: list[Any] = []

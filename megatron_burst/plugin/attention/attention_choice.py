@@ -8,8 +8,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_burst.config import Algorithm
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
+from megatron_burst.plugin.attention.shared_state import SharedState
 
 # Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
 _REPLACEABLE = (DotProductAttention, TEDotProductAttention)

@@ -55,7 +55,7 @@ def name_mtp_layers(models: list[Any]) -> list[Any]:
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, BurstCoreAttention) and name.startswith("mtp."):
-                module.call_layer(name.removesuffix(".self_attention.core_attention"))
+                module.name_layer(name.removesuffix(".self_attention.core_attention"))
     return models
 
 

@@ -20,11 +20,11 @@ from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,
-    SharedState,
     window_of,
 )
 from megatron_burst.plugin.attention.documents import Documents, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
@@ -76,7 +76,7 @@ class SequenceHooks:
         for model in models:
             _check_model(model)
             _check_core_attention(model)
-            context = self._shared.get_megatrons(model.config, model.pg_collection)
+            context = self._shared.contexts.of(model.config, model.pg_collection)
             positions = Positions(context)
             replace_rotary(model, positions)
             config, window = model.config, _window_of_all(model.config)
@@ -86,7 +86,7 @@ class SequenceHooks:
             moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
-        self._shared.tokens_follow_layout = True
+        self._shared.follow_layout()
         return models
 
 
@@ -165,13 +165,14 @@ class _StageHooks:
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True)
-        model.register_forward_hook(lambda *_: ahead.begin(self._read))  # the device has work now
+        # Behind the forward, when the device has work.
+        model.register_forward_hook(lambda *_: ahead.plan_next(self._read))
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""
         if batch.get("cu_seqlens") is None:
             return self._context.layout(tokens)
-        documents = self._ahead.take(self._ahead.packed(batch), self._read)
+        documents = self._ahead.documents_of(self._ahead.packed(batch), self._read)
         return None if documents.brought else documents.layout or self._context.layout(tokens)
 
     def before(
@@ -181,7 +182,7 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = self._ahead.take(packed, self._read)
+            given["packed_seq_params"] = self._ahead.documents_of(packed, self._read)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.verify import spread_of
-from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 from megatron_burst.plugin.models import LanguageModel
 
@@ -45,7 +45,7 @@ class PositionHooks:
         for model in models:
             if not isinstance(model, LanguageModel):
                 continue
-            context = self._shared.get_megatrons(model.config, model.pg_collection)
+            context = self._shared.contexts.of(model.config, model.pg_collection)
             if not self._ids_begin_anew:
                 _once(model, functools.partial(self._look_at_ids, context))
             for module in model.modules():
