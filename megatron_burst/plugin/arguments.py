@@ -1,10 +1,10 @@
 """Our flags in Megatron's parser, and what they ask of Megatron's own."""
 
 import argparse
-import dataclasses
 import importlib.util
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +12,6 @@ from megatron_burst.config import (
     Algorithm,
     BurstConfig,
     Check,
-    FileChecks,
-    FileConfig,
-    LmHeadConfig,
-    LmHeadLoss,
-    Mla,
-    MlpConfig,
     Topology,
     refuse,
 )
@@ -27,17 +21,12 @@ from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
-from megatron_burst.plugin import compat
+from megatron_burst.plugin.asked import Asked, asked_of
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
-from megatron_burst.plugin.flags import ENDED, all_flags, flags
+from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
-    LATENT_LIMITS,
     MEGATRON,
-    MLP_LIMITS,
-    MLP_WORKING,
-    beyond,
-    lm_head_refusals,
     refusals,
     refuse_all,
 )
@@ -83,7 +72,9 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for name in ENDED:
         hidden = argparse.SUPPRESS
         group.add_argument(name, nargs="?", action=_Ended, default=hidden, help=hidden)
-    compat.mend_help(parser)
+    for action in parser._actions:  # one text of Megatron's has a bare percent sign
+        if action.help:
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
         cp_comm_type=None,
@@ -132,109 +123,22 @@ def settle_dropouts(args: argparse.Namespace) -> None:
         args.attention_dropout = 0.0
 
 
-def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
-    """Return the configuration that the flags describe; None for Megatron's own attention.
-
-    Raises:
-        ValueError: a value is unknown or not built yet, or a flag would have no effect.
-    """
-    values = _values(args, BurstConfig)
-    if values["algorithm"] != MEGATRON:
-        config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
-        return _settle_heads(args, _settle_mla(args, config))
-    idle = [
-        f"{flag.name} {values[flag.field]}"
-        for flag in flags()
-        if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
-    ]
-    text = f"has no effect under --context-parallel-algo {MEGATRON}"
-    refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
-    return None
-
-
-def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
-    """Return the settings with K and V sent where it is known that latents cannot be."""
-    reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
-    if config.mla is Mla.LATENT:
-        missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
-        refuse_all(f"--burst-mla {config.mla} cannot run this", [*reasons, *missing])
-    elif reasons and has_latents and config.mla is Mla.AUTO:
-        logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
-        return dataclasses.replace(config, mla=Mla.HEADS)
-    return config
-
-
-def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
-    """Return the settings with no heads shared out where rings send less, or are asked for."""
-    if config.head_parallel_size or config.algorithm is not Algorithm.BURST:
-        return config
-    why = "rings are asked for by --hierarchical-context-parallel-sizes"
-    if args.dataloader_inter_document_masking or args.sft:
-        why = "rings send less under documents"
-    elif not args.hierarchical_context_parallel_sizes:
-        return config
-    logger.info("--burst-head-parallel-size 1: %s", why)
-    return dataclasses.replace(config, head_parallel_size=1)
-
-
-def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
-    """Return the settings of the chunked loss; None for Megatron's own.
-
-    Raises:
-        ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
-            cannot be honoured.
-    """
-    config = LmHeadConfig(**_values(args, LmHeadConfig))
-    if config.loss is LmHeadLoss.MEGATRON:
-        return None
-    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
-    return config
-
-
-def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
-    """Return the settings of MLPs in chunks; None for Megatron's own.
-
-    Raises:
-        ValueError: the number is not positive, or an argument of Megatron cannot be honoured.
-    """
-    config = MlpConfig(**_values(args, MlpConfig))
-    if config.chunks == 1:
-        return None
-    modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
-    again = args.recompute_granularity == "selective" and bool(modules)
-    text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
-    reasons = [*beyond(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
-    refuse_all("--mlp-chunks cannot run this", reasons)
-    return config
-
-
-def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
-    """Return whether --burst-check-files asks for the checks; ValueError for an unknown value."""
-    asked = FileConfig(**_values(args, FileConfig)).check_files
-    return own_entry if asked is FileChecks.AUTO else asked is FileChecks.ON
-
-
-def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    return {x.field: getattr(args, x.name[2:].replace("-", "_")) for x in flags(config)}
-
-
-def configure(args: argparse.Namespace) -> None:
+def configure(args: argparse.Namespace) -> Asked:
     """Check the parsed arguments and set what our flags imply, before Megatron validates them.
 
-    Sets `cp_comm_type`, by which Megatron tells each layer's core attention what to do, and the
-    dropouts that were not given, and switches off the data loader's dense attention mask.
+    Returns what they ask for. Sets `cp_comm_type`, by which Megatron tells each layer's core
+    attention what to do, and the dropouts that were not given, and switches off the data loader's
+    dense attention mask.
 
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
     set_dropouts(args)
-    lm_head_config_from_args(args)
-    mlp_config_from_args(args)
-    config = burst_config_from_args(args)
-    if config is None:
+    asked = asked_of(args)
+    if (config := asked.attention) is None:
         _check_megatron_algorithm(args)
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
-        return
+        return asked
     check_kernel_name(config.kernel)
     _check_length(args, config)
     _check_hierarchy(args, config)
@@ -268,6 +172,7 @@ def configure(args: argparse.Namespace) -> None:
             )
         )
         args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
+    return asked
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

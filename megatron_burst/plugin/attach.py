@@ -20,16 +20,12 @@ from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
-    burst_config_from_args,
-    checks_files,
     configure,
-    lm_head_config_from_args,
-    mlp_config_from_args,
     settle_dropouts,
 )
+from megatron_burst.plugin.asked import Asked, asked_of, checks_files
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
-from megatron_burst.plugin.attention.shapes import tokens_of_rank
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
@@ -41,7 +37,7 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
-from megatron_burst.plugin.limits import MEGATRON, refusals, refuse_all
+from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.own_models import (
     REMEDY,
     check_attention,
@@ -86,8 +82,8 @@ def attach(
             add_burst_arguments(parser)
 
         def settle(args: argparse.Namespace) -> None:
-            configure(args)
-            batches.iterators.unattached = _unattached(args)
+            flags, text = configure(args).flags, "the model was built, and nothing of ours is in it"
+            batches.iterators.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
             if checks_files(args, own_entry=own_entry):
                 look(args)
 
@@ -147,9 +143,10 @@ def _parts(
     args: argparse.Namespace, batches: _Batches
 ) -> tuple[SharedState | None, list[Callable[..., Any]]]:
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
-    shared = _make_shared_state(args)
-    batches.iterators.ahead = _ahead(args, shared)
-    hooks = [*_hooks(args, shared, batches)]
+    asked = asked_of(args)  # again: a script may have changed the arguments
+    shared = _make_shared_state(args, asked)
+    batches.iterators.ahead = _ahead(args, asked, shared)
+    hooks = [*_hooks(args, asked, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
@@ -158,16 +155,6 @@ def _parts(
         return models
 
     return shared, [*hooks, check]
-
-
-def _unattached(args: argparse.Namespace) -> str | None:
-    """Say what no model has yet of what the flags ask for, if they ask for anything in it."""
-    asked = {"--context-parallel-algo": args.context_parallel_algo}
-    asked |= {"--lm-head-loss": args.lm_head_loss}
-    flags = [f"{name} {value}" for name, value in asked.items() if value != MEGATRON]
-    flags += [f"--mlp-chunks {args.mlp_chunks or 'auto'}"] * (args.mlp_chunks != 1)
-    text = f"{' and '.join(flags)}: the model was built, and nothing of ours is in it: {REMEDY}"
-    return text if flags else None
 
 
 def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,18 +168,16 @@ def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
+def _make_shared_state(args: argparse.Namespace, asked: Asked) -> SharedState | None:
     """Return what the layers of our attention share; None where attention is Megatron's."""
-    config = burst_config_from_args(args)
-    if config is None:
+    if (config := asked.attention) is None:
         return None
-    # Again: they may have changed since they were parsed.
     what = "cannot run what --use-checkpoint-args or the script has set"
     refuse_all(f"--context-parallel-algo {config.algorithm} {what}", refusals(args))
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config, tokens_of_rank(args))
+    return SharedState(config, asked.tokens)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
@@ -211,26 +196,25 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None:
+def _ahead(args: argparse.Namespace, asked: Asked, shared: SharedState | None) -> Ahead | None:
     """Return what plans documents one micro-batch ahead, where that can be known.
 
     An iterator from outside Megatron may save how far it was read. Under --burst-check reference
     every mask is compared over the ranks.
     """
-    documents = args.dataloader_inter_document_masking or args.sft
-    documents = documents and args.dataloader_type != "external"
-    if shared is None or not documents or shared.verification is not None:
+    is_known = asked.has_documents and args.dataloader_type != "external"
+    if shared is None or not is_known or shared.verification is not None:
         return None
     return Ahead(shared, args.seq_length)
 
 
 def _hooks(
-    args: argparse.Namespace, shared: SharedState | None, batches: _Batches
+    args: argparse.Namespace, asked: Asked, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
-        if moves or args.dataloader_inter_document_masking or args.sft:
+        if moves or asked.has_documents:
             ahead, cut = batches.iterators.ahead, batches.cut
             yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
@@ -238,18 +222,16 @@ def _hooks(
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.config.recompute_offload:
-            tokens = tokens_of_rank(args)
-            assert tokens is not None
-            yield HostRoom(tokens, shared.config.recompute_fraction)
+            assert asked.tokens is not None
+            yield HostRoom(asked.tokens, shared.config.recompute_fraction)
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
-    head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
-    if head is not None:
-        yield ChunkedHead(head)
-    if (mlp := mlp_config_from_args(args)) is not None:
-        yield ChunkedMlps(mlp)
-    if args.mtp_num_layers and (shared is not None or head is not None):
+    if asked.head is not None:
+        yield ChunkedHead(asked.head)
+    if asked.mlp is not None:
+        yield ChunkedMlps(asked.mlp)
+    if args.mtp_num_layers and (shared is not None or asked.head is not None):
         yield MtpLosses()

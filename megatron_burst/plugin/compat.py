@@ -93,15 +93,6 @@ def around_parse_args(
     return parse
 
 
-def mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the bare percent signs in help texts, one of Megatron's, that make `--help` fail."""
-    for action in parser._actions:
-        try:
-            str(action.help) % vars(action)
-        except (ValueError, TypeError):
-            action.help = str(action.help).replace("%", "%%")
-
-
 def is_first_of_its_stage() -> bool:
     """Whether this rank speaks for its pipeline stage; where there are none, for the job."""
     from megatron.core import parallel_state

@@ -19,11 +19,13 @@ from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     asks_for_us,
+    configure,
+    settle_dropouts,
+)
+from megatron_burst.plugin.asked import (
     burst_config_from_args,
     checks_files,
-    configure,
     lm_head_config_from_args,
-    settle_dropouts,
 )
 from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (

@@ -19,12 +19,11 @@ from megatron_burst.tools.doctor.target import Target
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 
-from megatron_burst.plugin import spec  # noqa: E402
 from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
-    burst_config_from_args,
     set_dropouts,
 )
+from megatron_burst.plugin.asked import burst_config_from_args  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 CLEAN = """
@@ -49,8 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def parsed(parser: argparse.ArgumentParser, words: list[str]) -> Parsed:
     args = parser.parse_args(words)
     set_dropouts(args)
-    by_spec = args.spec and args.spec[0] == spec.__name__
-    return Parsed(args, spec.config_from_args(args) if by_spec else burst_config_from_args(args))
+    return Parsed(args, burst_config_from_args(args))
 
 
 def look(
