@@ -92,7 +92,7 @@ class _Ended(argparse.Action):
         parser.error(f"{name} is no more: {ENDED[name]}")
 
 
-def set_dropouts(args: argparse.Namespace) -> None:
+def set_default_dropouts(args: argparse.Namespace) -> None:
     """Set the dropouts that were not given: 0 with our attention, else Megatron's own.
 
     To be called on what `add_burst_arguments`' parser returned; again it does nothing.
@@ -105,7 +105,7 @@ def set_dropouts(args: argparse.Namespace) -> None:
         args.unset_dropouts = missing  # to be said later: Megatron parses more than once
 
 
-def settle_dropouts(args: argparse.Namespace) -> None:
+def report_dropouts(args: argparse.Namespace) -> None:
     """Where a model is built with our attention, say which dropouts are 0 though not given.
 
     The attention dropout that --use-checkpoint-args brought is set to 0: Megatron lets a checkpoint
@@ -133,7 +133,7 @@ def configure(args: argparse.Namespace) -> Asked:
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
-    set_dropouts(args)
+    set_default_dropouts(args)
     asked = asked_of(args)
     if (config := asked.attention) is None:
         _check_megatron_algorithm(args)

@@ -81,7 +81,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
-        return _settle_heads(args, _settle_mla(args, config))
+        return _with_heads_at_home(args, _with_sendable_latents(args, config))
     idle = [
         f"{flag.name} {values[flag.field]}"
         for flag in flags()
@@ -92,7 +92,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     return None
 
 
-def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
+def _with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with K and V sent where it is known that latents cannot be."""
     reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
     if config.mla is Mla.LATENT:
@@ -104,7 +104,7 @@ def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     return config
 
 
-def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
+def _with_heads_at_home(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with no heads shared out where rings send less, or are asked for."""
     if config.head_parallel_size or config.algorithm is not Algorithm.BURST:
         return config

@@ -21,7 +21,7 @@ from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     configure,
-    settle_dropouts,
+    report_dropouts,
 )
 from megatron_burst.plugin.asked import Asked, asked_of, checks_files
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
@@ -107,7 +107,7 @@ def shared_state(model_config: Any) -> SharedState | None:
 def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:
     @functools.wraps(config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> Any:
-        settle_dropouts(args)
+        report_dropouts(args)
         model_config = config_from_args(args, *more, **options)
         is_hybrid = hasattr(model_config, "hybrid_stack_spec")
         field = "hybrid_stack_spec" if is_hybrid else "transformer_layer_spec"
@@ -132,7 +132,7 @@ def _with_our_parts(get_model: Callable[..., Any], batches: _Batches) -> Callabl
     @functools.wraps(get_model)
     def build(model_provider_func: Callable[..., Any], *more: Any, **options: Any) -> Any:
         args = get_args()
-        settle_dropouts(args)
+        report_dropouts(args)
         provider = with_our_parts(model_provider_func, *_parts(args, batches))
         return get_model(provider, *more, **options)
 

@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode  # noqa: E402
 
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators, OneAhead  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents, digest_of  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments, digest_of  # noqa: E402
 
 TOKENS = 8
 ALONE: Any = SimpleNamespace(size=lambda: 1)  # a group of one rank
@@ -46,11 +46,11 @@ def packed(*bounds: int) -> PackedSeqParams:
     )
 
 
-def read(given: PackedSeqParams) -> Documents:
+def read(given: PackedSeqParams) -> PackedDocuments:
     bounds = tuple(given.cu_seqlens_q.tolist())
     if [*bounds] != sorted(bounds):
         raise ValueError(f"borders fall: {bounds}")
-    return Documents(cu_seqlens_q=given.cu_seqlens_q, bounds=bounds)
+    return PackedDocuments(cu_seqlens_q=given.cu_seqlens_q, bounds=bounds)
 
 
 class Shared:
@@ -65,7 +65,7 @@ class Shared:
     def kinds(self) -> dict[Any, Any]:
         return {}
 
-    def plan_ahead(self, documents: Documents, _: Any) -> list[Any]:
+    def plan_ahead(self, documents: PackedDocuments, _: Any) -> list[Any]:
         time.sleep(self._seconds)
         self.planned.append(documents.bounds)
         return [(SimpleNamespace(adopt=lambda _: None), {})]
@@ -256,7 +256,7 @@ def _ranks(team: Team, bounds: list[int]) -> Any:
         next(iterator)
     ahead.plan_next(read)
     try:
-        found = ahead.documents_of(packed(0, bounds[0], TOKENS), lambda _: Documents())
+        found = ahead.documents_of(packed(0, bounds[0], TOKENS), lambda _: PackedDocuments())
     except ValueError as error:
         return str(error)
     return found.bounds

@@ -20,7 +20,7 @@ from megatron_burst.plugin.arguments import (
     add_burst_arguments,
     asks_for_us,
     configure,
-    settle_dropouts,
+    report_dropouts,
 )
 from megatron_burst.plugin.asked import (
     burst_config_from_args,
@@ -778,8 +778,8 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
     args = parse(parser, line)
     configure(args)
     assert (args.attention_dropout, args.hidden_dropout) == dropouts
-    settle_dropouts(args)
-    settle_dropouts(args)  # no more
+    report_dropouts(args)
+    report_dropouts(args)  # no more
     assert caplog.messages == [
         f"--{name}-dropout is 0: it was not given; without our attention 0.1"
         for name in said.split()

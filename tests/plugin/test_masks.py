@@ -30,7 +30,7 @@ from megatron_burst.cpu_platform.table import thd_get_partitioned_indices  # noq
 from megatron_burst.plugin.attention import documents as documents_module  # noqa: E402
 from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
 from megatron_burst.plugin.attention.documents import (  # noqa: E402
-    Documents,
+    PackedDocuments,
     Reader,
     read_documents,
 )
@@ -41,8 +41,8 @@ TOKENS = 24
 TABLE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
 
 
-def documents(*bounds: int, samples: int = 1) -> Documents:
-    return Documents(qkv_format="sbhd", bounds=bounds, samples=samples)
+def documents(*bounds: int, samples: int = 1) -> PackedDocuments:
+    return PackedDocuments(qkv_format="sbhd", bounds=bounds, samples=samples)
 
 
 def check(module: Any, visible: Tensor, **options: Any) -> None:

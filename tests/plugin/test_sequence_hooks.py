@@ -32,7 +32,7 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.batch_cut import BatchCut  # noqa: E402
@@ -113,7 +113,7 @@ def test_rotary_rows_within_documents_belong_to_the_call() -> None:
     module = RotaryAtPositions(rotary("rope"), Positions(Context(BurstConfig(), 2, 1)))
     positions = make_layout(BurstConfig(), 16, 2).positions(1)
     for bounds in ((0, 5, 16), (0, 16), (0, 5, 16)):
-        found = ask(module, 8, Documents(bounds=bounds))
+        found = ask(module, 8, PackedDocuments(bounds=bounds))
         assert torch.equal(found, table[within_documents(positions, bounds)])
     assert torch.equal(ask(module, 8), table[positions])
 
@@ -124,7 +124,7 @@ def test_rotary_rows_of_mla_have_no_batch_dimension_where_there_are_documents(ki
     """As its tensors; with one they would be broadcast against each other, row by row."""
     positions = Positions(Context(BurstConfig(), 2, 1))
     module = RotaryAtPositions(rotary(kind), positions, in_layer=True)
-    found = [ask(module, 8, packed) for packed in (None, Documents(bounds=(0, 16)))]
+    found = [ask(module, 8, packed) for packed in (None, PackedDocuments(bounds=(0, 16)))]
     plain, packed = (x[0] if kind == "yarn" else x for x in found)
     assert plain.shape[:-1] == (8, 1, 1) and torch.equal(plain[:, 0], packed)
 
@@ -334,13 +334,13 @@ def test_a_stage_in_megatrons_layout_moves_nothing() -> None:
 
 
 def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() -> None:
-    documents = Documents(bounds=(0, 8, 16), samples=2)
+    documents = PackedDocuments(bounds=(0, 8, 16), samples=2)
     hidden = torch.randn(8, 1, 3, requires_grad=True)  # of two ranks
     sent = _unflatten_output(hidden * 1.0, documents)
     assert sent.shape == (4, 2, 3) and sent._base is None, "Megatron frees what it has sent"
     sent.backward(torch.arange(24.0).view(4, 2, 3))
     assert torch.equal(hidden.grad.flatten(), torch.arange(24.0))
-    assert _unflatten_output(hidden, Documents(bounds=(0, 16))) is hidden
+    assert _unflatten_output(hidden, PackedDocuments(bounds=(0, 16))) is hidden
     decoder = SimpleNamespace(input_tensor=sent)
     decoder.set_input_tensor = lambda x: setattr(decoder, "input_tensor", x)
     _flatten_input(decoder)

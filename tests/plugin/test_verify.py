@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_burst.attention.verify import VerificationError  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
@@ -96,7 +96,7 @@ class Layers:
         documents = None
         if bounds:
             padded = torch.tensor((*bounds, bounds[-1]), dtype=torch.int32)
-            documents = Documents(qkv_format="sbhd", cu_seqlens_q=padded, bounds=bounds)
+            documents = PackedDocuments(qkv_format="sbhd", cu_seqlens_q=padded, bounds=bounds)
         x = q
         for layer in self.layers:
 
@@ -243,7 +243,7 @@ def other_scale(layer: Any) -> None:
 
 def other_documents(layer: Any) -> None:
     original = layer._mask
-    other = Documents(bounds=(0, 1, 31, 2 * LOCAL))
+    other = PackedDocuments(bounds=(0, 1, 31, 2 * LOCAL))
     layer._mask = lambda mask_type, _: original(mask_type, other)
 
 
@@ -341,7 +341,9 @@ class Pool:
 def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
     packed = None
     if bounds is not None:
-        packed = Documents(qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds)
+        packed = PackedDocuments(
+            qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds
+        )
     model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
     PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)

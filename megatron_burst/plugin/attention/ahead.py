@@ -23,7 +23,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
-from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
+from megatron_burst.plugin.attention.documents import PackedDocuments, digest_of, with_tensors
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.transport.groups import make_gloo_group
 from megatron_burst.transport.objects import (
@@ -40,8 +40,8 @@ _KEPT = 64  # micro-batches: more than a pipeline has in flight
 _WHERE = "one micro-batch ahead"
 _READ_OF_AN_ITEM = ("cu_seqlens", "cu_seqlens_padded", "tokens")
 
-type Read = Callable[[PackedSeqParams], Documents]
-type _Planned = tuple[Documents, list[tuple[BurstContext, Plans]]]
+type Read = Callable[[PackedSeqParams], PackedDocuments]
+type _Planned = tuple[PackedDocuments, list[tuple[BurstContext, Plans]]]
 type _Prepared = dict[bytes, Future[_Planned]]  # by what a micro-batch says of its documents
 
 
@@ -93,7 +93,7 @@ class Ahead:
             self._jobs.put((job, self._under_way[-1]))
             self._announced.clear()
 
-    def documents_of(self, packed: PackedSeqParams, read: Read) -> Documents:
+    def documents_of(self, packed: PackedSeqParams, read: Read) -> PackedDocuments:
         """Return the documents of a micro-batch that comes now; attention finds its plans.
 
         Raises:

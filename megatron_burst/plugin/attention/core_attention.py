@@ -13,7 +13,7 @@ from megatron_burst.attention.keys import Latents
 from megatron_burst.config import Check, Mla
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.generation import Decoder
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.shared_state import SharedState
@@ -112,7 +112,7 @@ class BurstCoreAttention(ModuleWithSink):
                 return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
             documents = self._documents(packed_seq_params, query)
             mask = self._mask(mask_type, documents)
-        is_thd = not isinstance(packed_seq_params, Documents | None)
+        is_thd = not isinstance(packed_seq_params, PackedDocuments | None)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if is_thd and self.config.multi_latent_attention:  # whose values Megatron widens
@@ -157,9 +157,9 @@ class BurstCoreAttention(ModuleWithSink):
         )
         return next((why for holds, why in cases if holds), None)
 
-    def _documents(self, packed: Any, query: Tensor) -> Documents:
+    def _documents(self, packed: Any, query: Tensor) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
-        if isinstance(packed, Documents | None):
+        if isinstance(packed, PackedDocuments | None):
             documents = packed or self._shared.whole
         elif getattr(packed, "qkv_format", None) != "thd":
             raise ValueError(
@@ -182,7 +182,7 @@ class BurstCoreAttention(ModuleWithSink):
             )
         return documents
 
-    def _mask(self, mask_type: AttnMaskType, documents: Documents) -> Mask:
+    def _mask(self, mask_type: AttnMaskType, documents: PackedDocuments) -> Mask:
         if mask_type not in _IS_CAUSAL:
             raise ValueError(
                 f"attention mask type {mask_type.name} is not supported; there are: "

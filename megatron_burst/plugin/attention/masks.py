@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.transport.objects import check_agreement
 
 
@@ -22,7 +22,7 @@ class Masks:
     def __init__(self, file: str | None) -> None:
         self.table = None if file is None else load_block_mask(file)
 
-    def of(self, is_causal: bool, window: int | None, documents: Documents) -> Mask:
+    def of(self, is_causal: bool, window: int | None, documents: PackedDocuments) -> Mask:
         """Return the mask of a layer; a query sees at most `window` keys before it.
 
         Each of the samples that a sequence is made of is under the block mask.

@@ -7,7 +7,7 @@ from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.config import BurstConfig, Check, LayoutName
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plugin.attention.contexts import Contexts
-from megatron_burst.plugin.attention.documents import Documents, Reader
+from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
 from megatron_burst.plugin.attention.masks import Masks
 from megatron_burst.plugin.attention.recompute import Checkpoints
 from megatron_burst.plugin.attention.verify import Verification
@@ -34,7 +34,7 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         verifies = config.check is Check.REFERENCE
         self.verification = Verification(self.masks.table) if verifies else None
-        self.whole = Documents()  # what a sequence without documents is
+        self.whole = PackedDocuments()  # what a sequence without documents is
         self.read = Reader()
 
     def __deepcopy__(self, _: Any) -> "SharedState":
@@ -50,7 +50,7 @@ class SharedState:
         return {context: context.kinds for context in self.contexts}
 
     def plan_ahead(
-        self, documents: Documents, kinds: Mapping[BurstContext, Kinds]
+        self, documents: PackedDocuments, kinds: Mapping[BurstContext, Kinds]
     ) -> list[tuple[BurstContext, Plans]]:
         """Plan these kinds of calls for a micro-batch that is to come; a thread may call it."""
 

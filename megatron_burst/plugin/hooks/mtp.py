@@ -12,7 +12,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 
@@ -114,7 +114,7 @@ class _HeadLosses:
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         packed = given.get("packed_seq_params")
-        if not isinstance(packed, Documents | None):
+        if not isinstance(packed, PackedDocuments | None):
             raise ValueError(
                 f"documents, MTP and {self._group.size()} context-parallel ranks: Megatron moves "
                 "tokens as if every document were in zigzag: take --context-parallel-algo burst, "

@@ -22,7 +22,7 @@ from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,
     window_of,
 )
-from megatron_burst.plugin.attention.documents import Documents, read_documents
+from megatron_burst.plugin.attention.documents import PackedDocuments, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
@@ -202,7 +202,7 @@ class _StageHooks:
     ) -> Tensor:
         """Change the output of the model's forward."""
         if not model.post_process:
-            return _unflatten_output(output, kwargs.get("packed_seq_params") or Documents())
+            return _unflatten_output(output, kwargs.get("packed_seq_params") or PackedDocuments())
         if self._context.group is None:
             return output
         tensors = _per_token(kwargs) or {"output": output}
@@ -216,7 +216,7 @@ class _StageHooks:
 
     def _exchange_of(self, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> RowExchange:
         """Return the moves of the micro-batch of these tensors [batch, rows, ...]."""
-        documents = given.get("packed_seq_params") or Documents()
+        documents = given.get("packed_seq_params") or PackedDocuments()
         cut = None if self._cut is None else self._cut.layout_of(tensors.values())
         where = documents.bounds, cut or documents.brought, documents.layout
         x = next(iter(tensors.values()))
@@ -243,7 +243,7 @@ def _flatten_input(decoder: Any) -> None:
         decoder.set_input_tensor(arrived.view(-1, 1, arrived.shape[2]))
 
 
-def _unflatten_output(output: Tensor, documents: Documents) -> Tensor:
+def _unflatten_output(output: Tensor, documents: PackedDocuments) -> Tensor:
     """Give what goes to the next stage the shape in which Megatron expects its gradient.
 
     Megatron flattens the samples of a micro-batch into one sequence, but its pipeline goes on

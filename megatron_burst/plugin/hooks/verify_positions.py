@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.verify import spread_of
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 from megatron_burst.plugin.models import LanguageModel
@@ -60,7 +60,7 @@ class PositionHooks:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         ids, packed = given.get("position_ids"), given.get("packed_seq_params")
         if ids is not None:
-            documents = packed if isinstance(packed, Documents) else Documents()
+            documents = packed if isinstance(packed, PackedDocuments) else PackedDocuments()
             own = spread_of(context, ids.shape[1] * context.ranks, documents.layout).own
             expected = _within(own, documents.cu_seqlens_q)
             self._take("position ids", context, own, (ids.cpu() == expected).all(0))

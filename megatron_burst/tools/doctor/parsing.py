@@ -21,7 +21,7 @@ from unittest.mock import patch
 from megatron_burst.config import BurstConfig
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.plugin import attachment_points, compat
-from megatron_burst.plugin.arguments import settle_dropouts
+from megatron_burst.plugin.arguments import report_dropouts
 from megatron_burst.plugin.asked import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.target import Target
@@ -129,7 +129,7 @@ def _add_from_checkpoint(args: Namespace) -> None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-        settle_dropouts(args)
+        report_dropouts(args)
 
 
 def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:

@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa
 
 from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
-    set_dropouts,
+    set_default_dropouts,
 )
 from megatron_burst.plugin.asked import burst_config_from_args  # noqa: E402
 
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parsed(parser: argparse.ArgumentParser, words: list[str]) -> Parsed:
     args = parser.parse_args(words)
-    set_dropouts(args)
+    set_default_dropouts(args)
     return Parsed(args, burst_config_from_args(args))
 
 
