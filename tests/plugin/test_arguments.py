@@ -289,10 +289,6 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         (BURST + "--cp-comm-type ring", "--cp-comm-type ring contradicts"),
         (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
         (
-            BURST + "--cp-comm-type burst p2p burst --num-layers 4",
-            "--cp-comm-type burst p2p burst has 3 names for the 4 layers of the model",
-        ),
-        (
             BURST + "--cp-comm-type burst brust",
             "brust is unknown; there are: burst, p2p, all_gather, a2a, a",
         ),
@@ -559,7 +555,6 @@ def test_hybrid_patterns_that_run(
         ),
         ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        ("*-", " --num-layers 4 --cp-comm-type burst p2p p2p", "has 3 names for the 2 layers"),
     ],
 )
 def test_hybrid_patterns_that_cannot(

@@ -24,8 +24,8 @@ def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: boo
     context-parallel ranks in a way of its own.
 
     Raises:
-        ValueError: it names another algorithm of ours, not one for each layer or an unknown one; or
-            a layer of Megatron's own cannot be in this model.
+        ValueError: it names another algorithm of ours, or an unknown one; or a layer of Megatron's
+            own cannot be in this model.
     """
     names = args.cp_comm_type
     given = f"--cp-comm-type {' '.join(names)}"
@@ -40,22 +40,10 @@ def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: boo
         raise ValueError(
             f"{given} contradicts --context-parallel-algo {config.algorithm}; drop one of them"
         )
-    if len(names) > 1 and (layers := _layers(args)) not in (None, len(names)):
-        raise ValueError(
-            f"{given} has {len(names)} names for the {layers} layers of the model: give one for "
-            "each layer or one for all"
-        )
     known = (config.algorithm, *MEGATRONS)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
     refuse_all(f"{given} cannot run this", _beside_megatrons(args, config, own_spec))
-
-
-def _layers(args: argparse.Namespace) -> int | None:
-    """Return how many layers the arguments describe; Megatron lets a pattern win over a number."""
-    if pattern := getattr(args, "hybrid_layer_pattern", None):
-        return len(pattern.partition("/")[0].replace("|", ""))
-    return args.num_layers
 
 
 def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: bool) -> list[str]:
