@@ -290,11 +290,11 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
         (
             BURST + "--cp-comm-type burst brust",
-            "brust is unknown; there are: burst, p2p, all_gather, a2a, a",
+            r"own \(p2p, all_gather, a2a, a2a\+p2p\), not brust",
         ),
         (
             BURST + "--cp-comm-type burst ulysses",
-            "burst ulysses: layers run one algorithm of ours, burst as .* says, and no ulysses",
+            "burst ulysses: layers run burst, as .* says, or one of Megatron.s own .*, not ulysses",
         ),
         (
             "--burst-kernel cpu",

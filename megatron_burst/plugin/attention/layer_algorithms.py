@@ -29,20 +29,16 @@ def check_layers(args: argparse.Namespace, config: BurstConfig, *, own_spec: boo
     """
     names = args.cp_comm_type
     given = f"--cp-comm-type {' '.join(names)}"
-    others = [name for name in names if name in {*Algorithm} - {config.algorithm}]
-    if config.algorithm in names and others:
-        raise ValueError(
-            f"{given}: layers run one algorithm of ours, {config.algorithm} as "
-            f"--context-parallel-algo says, and no {others[0]} beside it: leave others to "
-            f"Megatron's own ({', '.join(MEGATRONS)})"
-        )
     if config.algorithm not in names:
         raise ValueError(
             f"{given} contradicts --context-parallel-algo {config.algorithm}; drop one of them"
         )
     known = (config.algorithm, *MEGATRONS)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{given}: {unknown[0]} is unknown; there are: {', '.join(known)}")
+    if others := [name for name in names if name not in known]:
+        raise ValueError(
+            f"{given}: layers run {config.algorithm}, as --context-parallel-algo says, or one of "
+            f"Megatron's own ({', '.join(MEGATRONS)}), not {others[0]}"
+        )
     refuse_all(f"{given} cannot run this", _beside_megatrons(args, config, own_spec))
 
 
