@@ -80,7 +80,7 @@ patch_megatron() {
  --build-context megatron-lm=DIR gives one"
     say "compiling the data-set helpers of $megatron"
     "$python" -c 'import pathlib, sys
-from megatron_burst.plugin.files import dataset_helpers
+from megatron_burst.data_checks import dataset_helpers
 sys.exit(dataset_helpers.make(pathlib.Path(sys.argv[1])) or 0)' "$megatron/megatron/core/datasets" ||
         fail "the data-set helpers of $megatron do not compile"
     say "patching $megatron"

@@ -14,6 +14,7 @@ GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
 GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
+Check = StrEnum("Check", "OFF NAN REFERENCE")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
@@ -119,8 +120,7 @@ class BurstConfig:
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
     segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
     packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
-    micro-batch so that all ranks have as much work; else zigzag. In these two, tokens move to their
-    ranks and losses back inside the model."""
+    micro-batch so that all ranks have as much work; else zigzag."""
 
     segments: int = 2
     """Into how many equal pieces segmented-zigzag cuts the sequence. With
@@ -169,16 +169,14 @@ class BurstConfig:
     --recompute-granularity full, and the outputs that --recompute-attention-fraction saves. Copies
     run beside the layers, back one layer ahead; of either at most two layers' are on the GPU."""
 
-    check_nan: bool = False
-    """For finding a fault: attention looks for NaN and Inf in what it is given and what it makes,
-    forward and backward, and stops at the first with its layer, rank, pass and tensor. Every look
-    waits for the device; off, it costs nothing."""
-
-    verify: bool = False
-    """Compare the first micro-batch of a training with the unsharded reference, which every rank
-    computes in float64 without our rings: in every layer output, log-sum-exp and gradients, and the
-    positions of the tokens. Prints the errors beside what is allowed and stops the training on a
-    difference. The first step takes much longer, the later ones nothing more."""
+    check: Check = Check.OFF
+    """What is looked at to find a fault. off: nothing. nan: NaN and Inf in what attention is given
+    and makes, forward and backward; stops at the first with its layer, rank, pass and tensor. Every
+    look waits for the device. reference: the first micro-batch of a training, beside the unsharded
+    reference that every rank computes in float64 without our rings: in every layer output,
+    log-sum-exp and gradients, and the positions of the tokens. Prints the errors beside what is
+    allowed and stops on a difference; the first step takes much longer, the later ones nothing
+    more."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the

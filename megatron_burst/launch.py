@@ -4,9 +4,11 @@ import logging
 import os
 import sys
 
+from megatron_burst.cpu_platform import platform as cpu_platform
+from megatron_burst.cpu_platform.torch_adam import with_torch_adam
+from megatron_burst.data_checks.dataset_helpers import compile_on_every_node
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import asks_for_us
-from megatron_burst.plugin.cpu import platform as cpu_platform
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +48,23 @@ def start(*, own_entry: bool = False) -> None:
             attachment_points.check()
     except ValueError as error:
         sys.exit(f"megatron_burst: {error}")
-    compat.mend_wheel()
+    mend_wheel()
     if wanted:
+        from megatron_burst.data_checks.look import look_at_files
         from megatron_burst.plugin.attach import attach
 
-        attach(own_entry=own_entry)
+        attach(look_at_files, own_entry=own_entry)
+
+
+def mend_wheel() -> None:
+    """Put what is ours in the place of what fails without Apex, TransformerEngine or a checkout.
+
+    Once Megatron can be imported, before its training loop starts; again it does nothing.
+    """
+    from megatron.training import initialize, training
+
+    initialize._compile_dependencies = compile_on_every_node
+    compat.wrap(training, "get_megatron_optimizer", with_torch_adam)
 
 
 def _show_our_log() -> None:

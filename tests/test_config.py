@@ -12,6 +12,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.config import (
     Algorithm,
     Backward,
+    Check,
     GradDtype,
     GradientReturn,
     LayoutName,
@@ -27,6 +28,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "layout": LayoutName,
     "grad_dtype": GradDtype,
     "mla": Mla,
+    "check": Check,
 }
 OFFERED = {flag.field: flag.values for flag in flags() if flag.values}
 
@@ -60,8 +62,7 @@ def test_flags_agree_with_the_fields() -> None:
         "mla": "--burst-mla",
         "recompute_fraction": "--recompute-attention-fraction",
         "recompute_offload": "--recompute-offload",
-        "check_nan": "--burst-check-nan",
-        "verify": "--burst-verify",
+        "check": "--burst-check",
     }
     assert {flag.field: flag.name for flag in flags()} == names
     assert list(fields) == [n for n in fields if n in without_a_flag or n in names]
@@ -79,6 +80,7 @@ def test_flags_offer_what_is_built() -> None:
         "layout": ("zigzag", "segmented-zigzag", "balanced"),
         "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
+        "check": ("off", "nan", "reference"),
     }
 
 

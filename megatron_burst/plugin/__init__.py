@@ -1,1 +1,1 @@
-"""What attaches the library to Megatron-Core; nothing else in the package imports Megatron."""
+"""What attaches the library to Megatron-Core; nothing before it imports Megatron."""

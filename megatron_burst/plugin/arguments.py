@@ -1,22 +1,17 @@
 """Our flags in Megatron's parser, and what they ask of Megatron's own."""
 
 import argparse
-import dataclasses
 import importlib.util
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
-    FileChecks,
-    FileConfig,
-    LmHeadConfig,
-    LmHeadLoss,
-    Mla,
-    MlpConfig,
+    Check,
     Topology,
     refuse,
 )
@@ -26,17 +21,12 @@ from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
-from megatron_burst.plugin import compat
+from megatron_burst.plugin.asked import Asked, asked_of
 from megatron_burst.plugin.attention.block_mask import load_block_mask
-from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.flags import all_flags, flags
+from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
+from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
-    LATENT_LIMITS,
     MEGATRON,
-    MLP_LIMITS,
-    MLP_WORKING,
-    beyond,
-    lm_head_refusals,
     refusals,
     refuse_all,
 )
@@ -54,13 +44,13 @@ def asks_for_us(words: Sequence[str]) -> bool:
     Without any of these nothing of Megatron is replaced. The program's name is not among `words`.
     """
     names = {word.split("=")[0] for word in words}
-    if names & {"-h", "--help", *(flag.name for flag in all_flags())}:
+    if names & {"-h", "--help", *ENDED, *(flag.name for flag in all_flags())}:
         return True
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cp-comm-type", nargs="*")
     parser.add_argument("--spec", nargs="*")
     given = parser.parse_known_args(list(words))[0]
-    return given.spec is None and bool(algorithms(given.cp_comm_type))
+    return given.spec is None and names_ours(given.cp_comm_type)
 
 
 def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -79,7 +69,12 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             kind = {"default": default, "type": flag.type, "metavar": shown}
             text += "" if default is None else f" (default: {default})"
         group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
-    compat.mend_help(parser)
+    for name in ENDED:
+        hidden = argparse.SUPPRESS
+        group.add_argument(name, nargs="?", action=_Ended, default=hidden, help=hidden)
+    for action in parser._actions:  # one text of Megatron's has a bare percent sign
+        if action.help:
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
         cp_comm_type=None,
@@ -89,7 +84,15 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
-def set_dropouts(args: argparse.Namespace) -> None:
+class _Ended(argparse.Action):
+    """Ends with what to do in the place of a flag of before."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        (name,) = self.option_strings
+        parser.error(f"{name} is no more: {ENDED[name]}")
+
+
+def set_default_dropouts(args: argparse.Namespace) -> None:
     """Set the dropouts that were not given: 0 with our attention, else Megatron's own.
 
     To be called on what `add_burst_arguments`' parser returned; again it does nothing.
@@ -102,7 +105,7 @@ def set_dropouts(args: argparse.Namespace) -> None:
         args.unset_dropouts = missing  # to be said later: Megatron parses more than once
 
 
-def settle_dropouts(args: argparse.Namespace) -> None:
+def report_dropouts(args: argparse.Namespace) -> None:
     """Where a model is built with our attention, say which dropouts are 0 though not given.
 
     The attention dropout that --use-checkpoint-args brought is set to 0: Megatron lets a checkpoint
@@ -120,122 +123,34 @@ def settle_dropouts(args: argparse.Namespace) -> None:
         args.attention_dropout = 0.0
 
 
-def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
-    """Return the configuration that the flags describe; None for Megatron's own attention.
-
-    Raises:
-        ValueError: a value is unknown or not built yet, or a flag would have no effect.
-    """
-    values = _values(args, BurstConfig)
-    if values["algorithm"] != MEGATRON:
-        config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
-        return _settle_heads(args, _settle_mla(args, config))
-    idle = [
-        f"{flag.name} {values[flag.field]}"
-        for flag in flags()
-        if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
-    ]
-    text = f"has no effect under --context-parallel-algo {MEGATRON}"
-    refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
-    return None
-
-
-def _settle_mla(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
-    """Return the settings with K and V sent where it is known that latents cannot be."""
-    reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
-    if config.mla is Mla.LATENT:
-        missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
-        refuse_all(f"--burst-mla {config.mla} cannot run this", [*reasons, *missing])
-    elif reasons and has_latents and config.mla is Mla.AUTO:
-        logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
-        return dataclasses.replace(config, mla=Mla.HEADS)
-    return config
-
-
-def _settle_heads(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
-    """Return the settings with no heads shared out where rings send less, or are asked for."""
-    if config.head_parallel_size or config.algorithm is not Algorithm.BURST:
-        return config
-    why = "rings are asked for by --hierarchical-context-parallel-sizes"
-    if args.dataloader_inter_document_masking or args.sft:
-        why = "rings send less under documents"
-    elif not args.hierarchical_context_parallel_sizes:
-        return config
-    logger.info("--burst-head-parallel-size 1: %s", why)
-    return dataclasses.replace(config, head_parallel_size=1)
-
-
-def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
-    """Return the settings of the chunked loss; None for Megatron's own.
-
-    Raises:
-        ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
-            cannot be honoured.
-    """
-    config = LmHeadConfig(**_values(args, LmHeadConfig))
-    if config.loss is LmHeadLoss.MEGATRON:
-        return None
-    refuse_all(f"--lm-head-loss {config.loss} cannot run this", lm_head_refusals(args))
-    return config
-
-
-def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
-    """Return the settings of MLPs in chunks; None for Megatron's own.
-
-    Raises:
-        ValueError: the number is not positive, or an argument of Megatron cannot be honoured.
-    """
-    config = MlpConfig(**_values(args, MlpConfig))
-    if config.chunks == 1:
-        return None
-    modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
-    again = args.recompute_granularity == "selective" and bool(modules)
-    text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
-    reasons = [*beyond(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
-    refuse_all("--mlp-chunks cannot run this", reasons)
-    return config
-
-
-def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
-    """Return whether --burst-check-files asks for the checks; ValueError for an unknown value."""
-    asked = FileConfig(**_values(args, FileConfig)).check_files
-    return own_entry if asked is FileChecks.AUTO else asked is FileChecks.ON
-
-
-def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    return {x.field: getattr(args, x.name[2:].replace("-", "_")) for x in flags(config)}
-
-
-def configure(args: argparse.Namespace) -> None:
+def configure(args: argparse.Namespace) -> Asked:
     """Check the parsed arguments and set what our flags imply, before Megatron validates them.
 
-    Sets `cp_comm_type`, by which Megatron tells each layer's core attention what to do, and the
-    dropouts that were not given, and switches off the data loader's dense attention mask.
+    Returns what they ask for. Sets `cp_comm_type`, by which Megatron tells each layer's core
+    attention what to do, and the dropouts that were not given, and switches off the data loader's
+    dense attention mask.
 
     Raises:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
-    set_dropouts(args)
-    lm_head_config_from_args(args)
-    mlp_config_from_args(args)
-    config = burst_config_from_args(args)
-    if config is None:
+    set_default_dropouts(args)
+    asked = asked_of(args)
+    if (config := asked.attention) is None:
         _check_megatron_algorithm(args)
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
-        return
+        return asked
     check_kernel_name(config.kernel)
     _check_length(args, config)
     _check_hierarchy(args, config)
     names = args.cp_comm_type or [config.algorithm.value]
     args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
     check_layers(args, config, own_spec=args.spec is not None)
-    for algorithm in algorithms(args.cp_comm_type):
-        _check_head_parallelism(args, config_of(config, algorithm))
+    _check_head_parallelism(args, config)
     _check_recompute(args, config)
     refuse(
         (
-            config.check_nan and args.fp16 and args.loss_scale is None,
-            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: "
+            config.check is Check.NAN and args.fp16 and args.loss_scale is None,
+            f"--burst-check {config.check}: the dynamic loss scale of --fp16 makes Inf on purpose: "
             "add --loss-scale N, or take --bf16",
         ),
         (
@@ -257,6 +172,7 @@ def configure(args: argparse.Namespace) -> None:
             )
         )
         args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
+    return asked
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
@@ -339,10 +255,10 @@ def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> No
 
 
 def _check_megatron_algorithm(args: argparse.Namespace) -> None:
-    ours, ranks = algorithms(args.cp_comm_type), args.context_parallel_size
+    ours, ranks = names_ours(args.cp_comm_type), args.context_parallel_size
     refuse(
         (
-            bool(ours) and args.spec is None,
+            ours and args.spec is None,
             f"--cp-comm-type {' '.join(args.cp_comm_type or ())} needs --context-parallel-algo "
             f"{Algorithm.BURST}",
         ),

@@ -5,12 +5,14 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.models.gpt as gpt
 import megatron.training.training as training
+import megatron.training.utils as training_utils
+from megatron.core import utils as core_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
@@ -18,21 +20,15 @@ from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
-    burst_config_from_args,
-    checks_files,
     configure,
-    lm_head_config_from_args,
-    mlp_config_from_args,
-    settle_dropouts,
+    report_dropouts,
 )
+from megatron_burst.plugin.asked import Asked, asked_of, checks_files
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
-from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
-from megatron_burst.plugin.attention.shapes import tokens_of_rank
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
-from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.files import complete_checkpoints, data_indices
-from megatron_burst.plugin.files.data_files import check_data_files
+from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.host_room import HostRoom
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
@@ -41,7 +37,7 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
-from megatron_burst.plugin.limits import MEGATRON, refusals, refuse_all
+from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.own_models import (
     REMEDY,
     check_attention,
@@ -53,21 +49,52 @@ from megatron_burst.plugin.rejections import with_reason
 logger = logging.getLogger(__name__)
 
 
-def attach(*, own_entry: bool = False) -> None:
+class _Batches(NamedTuple):
+    """What stands between Megatron's data and the model."""
+
+    iterators: DataIterators
+    cut: BatchCut
+
+
+def attach(
+    look: Callable[[argparse.Namespace], object] = lambda _: None, *, own_entry: bool = False
+) -> None:
     """Wrap Megatron's `parse_args` and what builds models; again, the originals are wrapped.
 
     Megatron offers a hook for more flags, but none between parsing and validation, and none for
-    a script that passes no hook. It must come before the script imports these names. Our own
-    entry, megatron_burst.pretrain, checks files by itself.
+    a script that passes no hook. It must come before the script imports these names.
+
+    Args:
+        look: looks at the files that parsed arguments name, where --burst-check-files asks for it.
+        own_entry: whether it is our own entry, megatron_burst.pretrain, which asks by itself.
     """
-    iterators = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
-    flags = functools.partial(_with_burst_flags, own_entry=own_entry, iterators=iterators)
+    cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
+    if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
+        wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
+    data = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
+    batches = _Batches(data, cut)
+
+    def flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+        def add(parser: argparse.ArgumentParser) -> None:
+            if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
+                sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags")
+            compat.set_defaults_without_transformer_engine(parser)
+            add_burst_arguments(parser)
+
+        def settle(args: argparse.Namespace) -> None:
+            flags, text = configure(args).flags, "the model was built, and nothing of ours is in it"
+            batches.iterators.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
+            if checks_files(args, own_entry=own_entry):
+                look(args)
+
+        return compat.around_parse_args(parse_args, add, settle)
+
     wrap(arguments, "parse_args", flags)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        wrap(argument_utils, name, functools.partial(_with_burst_spec, iterators=iterators))
+        wrap(argument_utils, name, functools.partial(_with_burst_spec, batches=batches))
     wrap(gpt, "mtp_block_spec", _with_burst_mtp)
     wrap(RerunStateMachine, "should_checkpoint_and_exit", with_reason)
-    wrap(training, "get_model", functools.partial(_with_our_parts, iterators=iterators))
+    wrap(training, "get_model", functools.partial(_with_our_parts, batches=batches))
 
 
 def shared_state(model_config: Any) -> SharedState | None:
@@ -77,33 +104,10 @@ def shared_state(model_config: Any) -> SharedState | None:
     return model_config.transformer_layer_spec.shared
 
 
-def _with_burst_flags(
-    parse_args: Callable[..., Any], *, own_entry: bool, iterators: DataIterators
-) -> Callable[..., Any]:
-    def prepare(parser: argparse.ArgumentParser) -> None:
-        if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
-            sys.exit("megatron_burst: --yaml-cfg leaves no place for our flags; pass flags instead")
-        if not cpu_platform.cpu_platform_active():
-            compat.set_defaults_without_transformer_engine(parser)
-        add_burst_arguments(parser)
-
-    def settle(args: argparse.Namespace) -> None:
-        configure(args)
-        iterators.unattached = _unattached(args)
-        if checks_files(args, own_entry=own_entry):
-            check_data_files(args)
-            data_indices.attach()
-            complete_checkpoints.attach(args)
-
-    return compat.around_parse_args(parse_args, prepare, settle)
-
-
-def _with_burst_spec(
-    config_from_args: Callable[..., Any], iterators: DataIterators
-) -> Callable[..., Any]:
+def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:
     @functools.wraps(config_from_args)
     def build(args: argparse.Namespace, *more: Any, **options: Any) -> Any:
-        settle_dropouts(args)
+        report_dropouts(args)
         model_config = config_from_args(args, *more, **options)
         is_hybrid = hasattr(model_config, "hybrid_stack_spec")
         field = "hybrid_stack_spec" if is_hybrid else "transformer_layer_spec"
@@ -113,7 +117,7 @@ def _with_burst_spec(
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
         if is_hybrid and args.qk_layernorm:
             logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
-        shared, hooks = _parts(args, iterators)
+        shared, hooks = _parts(args, batches)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)
         model_config.pre_wrap_hooks += hooks
@@ -122,44 +126,35 @@ def _with_burst_spec(
     return build
 
 
-def _with_our_parts(get_model: Callable[..., Any], iterators: DataIterators) -> Callable[..., Any]:
+def _with_our_parts(get_model: Callable[..., Any], batches: _Batches) -> Callable[..., Any]:
     """Megatron's way to build a model by the script's `model_provider`, not by a configuration."""
 
     @functools.wraps(get_model)
     def build(model_provider_func: Callable[..., Any], *more: Any, **options: Any) -> Any:
         args = get_args()
-        settle_dropouts(args)
-        provider = with_our_parts(model_provider_func, *_parts(args, iterators))
+        report_dropouts(args)
+        provider = with_our_parts(model_provider_func, *_parts(args, batches))
         return get_model(provider, *more, **options)
 
     return build
 
 
 def _parts(
-    args: argparse.Namespace, iterators: DataIterators
+    args: argparse.Namespace, batches: _Batches
 ) -> tuple[SharedState | None, list[Callable[..., Any]]]:
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
-    shared = _make_shared_state(args)
-    iterators.ahead = _ahead(args, shared)
-    hooks = [*_hooks(args, shared, iterators.ahead)]
+    asked = asked_of(args)  # again: a script may have changed the arguments
+    shared = _make_shared_state(args, asked)
+    batches.iterators.ahead = _ahead(args, asked, shared)
+    hooks = [*_hooks(args, asked, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
             check_attention(models, shared)
-        iterators.unattached = None
+        batches.iterators.unattached = None
         return models
 
     return shared, [*hooks, check]
-
-
-def _unattached(args: argparse.Namespace) -> str | None:
-    """Say what no model has yet of what the flags ask for, if they ask for anything in it."""
-    asked = {"--context-parallel-algo": args.context_parallel_algo}
-    asked |= {"--lm-head-loss": args.lm_head_loss}
-    flags = [f"{name} {value}" for name, value in asked.items() if value != MEGATRON]
-    flags += [f"--mlp-chunks {args.mlp_chunks or 'auto'}"] * (args.mlp_chunks != 1)
-    text = f"{' and '.join(flags)}: the model was built, and nothing of ours is in it: {REMEDY}"
-    return text if flags else None
 
 
 def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,18 +168,16 @@ def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _make_shared_state(args: argparse.Namespace) -> SharedState | None:
+def _make_shared_state(args: argparse.Namespace, asked: Asked) -> SharedState | None:
     """Return what the layers of our attention share; None where attention is Megatron's."""
-    config = burst_config_from_args(args)
-    if config is None:
+    if (config := asked.attention) is None:
         return None
-    # Again: they may have changed since they were parsed.
     what = "cannot run what --use-checkpoint-args or the script has set"
     refuse_all(f"--context-parallel-algo {config.algorithm} {what}", refusals(args))
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config, tokens_of_rank(args))
+    return SharedState(config, asked.tokens)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
@@ -203,44 +196,42 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _ahead(args: argparse.Namespace, shared: SharedState | None) -> Ahead | None:
+def _ahead(args: argparse.Namespace, asked: Asked, shared: SharedState | None) -> Ahead | None:
     """Return what plans documents one micro-batch ahead, where that can be known.
 
-    An iterator from outside Megatron may save how far it was read. Under --burst-verify every
-    mask is compared over the ranks.
+    An iterator from outside Megatron may save how far it was read. Under --burst-check reference
+    every mask is compared over the ranks.
     """
-    documents = args.dataloader_inter_document_masking or args.sft
-    documents = documents and args.dataloader_type != "external"
-    if shared is None or not documents or shared.verification is not None:
+    is_known = asked.has_documents and args.dataloader_type != "external"
+    if shared is None or not is_known or shared.verification is not None:
         return None
     return Ahead(shared, args.seq_length)
 
 
 def _hooks(
-    args: argparse.Namespace, shared: SharedState | None, ahead: Ahead | None
+    args: argparse.Namespace, asked: Asked, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
-        if moves or args.dataloader_inter_document_masking or args.sft:
-            yield SequenceHooks(shared, ahead, documents_apart=args.sft)
+        if moves or asked.has_documents:
+            ahead, cut = batches.iterators.ahead, batches.cut
+            yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
             yield documents_must_come
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.config.recompute_offload:
-            tokens = tokens_of_rank(args)
-            assert tokens is not None
-            yield HostRoom(tokens, shared.config.recompute_fraction)
+            assert asked.tokens is not None
+            yield HostRoom(asked.tokens, shared.config.recompute_fraction)
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
-    head = lm_head_config_from_args(args)  # again: a script may have changed the arguments
-    if head is not None:
-        yield ChunkedHead(head)
-    if (mlp := mlp_config_from_args(args)) is not None:
-        yield ChunkedMlps(mlp)
-    if args.mtp_num_layers and (shared is not None or head is not None):
+    if asked.head is not None:
+        yield ChunkedHead(asked.head)
+    if asked.mlp is not None:
+        yield ChunkedMlps(asked.mlp)
+    if args.mtp_num_layers and (shared is not None or asked.head is not None):
         yield MtpLosses()

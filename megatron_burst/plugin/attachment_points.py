@@ -32,6 +32,7 @@ WRAPPED: Mapping[str, str] = {
     f"{_DATASETS}.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices": "",
     f"{_DATASETS}.gpt_dataset:GPTDataset._query_document_sample_shuffle_indices": "idx",
     f"{_DATASETS}.blended_dataset:BlendedDataset._build_indices": "",
+    f"{_CORE}.utils:get_batch_on_this_cp_rank": "batch",
     f"{_CORE}.rerun_state_machine:RerunStateMachine.should_checkpoint_and_exit": "",
     f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__": (
         "config transformer_layer_spec mtp_block_spec vp_stage"

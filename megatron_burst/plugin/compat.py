@@ -8,15 +8,13 @@ import functools
 import importlib.util
 import logging
 import re
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-from megatron_burst.plugin.files.dataset_helpers import compile_on_every_node
-from megatron_burst.plugin.torch_adam import with_torch_adam
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +93,6 @@ def around_parse_args(
     return parse
 
 
-def mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the bare percent signs in help texts, one of Megatron's, that make `--help` fail."""
-    for action in parser._actions:
-        try:
-            str(action.help) % vars(action)
-        except (ValueError, TypeError):
-            action.help = str(action.help).replace("%", "%%")
-
-
 def is_first_of_its_stage() -> bool:
     """Whether this rank speaks for its pipeline stage; where there are none, for the job."""
     from megatron.core import parallel_state
@@ -116,16 +105,9 @@ def is_first_of_its_stage() -> bool:
     )
 
 
-def mend_wheel() -> None:
-    """Put `with_torch_adam` around the function it describes, and `dataset_helpers` into place.
-
-    Called by the launchers on any platform, before Megatron's training loop starts; again it does
-    nothing.
-    """
-    from megatron.training import initialize, training
-
-    initialize._compile_dependencies = compile_on_every_node
-    wrap(training, "get_megatron_optimizer", with_torch_adam)
+def peak_resident_bytes(device: object = None) -> int:
+    """Peak resident memory of this process in bytes (Linux counts in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def check_megatron_version() -> str:

@@ -28,6 +28,13 @@ class Flag(NamedTuple):
     help: str
 
 
+ENDED = {
+    "--burst-check-nan": "pass --burst-check nan",
+    "--burst-verify": "pass --burst-check reference",
+}
+"""Flags of before, and what to do in their place."""
+
+
 def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
     """Return every command-line flag that a configuration describes, in the order of its fields."""
     docs = _field_docstrings(config)

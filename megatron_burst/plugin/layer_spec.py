@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
-from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.latents import WITH_LATENTS
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (
     block_spec,
@@ -83,7 +83,7 @@ class StackWithContexts:
         pattern = "".join(given["layer_type_list"])
         reasons = pattern_refusals(pattern, shared.config.layout, config)
         refuse_all("burst cannot run this hybrid stack", reasons)
-        shared.get_megatrons(config, given["pg_collection"])
+        shared.contexts.of(config, given["pg_collection"])
         return stack(config, **given)
 
 
@@ -137,7 +137,7 @@ class LayerSpecProvider:
         if self.shared is not None:
             # Here, not in the first layer: all ranks come by, even those of a stage without layers.
             if parallel_state.model_parallel_is_initialized():
-                self.shared.get_megatrons(transformer)
+                self.shared.contexts.of(transformer)
             spec = burst_layer_spec(spec, self.shared)
         if not transformer_block.HAVE_TE:
             return block_spec(spec, transformer, vp_stage)

@@ -196,7 +196,7 @@ def refusals(settings: Any) -> list[str]:
 
 def lm_head_refusals(args: Any) -> list[str]:
     """Return why the chunked loss cannot run with Megatron's parsed arguments, one line each."""
-    documents = _documents_flag(args)
+    documents = documents_flag(args)
     ranks, name = args.context_parallel_size, getattr(args, "context_parallel_algo", None)
     reasons = beyond(LM_HEAD_LIMITS, args)
     if args.mtp_num_layers and documents and ranks > 1 and name == MEGATRON:
@@ -208,7 +208,7 @@ def lm_head_refusals(args: Any) -> list[str]:
     return reasons
 
 
-def _documents_flag(args: Any) -> str | None:
+def documents_flag(args: Any) -> str | None:
     """Name the argument that brings documents, if one does."""
     names = "dataloader_inter_document_masking", "sft"
     return next((name for name in names if getattr(args, name, False)), None)
@@ -304,7 +304,7 @@ def _window_refusals(settings: Any) -> Iterator[str]:
 
 def _document_refusals(args: Any) -> Iterator[str]:
     """Recurrent layers, the layout of --sft, and samples that have to be told apart on one rank."""
-    name = _documents_flag(args)
+    name = documents_flag(args)
     if name is None:
         return
     found = recurrent_layers(layer_pattern(args))
@@ -336,7 +336,7 @@ def _document_refusals(args: Any) -> Iterator[str]:
 def _rotary_refusals(args: Any) -> Iterator[str]:
     """Embeddings whose rows cannot be taken one by one, where tokens leave Megatron's order."""
     layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
-    why = _documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
+    why = documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
     if not why:
         return
     kind = getattr(args, "position_embedding_type", None)

@@ -10,8 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
 from megatron_burst.plugin.models import NAMES, LanguageModel
 

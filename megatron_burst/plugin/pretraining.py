@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,7 +21,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import argument_utils, get_args, get_tensorboard_writer, get_timers
@@ -30,8 +29,8 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_burst.plugin.attention.core_attention import SharedState
-from megatron_burst.plugin.cpu.table import peak_resident_bytes
+from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.compat import peak_resident_bytes
 from megatron_burst.transport import lock
 
 logger = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ def _next_batch(
     whole = flatten_batch_for_packed_sequences(whole)
     if not on_edge:
         return {key: whole[key] if key in _DOCUMENT_KEYS else None for key in whole}
-    return get_batch_on_this_cp_rank(
+    return utils.get_batch_on_this_cp_rank(  # by our layout, where there is another one
         whole,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
@@ -279,8 +278,8 @@ def write_run_figures(args: Any, shared: SharedState | None) -> None:
         return
     writer.add_scalar("burst/peak-memory-bytes", int(memory), args.curr_iteration)
     if shared is not None:
-        sent = shared.bytes_sent - shared.bytes_sent_in_evaluation
+        sent = shared.contexts.bytes_sent - shared.contexts.bytes_sent_in_evaluation
         writer.add_scalar("burst/bytes-sent-per-rank", sent / steps, args.curr_iteration)
-        writer.add_scalar("burst/documents", shared.means.documents, args.curr_iteration)
-        writer.add_scalar("burst/imbalance", shared.means.imbalance, args.curr_iteration)
+        writer.add_scalar("burst/documents", shared.contexts.means.documents, args.curr_iteration)
+        writer.add_scalar("burst/imbalance", shared.contexts.means.imbalance, args.curr_iteration)
     writer.flush()

@@ -16,7 +16,7 @@ _NEXT = {
     "result there is no fault of the device",
     False: "without --save it cannot be looked at again",
 }
-_MORE = "--burst-check-nan names the layer where a NaN begins, --rerun-mode disabled ends at once"
+_MORE = "--burst-check nan names the layer where a NaN begins, --rerun-mode disabled ends at once"
 
 
 def with_reason(ask: Callable[[Any], tuple[bool, bool, int]]) -> Callable[[Any], Any]:

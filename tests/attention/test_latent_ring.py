@@ -372,7 +372,7 @@ def test_another_dtype_is_refused(alone: BurstContext) -> None:
 
 
 def verified(team: Team, case: Case, fault: bool) -> dict[str, bool]:
-    """Of each tensor that --burst-verify looks at, whether it is wrong on this rank."""
+    """Of each tensor that --burst-check reference looks at, whether it is wrong on this rank."""
     context = team.context(BurstConfig(**LATENT))
     *inputs, weight, dout = case.inputs(context.ranks)
     q, latent, rotary, dout = (context.shard(x, dim=1) for x in (*inputs, dout))

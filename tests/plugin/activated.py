@@ -9,7 +9,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron_burst.plugin.cpu import gdn, mamba, platform
+from megatron_burst.cpu_platform import gdn, mamba, platform
 
 
 def check_tensors() -> None:

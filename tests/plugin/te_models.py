@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_burst import BurstConfig
-from megatron_burst.plugin.cpu.table import CPU, allocated_on_cpu
+from megatron_burst.cpu_platform.table import CPU, allocated_on_cpu
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import local_stack_spec
 

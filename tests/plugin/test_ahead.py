@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode  # noqa: E402
 
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators, OneAhead  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents, digest_of  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments, digest_of  # noqa: E402
 
 TOKENS = 8
 ALONE: Any = SimpleNamespace(size=lambda: 1)  # a group of one rank
@@ -46,11 +46,11 @@ def packed(*bounds: int) -> PackedSeqParams:
     )
 
 
-def read(given: PackedSeqParams) -> Documents:
+def read(given: PackedSeqParams) -> PackedDocuments:
     bounds = tuple(given.cu_seqlens_q.tolist())
     if [*bounds] != sorted(bounds):
         raise ValueError(f"borders fall: {bounds}")
-    return Documents(cu_seqlens_q=given.cu_seqlens_q, bounds=bounds)
+    return PackedDocuments(cu_seqlens_q=given.cu_seqlens_q, bounds=bounds)
 
 
 class Shared:
@@ -65,7 +65,7 @@ class Shared:
     def kinds(self) -> dict[Any, Any]:
         return {}
 
-    def plan_ahead(self, documents: Documents, _: Any) -> list[Any]:
+    def plan_ahead(self, documents: PackedDocuments, _: Any) -> list[Any]:
         time.sleep(self._seconds)
         self.planned.append(documents.bounds)
         return [(SimpleNamespace(adopt=lambda _: None), {})]
@@ -73,7 +73,7 @@ class Shared:
 
 def watching(items: list[Any], shared: Any = None) -> tuple[Ahead, RerunDataIterator]:
     ahead, iterator = Ahead(shared or Shared(), TOKENS), RerunDataIterator(iter(items))
-    ahead.watch([iterator], ALONE)
+    ahead.read_ahead([iterator], ALONE)
     return ahead, iterator
 
 
@@ -129,7 +129,7 @@ def test_lists_of_iterators_and_ranks_without_one() -> None:
     seen: list[Any] = []
     data = DataIterators(lambda provider: built)
     assert data("provider") is built and not isinstance(iterators[0].iterable, OneAhead)
-    data.ahead = SimpleNamespace(watch=lambda found, group: seen.extend(found))  # type: ignore
+    data.ahead = SimpleNamespace(read_ahead=lambda found, group: seen.extend(found))  # type: ignore
     with pytest.MonkeyPatch.context() as patch:
         where = "megatron.core.parallel_state.get_tensor_and_context_parallel_group"
         patch.setattr(where, lambda: ALONE)
@@ -144,33 +144,33 @@ def test_a_micro_batch_is_found_by_its_borders_with_its_own_tensors() -> None:
     shared = Shared()
     ahead, iterator = watching([item(0, n, TOKENS) for n in (1, 2, 3)], shared)
     next(iterator)
-    first = ahead.take(packed(0, 1, TOKENS), read)
+    first = ahead.documents_of(packed(0, 1, TOKENS), read)
     assert first.bounds == (0, 1, TOKENS) and shared.planned == [], "nobody knew it"
-    ahead.begin(read)
+    ahead.plan_next(read)
     given = packed(0, 2, TOKENS)
-    second = ahead.take(given, pytest.fail)
+    second = ahead.documents_of(given, pytest.fail)
     assert second.bounds == (0, 2, TOKENS) and shared.planned == [second.bounds]
     assert second.cu_seqlens_q is given.cu_seqlens_q, "not the host's"
-    assert ahead.take(packed(0, 2, TOKENS), pytest.fail).masks is second.masks, "again"
-    assert ahead.take(packed(0, 5, TOKENS), read).bounds == (0, 5, TOKENS), "another order"
+    assert ahead.documents_of(packed(0, 2, TOKENS), pytest.fail).masks is second.masks, "again"
+    assert ahead.documents_of(packed(0, 5, TOKENS), read).bounds == (0, 5, TOKENS), "another order"
 
 
 def test_samples_of_a_micro_batch_are_one_sequence() -> None:
     shared = Shared()
     ahead, iterator = watching([item(0, TOKENS)] + [item(0, 3, TOKENS, samples=2)], shared)
     next(iterator)
-    ahead.begin(read)
-    ahead.take(packed(0, 3, TOKENS, TOKENS + 3, 2 * TOKENS), pytest.fail)
+    ahead.plan_next(read)
+    ahead.documents_of(packed(0, 3, TOKENS, TOKENS + 3, 2 * TOKENS), pytest.fail)
 
 
 def test_what_is_wrong_with_documents_is_said_when_they_come() -> None:
     ahead, iterator = watching([item(0, TOKENS), item(0, 9, 9)])
     next(iterator)
-    ahead.begin(read)
+    ahead.plan_next(read)
     for _ in range(2):
-        ahead.take(packed(0, TOKENS), read)
+        ahead.documents_of(packed(0, TOKENS), read)
     with pytest.raises(ValueError, match="borders fall"):
-        ahead.take(packed(0, 9, 9, TOKENS), pytest.fail)
+        ahead.documents_of(packed(0, 9, 9, TOKENS), pytest.fail)
 
 
 def test_an_iterator_of_something_else_announces_nothing() -> None:
@@ -178,8 +178,10 @@ def test_an_iterator_of_something_else_announces_nothing() -> None:
     ahead, iterator = watching([(1, 2), (3, 4), {"tokens": 5}, {"cu_seqlens": None}], shared)
     for _ in range(4):
         next(iterator)
-        ahead.begin(read)
-    assert ahead.take(packed(0, TOKENS), read).bounds == (0, TOKENS) and shared.planned == []
+        ahead.plan_next(read)
+    assert (
+        ahead.documents_of(packed(0, TOKENS), read).bounds == (0, TOKENS) and shared.planned == []
+    )
 
 
 @pytest.fixture
@@ -195,12 +197,11 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 def test_a_wait_is_shown_where_there_is_one(log: pytest.LogCaptureFixture, seconds: float) -> None:
     ahead, iterator = watching([item(0, TOKENS), item(0, 3, TOKENS)], Shared(seconds))
     next(iterator)
-    ahead.begin(read)
+    ahead.plan_next(read)
     if not seconds:
-        assert ahead._last is not None
-        ahead._last.result()  # as much as a forward takes
+        ahead._under_way[-1].result()  # as much as a forward takes
     with torch.profiler.profile() as profiler:
-        ahead.take(packed(0, 3, TOKENS), pytest.fail)
+        ahead.documents_of(packed(0, 3, TOKENS), pytest.fail)
     names = [event.name for event in profiler.events()]
     assert ("burst: wait for the plan" in names) == bool(seconds)
     assert ("documents: waited" in log.text) == bool(seconds)
@@ -250,12 +251,12 @@ def _ranks(team: Team, bounds: list[int]) -> Any:
     ahead, iterator = Ahead(Shared(), TOKENS), None  # type: ignore[arg-type]
     if team.rank % 2 == 0:
         iterator = RerunDataIterator(iter([item(0, TOKENS), item(0, bounds[team.rank], TOKENS)]))
-    ahead.watch([] if iterator is None else [iterator], team.group)
+    ahead.read_ahead([] if iterator is None else [iterator], team.group)
     if iterator is not None:
         next(iterator)
-    ahead.begin(read)
+    ahead.plan_next(read)
     try:
-        found = ahead.take(packed(0, bounds[0], TOKENS), lambda _: Documents())
+        found = ahead.documents_of(packed(0, bounds[0], TOKENS), lambda _: PackedDocuments())
     except ValueError as error:
         return str(error)
     return found.bounds
@@ -271,11 +272,11 @@ def _ranks_of_which_one_cannot(team: Team) -> str:
         shared.plan_ahead = lambda *_: _no_kernel()  # type: ignore[method-assign]
     ahead = Ahead(shared, TOKENS)  # type: ignore[arg-type]
     iterator = RerunDataIterator(iter([item(0, TOKENS), item(0, 3, TOKENS)]))
-    ahead.watch([iterator], team.group)
+    ahead.read_ahead([iterator], team.group)
     next(iterator)
-    ahead.begin(read)
+    ahead.plan_next(read)
     try:
-        ahead.take(packed(0, 3, TOKENS), pytest.fail)
+        ahead.documents_of(packed(0, 3, TOKENS), pytest.fail)
     except ValueError as error:
         return str(error)
     return "no error"

@@ -18,13 +18,16 @@ from megatron_burst.config import LmHeadConfig, LmHeadLoss
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
+    asks_for_us,
+    configure,
+    report_dropouts,
+)
+from megatron_burst.plugin.asked import (
     burst_config_from_args,
     checks_files,
-    configure,
     lm_head_config_from_args,
-    settle_dropouts,
 )
-from megatron_burst.plugin.flags import all_flags
+from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
@@ -50,13 +53,24 @@ from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
-ITERATORS: Any = SimpleNamespace(ahead=None)  # of the data, which no test here reads
+BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(ahead=None), cut=None)  # none come
 
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     return add_burst_arguments(megatron_arguments.add_megatron_arguments(made))
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_flag_of_before_ends_with_what_to_do(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert asks_for_us([f"{name}=2"]) and name not in parser.format_help()
+    for words in ([name], [name, "2"], [f"{name}=2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"{name} is no more: {ENDED[name]}" in capsys.readouterr().err
 
 
 def parse(parser: argparse.ArgumentParser, line: str = "") -> argparse.Namespace:
@@ -185,8 +199,8 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
     [
         ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
         (
-            BURST + "--burst-check-nan --fp16",
-            "--burst-check-nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
+            BURST + "--burst-check nan --fp16",
+            "--burst-check nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
         ),
         (
             BURST + "--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3",
@@ -275,17 +289,12 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         (BURST + "--cp-comm-type ring", "--cp-comm-type ring contradicts"),
         (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
         (
-            BURST + "--cp-comm-type burst ulysses burst --num-layers 4",
-            "--cp-comm-type burst ulysses burst has 3 names for the 4 layers of the model",
-        ),
-        (
             BURST + "--cp-comm-type burst brust",
-            "brust is unknown; there are: burst, ring, allgather, ulysses, p2p, all_gather, a2a, a",
+            r"own \(p2p, all_gather, a2a, a2a\+p2p\), not brust",
         ),
         (
-            BURST + "--cp-comm-type burst ulysses --num-attention-heads 6 "
-            "--context-parallel-size 4",
-            "6 query and 6 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
+            BURST + "--cp-comm-type burst ulysses",
+            "burst ulysses: layers run burst, as .* says, or one of Megatron.s own .*, not ulysses",
         ),
         (
             "--burst-kernel cpu",
@@ -319,12 +328,6 @@ def test_the_same_choice_twice_is_fine(parser: argparse.ArgumentParser) -> None:
 MIXED = BURST + "--num-layers 3 --context-parallel-size 2 --cp-comm-type burst "
 
 
-def test_every_layer_may_have_its_algorithm(parser: argparse.ArgumentParser) -> None:
-    args = parse(parser, MIXED + "ulysses ring --num-attention-heads 4 --burst-backward query")
-    configure(args)
-    assert args.cp_comm_type == ["burst", "ulysses", "ring"]
-
-
 def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
     """They refuse every one but all_gather; without one ours runs the algorithm of the flag."""
     dev = {"fallback_to_eager_attn": False, "transformer_impl": "local"}
@@ -332,7 +335,7 @@ def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
     vars(args).update(dev)
     configure(args)
     assert args.cp_comm_type == [None]
-    mixed = "--num-layers 2 --context-parallel-algo burst --cp-comm-type burst ring"
+    mixed = BURST + "--num-layers 2 --cp-comm-type burst p2p --spec my_spec layers"
     assert "know all_gather alone: give no --cp-comm-type" in refusal(parser, mixed, **dev)
 
 
@@ -357,7 +360,7 @@ def test_megatrons_own_attention_beside_ours_has_limits(
         assert re.search(rf"burst p2p burst cannot run this:\n  layers with p2p .*{flag}", text)
     installed = None  # type: ignore[assignment]
     text = refusal(parser, line)
-    assert "layers with p2p need TransformerEngine, which is not installed: name one of" in text
+    assert "layers with p2p need TransformerEngine, which is not installed: name burst" in text
     configure(parse(parser, line + "--context-parallel-size 1"))
     configure(parse(parser, line + "--spec my_spec layers"))  # whose classes may need nothing
 
@@ -519,7 +522,7 @@ DOCUMENTS = " --dataloader-inter-document-masking"
         ("|*-|*E|", ""),
         ("+-+E", SEGMENTED + DOCUMENTS),
         ("M*-G|M-", " --tensor-model-parallel-size 2 --sequence-parallel"),
-        ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst ring" * 4),
+        ("*-*-|*-*-/*-", " --num-layers 3 --cp-comm-type" + " burst" * 8),
     ],
 )
 def test_hybrid_patterns_that_run(
@@ -552,7 +555,6 @@ def test_hybrid_patterns_that_run(
         ),
         ("*-||*-/*-", "", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         ("*G", " --tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        ("*-", " --num-layers 4 --cp-comm-type burst ring ring", "has 3 names for the 2 layers"),
     ],
 )
 def test_hybrid_patterns_that_cannot(
@@ -658,7 +660,7 @@ def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
     args = parse(parser, BURST)
     configure(args)
     model_config = SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
-    build = attach._with_burst_spec(lambda args: model_config, ITERATORS)
+    build = attach._with_burst_spec(lambda args: model_config, BATCHES)
     args.rank, args.modelopt_enabled = 1, True
     with pytest.raises(ValueError, match="modelopt_enabled = True: ModelOpt builds") as refused:
         build(args)
@@ -771,8 +773,8 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
     args = parse(parser, line)
     configure(args)
     assert (args.attention_dropout, args.hidden_dropout) == dropouts
-    settle_dropouts(args)
-    settle_dropouts(args)  # no more
+    report_dropouts(args)
+    report_dropouts(args)  # no more
     assert caplog.messages == [
         f"--{name}-dropout is 0: it was not given; without our attention 0.1"
         for name in said.split()
@@ -792,11 +794,11 @@ def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
         seen.append((args.attention_dropout, args.hidden_dropout))
         return SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
 
-    attach._with_burst_spec(gpt_config, ITERATORS)(args)
+    attach._with_burst_spec(gpt_config, BATCHES)(args)
     assert seen == [(0.0, 0.2)]
     args.use_checkpoint_args, args.attention_dropout = False, 0.1
     with pytest.raises(ValueError, match=r"attention_dropout = 0.1: .*pass --attention-dropout 0"):
-        attach._with_burst_spec(gpt_config, ITERATORS)(args)
+        attach._with_burst_spec(gpt_config, BATCHES)(args)
 
 
 def test_a_norm_that_a_hybrid_stack_lacks_is_said(
@@ -806,7 +808,7 @@ def test_a_norm_that_a_hybrid_stack_lacks_is_said(
     configure(args)
     for field, said in (("transformer_layer_spec", False), ("hybrid_stack_spec", True)):
         config = SimpleNamespace(**{field: None}, pre_wrap_hooks=[])
-        attach._with_burst_spec(lambda _, config=config: config, ITERATORS)(args)
+        attach._with_burst_spec(lambda _, config=config: config, BATCHES)(args)
         assert ("--qk-layernorm has no effect" in caplog.text) == said
 
 

@@ -120,7 +120,7 @@ def test_without_a_flag_of_ours_every_name_leads_where_it_did(started: dict, way
 
 def test_a_flag_replaces_what_the_table_says_and_nothing_else(started: dict) -> None:
     ours, checks = documented("a flag of ours"), documented("`--burst-check-files`")
-    assert len(ours) == 9 and len(checks) == 8
+    assert len(ours) == 10 and len(checks) == 8
     assert started["a flag"] == {"changed": ours, "end": "", "is_silent": False}
     assert started["own entry, off"]["changed"] == ours
     assert started["own entry"]["changed"] == sorted(ours + checks)
@@ -142,6 +142,7 @@ def test_yaml_leaves_no_place_for_our_flags(started: dict) -> None:
     ("line", "ours"),
     [
         *((flag.name, True) for flag in all_flags()),
+        ("--burst-verify", True),
         *((f"--seq-length 8 {flag.name}=x", True) for flag in all_flags()),
         ("--help", True),
         ("-h", True),
@@ -164,7 +165,7 @@ def test_the_cpu_platform_brings_what_it_needs_and_none_of_our_flags(
     called = []
     monkeypatch.setattr(launch, "_show_our_log", lambda: None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *STOCK])
-    monkeypatch.setattr(launch.compat, "mend_wheel", lambda: called.append("mend"))
+    monkeypatch.setattr(launch, "mend_wheel", lambda: called.append("mend"))
     for name in ("cpu_platform_wanted", "check_job", "activate"):
         monkeypatch.setattr(
             launch.cpu_platform, name, lambda name=name: called.append(name) or True

@@ -85,7 +85,7 @@ def test_a_launcher_ends_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
     """An older Megatron: the number says nothing, the names do."""
     monkeypatch.setattr(launch, "_show_our_log", lambda: None)
     monkeypatch.setattr(launch.cpu_platform, "cpu_platform_wanted", lambda: False)
-    monkeypatch.setattr(launch.compat, "mend_wheel", lambda: pytest.fail("it goes on"))
+    monkeypatch.setattr(launch, "mend_wheel", lambda: pytest.fail("it goes on"))
     monkeypatch.delattr("megatron.training.training.get_model")
     with pytest.raises(SystemExit, match=r"(?s)megatron-core 0.*get_model is missing"):
         launch.start(own_entry=True)

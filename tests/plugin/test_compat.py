@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_burst.plugin import compat, torch_adam
+from megatron_burst.cpu_platform import torch_adam
+from megatron_burst.plugin import compat
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402

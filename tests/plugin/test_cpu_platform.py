@@ -12,10 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_burst.plugin.cpu import arguments as cpu_arguments
-from megatron_burst.plugin.cpu import platform as cpu_platform
-from megatron_burst.plugin.cpu.platform import REQUEST
-from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS, with_one_worker
+from megatron_burst.cpu_platform import arguments as cpu_arguments
+from megatron_burst.cpu_platform import platform as cpu_platform
+from megatron_burst.cpu_platform.platform import REQUEST
+from megatron_burst.cpu_platform.table import PACKAGES, STAND_INS, with_one_worker
 from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_a_node_of_several_without_a_gpu_is_named_and_ends() -> None:
 ALONE = """
 import logging
 logging.basicConfig(level=logging.INFO)
-from megatron_burst.plugin.cpu import platform as platform
+from megatron_burst.cpu_platform import platform as platform
 assert not platform.cpu_platform_active()
 platform.activate()
 platform.activate()
@@ -153,9 +153,8 @@ def test_activated_platform_behaves_like_cuda_on_the_cpu(tmp_path: Path) -> None
 def test_the_platform_is_activated_once_and_says_where() -> None:
     run = python("-c", ALONE, RANK="3")
     assert run.returncode == 0, run.stderr
-    assert (
-        run.stderr.count(f"WARNING:megatron_burst.plugin.cpu.platform:{HERE} runs on the CPU") == 1
-    )
+    line = f"WARNING:megatron_burst.cpu_platform.platform:{HERE} runs on the CPU"
+    assert run.stderr.count(line) == 1
     assert "CPU RNG state changed" not in run.stderr
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst.plugin.cpu import gdn, mamba
-from megatron_burst.plugin.cpu.recurrence import causal_convolution
+from megatron_burst.cpu_platform import gdn, mamba
+from megatron_burst.cpu_platform.recurrence import causal_convolution
 
 TOKENS_AND_CHUNK = [(1, 16), (37, 16), (64, 64), (5, 2)]
 HEADS = 4

@@ -13,8 +13,8 @@ import pytest
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
-from megatron_burst.plugin.files import data_files  # noqa: E402
-from megatron_burst.plugin.files.data_files import check_data_files  # noqa: E402
+from megatron_burst.data_checks import data_files  # noqa: E402
+from megatron_burst.data_checks.data_files import check_data_files  # noqa: E402
 
 
 def arguments(*data_path: str, **changes: Any) -> Any:

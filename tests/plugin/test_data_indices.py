@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer  # noqa: E402
 
-from megatron_burst.plugin.files import data_indices  # noqa: E402
+from megatron_burst.data_checks import data_indices  # noqa: E402
 
 SAMPLES = 40  # several epochs
 REPLACED = {

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_burst.plugin.files import dataset_helpers
-from megatron_burst.plugin.files.dataset_helpers import make
+from megatron_burst.data_checks import dataset_helpers
+from megatron_burst.data_checks.dataset_helpers import make
 
 # Of Megatron's Makefile the variables, and a compiler that notes its arguments and makes what
 # follows -o.
@@ -94,14 +94,14 @@ def test_one_rank_of_each_node_compiles_in_turn_and_all_end_with_the_reason(
     pytest.importorskip("megatron.training")
     from megatron.training import initialize, training
 
-    from megatron_burst.plugin import compat
+    from megatron_burst import launch
 
     for holder, name in (
         (initialize, "_compile_dependencies"),
         (training, "get_megatron_optimizer"),
     ):
         monkeypatch.setattr(holder, name, getattr(holder, name))
-    compat.mend_wheel()
+    launch.mend_wheel()
     compiled: list[int] = []
     here = threading.local()
     meeting, said = threading.Barrier(4), [""] * 4

@@ -13,7 +13,6 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.config import Algorithm
 from tests import oracle
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
@@ -28,8 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
     burst_layer_spec,
@@ -304,33 +304,16 @@ def test_fp8_linear_layers_leave_attention_in_the_models_dtype(recipe: str) -> N
             build(config={**fp8, field: True})
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_the_name_of_another_algorithm_of_ours_builds_that_one(algorithm: Algorithm) -> None:
-    module = build("burst", cp_comm_type=algorithm.value)
-    assert isinstance(module, BurstCoreAttention)
-    assert module.context.config.algorithm is algorithm
+def test_the_name_of_another_algorithm_of_ours_is_refused() -> None:
+    assert isinstance(build("ring", cp_comm_type="ring"), BurstCoreAttention)
+    with pytest.raises(ValueError, match=r"layer \d: cp_comm_type ulysses, and our .* run burst"):
+        build("burst", cp_comm_type="ulysses")
 
 
-def test_layers_of_one_algorithm_share_what_they_plan_and_others_do_not() -> None:
+def test_layers_share_what_they_plan() -> None:
     shared = SharedState(BurstConfig(backward="query", kernel="cpu"))
-    contexts = [
-        build(shared=shared, cp_comm_type=name).context
-        for name in ("burst", "ulysses", "burst", None)
-    ]
-    assert contexts[0] is contexts[2] is contexts[3] is not contexts[1]
-    assert contexts[1].config == BurstConfig(algorithm="ulysses", kernel="cpu")
-
-
-def test_the_first_context_brings_those_of_all_layers() -> None:
-    shared, group = SharedState(BurstConfig()), SimpleNamespace(cp=None)
-    layers = SimpleNamespace(
-        hierarchical_context_parallel_sizes=None, cp_comm_type=["burst", "p2p", "ring", "ulysses"]
-    )
-    assert shared.get_megatrons(layers, group).config.algorithm == "burst"
-    made = shared.get_megatrons(layers, group, Algorithm.ULYSSES)
-    layers.cp_comm_type = "burst"  # a stage that asks again makes none
-    assert shared.get_megatrons(layers, group, Algorithm.ULYSSES) is made
-    assert [algorithm for _, algorithm in shared._contexts] == ["burst", "ring", "ulysses"]
+    first, second = (build(shared=shared, cp_comm_type=name).context for name in ("burst", None))
+    assert first is second
 
 
 @pytest.mark.parametrize(

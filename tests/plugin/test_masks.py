@@ -26,23 +26,23 @@ from megatron.core.models.common.embeddings.rope_utils import (  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
+from megatron_burst.cpu_platform.table import thd_get_partitioned_indices  # noqa: E402
 from megatron_burst.plugin.attention import documents as documents_module  # noqa: E402
 from megatron_burst.plugin.attention.block_mask import load_block_mask  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.documents import (  # noqa: E402
-    Documents,
+    PackedDocuments,
     Reader,
     read_documents,
 )
-from megatron_burst.plugin.cpu.table import thd_get_partitioned_indices  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from tests.plugin.test_layer_spec import build, inputs  # noqa: E402
 
 TOKENS = 24
 TABLE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
 
 
-def documents(*bounds: int, samples: int = 1) -> Documents:
-    return Documents(qkv_format="sbhd", bounds=bounds, samples=samples)
+def documents(*bounds: int, samples: int = 1) -> PackedDocuments:
+    return PackedDocuments(qkv_format="sbhd", bounds=bounds, samples=samples)
 
 
 def check(module: Any, visible: Tensor, **options: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_block_mask_that_is_garbled(tmp_path: Path, content: bytes) -> None:
 def _compare(team: Team, directory: str, files: int) -> str:
     shared = SharedState(BurstConfig(block_mask=f"{directory}/{team.rank % files}.npy"))
     try:
-        shared._compare_block_masks()
+        shared.masks.compare(shared.config.timeout_seconds)
     except ValueError as error:
         return str(error)
     return ""

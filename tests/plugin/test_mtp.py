@@ -32,8 +32,8 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import MtpLosses, Rolls  # noqa: E402
 from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from tests.loss.bare_models import KINDS, bare  # noqa: E402

@@ -1,4 +1,4 @@
-"""--burst-check-nan names where numbers stop being finite; off it is not there. (fast tier)
+"""--burst-check nan names where numbers stop being finite; off it is not there. (fast tier)
 
 Which rank it names in a training of two: training/test_failures.py.
 """
@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
@@ -23,6 +23,7 @@ from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     NonFiniteError,
     with_nan_check,
 )
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 HUGE = 1e30  # finite, and its square is not
 attend = with_nan_check(ring_attention, "7")
@@ -51,7 +52,7 @@ def planted(x: Tensor, value: float) -> Tensor:
 
 def check(error: pytest.ExceptionInfo[NonFiniteError], *parts: str) -> None:
     rank = "rank 0 (context-parallel rank 0 of 1)"
-    for part in ("--burst-check-nan: layer 7", rank, *parts):
+    for part in ("--burst-check nan: layer 7", rank, *parts):
         assert part in str(error.value)
 
 
@@ -116,7 +117,7 @@ def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
         num_layers=8, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
     )
     module = BurstCoreAttention(
-        shared=SharedState(BurstConfig(check_nan=wanted)),
+        shared=SharedState(BurstConfig(check="nan" if wanted else "off")),
         config=config,
         layer_number=7,
         attn_mask_type=AttnMaskType.causal,

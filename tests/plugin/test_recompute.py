@@ -25,8 +25,9 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.recompute import Checkpoints, RecomputeHooks  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 TOKENS, SIZE, LAYERS = 12, 16, 4
 type Run = Callable[["Model", Tensor], Tensor]  # the layers of a model

@@ -31,9 +31,11 @@ from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from megatron_burst.plugin.hooks.batch_cut import BatchCut  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import (  # noqa: E402
     Positions,
     RotaryAtPositions,
@@ -111,7 +113,7 @@ def test_rotary_rows_within_documents_belong_to_the_call() -> None:
     module = RotaryAtPositions(rotary("rope"), Positions(Context(BurstConfig(), 2, 1)))
     positions = make_layout(BurstConfig(), 16, 2).positions(1)
     for bounds in ((0, 5, 16), (0, 16), (0, 5, 16)):
-        found = ask(module, 8, Documents(bounds=bounds))
+        found = ask(module, 8, PackedDocuments(bounds=bounds))
         assert torch.equal(found, table[within_documents(positions, bounds)])
     assert torch.equal(ask(module, 8), table[positions])
 
@@ -122,7 +124,7 @@ def test_rotary_rows_of_mla_have_no_batch_dimension_where_there_are_documents(ki
     """As its tensors; with one they would be broadcast against each other, row by row."""
     positions = Positions(Context(BurstConfig(), 2, 1))
     module = RotaryAtPositions(rotary(kind), positions, in_layer=True)
-    found = [ask(module, 8, packed) for packed in (None, Documents(bounds=(0, 16)))]
+    found = [ask(module, 8, packed) for packed in (None, PackedDocuments(bounds=(0, 16)))]
     plain, packed = (x[0] if kind == "yarn" else x for x in found)
     assert plain.shape[:-1] == (8, 1, 1) and torch.equal(plain[:, 0], packed)
 
@@ -332,13 +334,13 @@ def test_a_stage_in_megatrons_layout_moves_nothing() -> None:
 
 
 def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() -> None:
-    documents = Documents(bounds=(0, 8, 16), samples=2)
+    documents = PackedDocuments(bounds=(0, 8, 16), samples=2)
     hidden = torch.randn(8, 1, 3, requires_grad=True)  # of two ranks
     sent = _unflatten_output(hidden * 1.0, documents)
     assert sent.shape == (4, 2, 3) and sent._base is None, "Megatron frees what it has sent"
     sent.backward(torch.arange(24.0).view(4, 2, 3))
     assert torch.equal(hidden.grad.flatten(), torch.arange(24.0))
-    assert _unflatten_output(hidden, Documents(bounds=(0, 16))) is hidden
+    assert _unflatten_output(hidden, PackedDocuments(bounds=(0, 16))) is hidden
     decoder = SimpleNamespace(input_tensor=sent)
     decoder.set_input_tensor = lambda x: setattr(decoder, "input_tensor", x)
     _flatten_input(decoder)
@@ -351,9 +353,44 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
     attention.context = Context(SEGMENTED, 2, 0)
     with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
         BurstCoreAttention._refuse(attention, None, None)
-    assert SharedState(BurstConfig()).tokens_follow_layout
+    assert SharedState(BurstConfig()).follows_layout
 
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="need a GPTModel or HybridModel, not a Stage"):
         SequenceHooks(None)([Stage()])
+
+
+# Batches that are cut by our layout.
+
+
+def _cut(team: Team) -> None:
+    """Nothing moves, whatever of the batch a stage is given; and what was not cut is refused."""
+    context = team.context(BALANCED)
+    cut = BatchCut(lambda batch, **_: batch | {"by": "Megatron"})
+    assert cut({"tokens": torch.arange(8)[None]}, is_hybrid_cp=False)["by"] == "Megatron"
+    stage = Stage()
+    stage.config.mtp_num_layers = None
+    hooks = _StageHooks(stage, Layouts(context), Ahead(SharedState(BALANCED)), cut)
+    cut.follow(hooks.layout_of, Positions(context).in_sequence)
+    whole = torch.arange(32)[None]
+    for bounds in ((0, 20, 32), (0, 12, 14, 32), None):
+        starts = None if bounds is None else torch.tensor([bounds])
+        given = {"tokens": whole, "labels": whole + 1, "loss_mask": None, "cu_seqlens": starts}
+        batch = cut(given, is_hybrid_cp=False, use_per_sequence_balancing=True)
+        said = None if bounds is None else packed(*bounds)
+        layout = zigzag(32, 2) if bounds is None else hooks._read(said).layout
+        mine = layout.shard(whole, context.rank, 1)
+        assert torch.equal(batch["tokens"], mine) and torch.equal(batch["labels"], mine + 1)
+        options = {"labels": batch["labels"], "packed_seq_params": said}
+        losses = stage(batch["tokens"], None, None, loss_mask=mine.half(), **options)
+        assert stage.seen["input_ids"] is batch["tokens"] and torch.equal(losses, mine + 1.0)
+    with pytest.raises(ValueError, match="hand over what it returns, or take --burst-layout zig"):
+        stage(batch["tokens"].clone(), None, None, labels=batch["labels"].clone())
+    padded = {"cu_seqlens_padded": torch.tensor([[0, 20, 32]])}
+    given = {"tokens": whole, "cu_seqlens": torch.tensor([[0, 18, 30]])} | padded
+    assert cut(given)["by"] == "Megatron", "each document is in a zigzag of its own"
+
+
+def test_a_batch_that_is_cut_by_our_layout_moves_nothing(workers: WorkerPool) -> None:
+    workers.run(2, _cut)

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import (  # noqa: E402
     TransformerConfig,
 )
 
-from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
 from megatron_burst.plugin.attention.shapes import shape_of  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 
 def model(**changes: Any) -> TransformerConfig:
@@ -69,5 +69,5 @@ def test_the_contexts_of_a_model_get_it(monkeypatch: pytest.MonkeyPatch) -> None
     made = lambda settings, group, **more: given.append(more["shape"])  # noqa: E731
     monkeypatch.setattr(BurstContext, "create", made)
     shared = SharedState(BurstConfig(), 64)
-    shared.get_megatrons(model(num_query_groups=4), SimpleNamespace(cp=None))
+    shared.contexts.of(model(num_query_groups=4), SimpleNamespace(cp=None))
     assert given == [Shape(64, 8, 4, 8, 8, 4, 4, sends_raw=True)]

@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import SharedState  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 
 def group(rank: int, size: int) -> Any:

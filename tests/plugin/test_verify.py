@@ -1,4 +1,4 @@
-"""--burst-verify in layers of our core attention: right ones pass, faults stop all ranks. (fast)
+"""--burst-check reference in layers of ours: right ones pass, faults stop all ranks. (fast)
 
 The faults are put in from here, in one of two layers; tests/training runs whole trainings.
 """
@@ -33,8 +33,9 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.attention.verify import VerificationError  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState  # noqa: E402
-from megatron_burst.plugin.attention.documents import Documents  # noqa: E402
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
+from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
 
@@ -46,13 +47,13 @@ class Layers:
     """Two layers of attention, one on top of the other; the second sees a window."""
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
-        self.settings = BurstConfig(verify=True, **config)
+        self.settings = BurstConfig(check="reference", **config)
         self.shared = SharedState(self.settings)
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
-            self.shared.get_megatrons = lambda *_: context  # type: ignore[method-assign]
-        self.shared.tokens_follow_layout = True
+            self.shared.contexts.of = lambda *_: context  # type: ignore[method-assign]
+        self.shared.follow_layout()
         self.dtype, self.rank = dtype, 0 if team is None else team.rank
         self.layers = [self._layer(number, group) for number in (1, 2)]
         self.frozen: list[Any] = []
@@ -95,7 +96,7 @@ class Layers:
         documents = None
         if bounds:
             padded = torch.tensor((*bounds, bounds[-1]), dtype=torch.int32)
-            documents = Documents(qkv_format="sbhd", cu_seqlens_q=padded, bounds=bounds)
+            documents = PackedDocuments(qkv_format="sbhd", cu_seqlens_q=padded, bounds=bounds)
         x = q
         for layer in self.layers:
 
@@ -165,7 +166,6 @@ RIGHT: dict[str, dict[str, Any]] = {
         "config": {"backward": "query", "grad_dtype": "model"},
         "dtype": torch.bfloat16,
     },
-    "NaN check": {"config": {"check_nan": True}},
 }
 
 
@@ -243,7 +243,7 @@ def other_scale(layer: Any) -> None:
 
 def other_documents(layer: Any) -> None:
     original = layer._mask
-    other = Documents(bounds=(0, 1, 31, 2 * LOCAL))
+    other = PackedDocuments(bounds=(0, 1, 31, 2 * LOCAL))
     layer._mask = lambda mask_type, _: original(mask_type, other)
 
 
@@ -290,7 +290,9 @@ def test_a_fault_stops_all_ranks_and_is_named(
     replies = workers.run(ranks, _first_step, {**options, "bounds": bounds})
     first = replies[0][0]
     assert all(error == first for error, _ in replies)
-    assert first.startswith("--burst-verify: attention over the context-parallel ranks is not")
+    assert first.startswith(
+        "--burst-check reference: attention over the context-parallel ranks is not"
+    )
     assert re.search(MESSAGES[fault], first), first
     if "layer 2" in MESSAGES[fault]:
         assert "layer 1" not in first
@@ -323,7 +325,7 @@ class Pool:
     """As much of the shared state as the hooks need, for a rank of several."""
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
-        config = BurstConfig(verify=True, layout=layout)
+        config = BurstConfig(check="reference", layout=layout)
         self.verification = SharedState(config).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
@@ -339,7 +341,9 @@ class Pool:
 def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
     packed = None
     if bounds is not None:
-        packed = Documents(qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds)
+        packed = PackedDocuments(
+            qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds
+        )
     model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
     PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)

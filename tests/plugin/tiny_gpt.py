@@ -4,13 +4,13 @@ from functools import partial
 
 import torch
 
-from megatron_burst.plugin import compat
-from megatron_burst.plugin.cpu import platform as cpu_platform
+from megatron_burst import launch
+from megatron_burst.cpu_platform import platform as cpu_platform
 
 
 def main() -> None:
     cpu_platform.activate()
-    compat.mend_wheel()
+    launch.mend_wheel()
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain

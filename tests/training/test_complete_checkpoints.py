@@ -16,7 +16,7 @@ import megatron.training.training as training  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
-from megatron_burst.plugin.files.complete_checkpoints import (  # noqa: E402
+from megatron_burst.data_checks.complete_checkpoints import (  # noqa: E402
     MARKER,
     CompleteOnly,
     NoCompleteCheckpointError,

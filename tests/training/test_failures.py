@@ -34,12 +34,12 @@ def check_one_report(text: str, *parts: str) -> None:
 
 @pytest.mark.parametrize("where", slow_if({"backward"}, ["forward", "backward"]))
 def test_a_planted_nan_is_named(tmp_path: Path, data: tuple[str, ...], where: str) -> None:
-    flags = (*data, *TWO, "--burst-check-nan", f"2:1:{where}")
+    flags = (*data, *TWO, "--burst-check", "nan", f"2:1:{where}")
     status, text = outcome("tests.training.planted_nan", tmp_path, 2, *flags)
     assert status != "0"
     tensor = "v" if where == "forward" else "the gradient of the output"
     place = rf"layer 2, rank 1 \(context-parallel rank 1 of 2\), {where}: {tensor} has \d+ NaN"
-    check_one_report(text, "rank 1 failed: NonFiniteError: --burst-check-nan: " + place)
+    check_one_report(text, "rank 1 failed: NonFiniteError: --burst-check nan: " + place)
     assert list(steps(text)) == [1] or not steps(text)  # two micro-batches a step
 
 

@@ -27,6 +27,7 @@ LINEAR = (
 DOCUMENTS = "--dataloader-inter-document-masking"
 SEGMENTED = "--burst-layout segmented-zigzag"
 BALANCED = "--burst-layout balanced"
+CHECK = "--burst-check reference"
 CHUNKED = "--lm-head-loss chunked --lm-head-chunk-size 100"
 CP2 = "--context-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -58,7 +59,10 @@ CASES |= {
     ),
     "hybrid of Mamba and GDN, CP 2, chunked": ((2, f"{LINEAR} {CP2} {CHUNKED}"), (1, LINEAR)),
     "hybrid, CP 2, fraction 0.5": (
-        (2, f"{HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 --burst-verify"),
+        (
+            2,
+            f"{HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 {CHECK}",
+        ),
         (1, HYBRID),
     ),
     "GPT, CP 2, documents": ((2, f"{GPT} {DOCUMENTS} {CP2} {CHUNKED}"), (1, f"{GPT} {DOCUMENTS}")),
@@ -67,7 +71,7 @@ CASES |= {
         (1, f"{GPT} {DOCUMENTS}"),
     ),
     "hybrid, CP 2 x TP 2, documents, balanced, verified": (
-        (4, f"{HYBRID} {DOCUMENTS} {CP2} {TP2} {BALANCED} {CHUNKED} --burst-verify"),
+        (4, f"{HYBRID} {DOCUMENTS} {CP2} {TP2} {BALANCED} {CHUNKED} {CHECK}"),
         (2, f"{HYBRID} {DOCUMENTS} {TP2}"),
     ),
     "GPT, CP 2 x PP 2, documents, balanced": (

@@ -78,7 +78,7 @@ def test_sft_evaluated_and_verified(conversations: Callable[..., Log]) -> None:
         for run in (found, one)
     )
     assert losses and losses == pytest.approx(expected, rel=0.01)
-    verified = conversations(2, f"{evaluated} {CP2} --burst-verify")
+    verified = conversations(2, f"{evaluated} {CP2} --burst-check reference")
     assert verified.losses == found.losses
 
 

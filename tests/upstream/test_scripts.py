@@ -25,7 +25,6 @@ UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 ROOT = Path(__file__).parents[2]
 COMMON = ("--mock-data", "--context-parallel-size", "2", "--calculate-per-token-loss")
 BURST = ("--context-parallel-algo", "burst")
-NO_CODE = "--cp-comm-type burst --no-create-attention-mask-in-dataloader".split()
 MUCH = (
     "--lm-head-loss chunked "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
@@ -35,7 +34,7 @@ DOCUMENTS = ("--dataloader-inter-document-masking",)
 OUR_ENTRY = ("-m", "megatron_burst.pretrain")
 PATTERN = ("--hybrid-layer-pattern", "*-*-*-*-")
 # The flags of a script's model and its name for `--spec`.
-SCRIPTS = {"pretrain_gpt.py": ((), "gpt"), "pretrain_hybrid.py": (PATTERN, "hybrid")}
+SCRIPTS = {"pretrain_gpt.py": (), "pretrain_hybrid.py": PATTERN}
 by_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
@@ -68,11 +67,11 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     """Train; equal calls share one run."""
     finished: dict[tuple[str, ...], Log] = {}
 
-    def train_once(*command: str, activated: bool = False) -> Log:
+    def train_once(*command: str) -> Log:
         if command not in finished:
             directory = tmp_path_factory.mktemp("run")
             logs = ("--tensorboard-dir", str(directory))
-            text = torchrun(checkout, *command, *logs, activated=activated)
+            text = torchrun(checkout, *command, *logs)
             scalars = read_scalars(directory)
             losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
             finished[command] = Log(losses=losses, grad_norms=norms, text=text)
@@ -81,8 +80,8 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return train_once
 
 
-def torchrun(checkout: Path, *command: str, activated: bool = False) -> str:
-    done = ended(*command, **variables(checkout, activated=activated))
+def torchrun(checkout: Path, *command: str) -> str:
+    done = ended(*command, **variables(checkout))
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -99,17 +98,14 @@ def ended(*command: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def variables(checkout: Path, *, activated: bool = False) -> dict[str, str]:
+def variables(checkout: Path) -> dict[str, str]:
     """Without a launcher of ours the checkout has to come before the wheel by itself.
 
-    The environment is not activated: `python3` and `python3-config` are others, if any. Megatron's
-    own Makefile asks for them, so without our code it has to be.
+    The environment is not activated: `python3` and `python3-config` are others, if any.
     """
     paths = (str(checkout), str(ROOT), os.environ.get("PYTHONPATH", ""))
     own = str(Path(sys.executable).parent)
     commands = [place for place in os.environ["PATH"].split(os.pathsep) if place != own]
-    if activated:
-        commands = [own, str(Path(sys.base_prefix, "bin")), *commands]
     return {
         **environment(),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -138,8 +134,7 @@ def test_without_a_compiler_every_rank_ends_with_the_reason(checkout: Path) -> N
 
 @by_script
 def test_by_the_launcher(checkout: Path, train: Callable[..., Log], script: str) -> None:
-    model, _ = SCRIPTS[script]
-    flags = (*MODEL, *model, *COMMON, *BURST)
+    flags = (*MODEL, *SCRIPTS[script], *COMMON, *BURST)
     found = train("-m", "megatron_burst.run", str(checkout / script), *flags)
     assert f" in {checkout / 'megatron'}" in found.text
     check_equal(f"megatron_burst.run {script}", found, train(*OUR_ENTRY, *flags))
@@ -161,19 +156,6 @@ def test_by_the_launcher_with_all_that_is_hooked_into_the_model(
     for said in ("chunked LM head loss: ", layout):
         assert said in found.text
     check_equal(f"megatron_burst.run, all hooks, {layout}", found, expected)
-
-
-@by_script
-def test_without_any_of_our_code_around(
-    checkout: Path, train: Callable[..., Log], is_dev: bool, script: str
-) -> None:
-    if is_dev:
-        pytest.skip("dev's local layers refuse every --cp-comm-type but all_gather")
-    model, name = SCRIPTS[script]
-    stock = (str(Path(__file__).with_name("stock_on_cpu.py")), str(checkout / script))
-    spec = ("--spec", "megatron_burst.plugin.spec", name)
-    found = train(*stock, *MODEL, *model, *COMMON, *spec, *NO_CODE, activated=True)
-    check_equal(f"--spec {script}", found, train(*OUR_ENTRY, *MODEL, *model, *COMMON, *BURST))
 
 
 def test_a_gpt_goes_on_as_a_hybrid_model(
@@ -203,7 +185,7 @@ def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    for script, (model, _) in SCRIPTS.items():
+    for script, model in SCRIPTS.items():
         directory, flags = tmp_path / script, (*MODEL, *model, *COMMON, *BURST)
         text = torchrun(fork, str(fork / script), *flags, "--tensorboard-dir", str(directory))
         scalars = read_scalars(directory)

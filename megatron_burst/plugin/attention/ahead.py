@@ -6,10 +6,12 @@ has enough to do, a thread makes all that the next documents need. What ranks ha
 other for it goes by a gloo group of its own.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -21,8 +23,8 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
 from megatron_burst.attention.context import BurstContext, Kinds, Plans
-from megatron_burst.plugin.attention.core_attention import SharedState
-from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
+from megatron_burst.plugin.attention.documents import PackedDocuments, digest_of, with_tensors
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.transport.groups import make_gloo_group
 from megatron_burst.transport.objects import (
     any_rank,
@@ -38,15 +40,17 @@ _KEPT = 64  # micro-batches: more than a pipeline has in flight
 _WHERE = "one micro-batch ahead"
 _READ_OF_AN_ITEM = ("cu_seqlens", "cu_seqlens_padded", "tokens")
 
-type Read = Callable[[PackedSeqParams], Documents]
-type _Prepared = tuple[Documents, list[tuple[BurstContext, Plans]]]
+type Read = Callable[[PackedSeqParams], PackedDocuments]
+type _Planned = tuple[PackedDocuments, list[tuple[BurstContext, Plans]]]
+type _Prepared = dict[bytes, Future[_Planned]]  # by what a micro-batch says of its documents
 
 
 class Ahead:
     """The micro-batches that are known before they come; all others are planned when they come.
 
     A micro-batch is found by what it says of its documents. So it does not matter in which order
-    micro-batches come, how often, or whether one that was announced ever does.
+    micro-batches come, how often, or whether one that was announced ever does. The thread returns
+    what it has prepared, and has nothing else in common with who attends.
     """
 
     def __init__(self, shared: SharedState, tokens_per_sample: int | None = None) -> None:
@@ -54,13 +58,12 @@ class Ahead:
         self._group: dist.ProcessGroup | None = None  # who gets the same micro-batches
         self._readers: list[bool] = []  # which of them know what comes; the first tells the others
         self._announced: dict[OneAhead, dict[str, Any]] = {}
-        self._jobs: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # the thread's
-        self._last: Future[None] | None = None
+        self._jobs = SimpleQueue[tuple[Callable[[], _Prepared], Future[_Prepared]]]()
+        self._under_way: deque[Future[_Prepared]] = deque()
+        self._prepared: _Prepared = {}
         self._waited = self._logged = 0.0  # seconds
-        # The thread's until `_last` is done, then the caller's.
-        self._ready: dict[bytes, Future[_Prepared]] = {}
 
-    def watch(self, iterators: Sequence[RerunDataIterator], group: dist.ProcessGroup) -> None:
+    def read_ahead(self, iterators: Sequence[RerunDataIterator], group: dist.ProcessGroup) -> None:
         """Read Megatron's data iterators one item ahead; a collective call of the whole job.
 
         `group` has the ranks that get the same micro-batches; those without an iterator learn of
@@ -77,28 +80,32 @@ class Ahead:
         for iterator in iterators:
             iterator.iterable = OneAhead(iterator.iterable, self._announce)
 
-    def begin(self, read: Read) -> None:
+    def plan_next(self, read: Read) -> None:
         """Prepare what has been announced, in the thread; all ranks of the group call it together.
 
         `read` makes documents of what says where they are.
         """
         if any(self._readers):
-            before, self._last = self._last, Future()
-            kinds = self._shared.kinds()  # here, where all ranks have the same
-            self._jobs.put(([*self._announced.values()], read, kinds, before, self._last))
+            # The kinds of calls are found here, where all ranks have the same.
+            items, kinds = [*self._announced.values()], self._shared.kinds()
+            self._under_way.append(Future())
+            job = functools.partial(self._prepare, items, read, kinds)
+            self._jobs.put((job, self._under_way[-1]))
             self._announced.clear()
 
-    def take(self, packed: PackedSeqParams, read: Read) -> Documents:
+    def documents_of(self, packed: PackedSeqParams, read: Read) -> PackedDocuments:
         """Return the documents of a micro-batch that comes now; attention finds its plans.
 
         Raises:
             ValueError: as `read` does, or the ranks have different documents.
             CommunicationError: a rank did not say what documents it has.
         """
-        if self._last is None:
-            return read(packed)
-        self._wait(self._last)
-        found = self._ready.get(digest_of(packed))
+        while self._under_way:
+            self._prepared |= self._wait(self._under_way[0])
+            self._under_way.popleft()
+        for digest in [*self._prepared][:-_KEPT]:
+            del self._prepared[digest]
+        found = self._prepared.get(digest_of(packed))
         if found is None:
             return read(packed)
         documents, planned = found.result()
@@ -106,42 +113,10 @@ class Ahead:
             context.adopt(plans)
         return with_tensors(documents, packed)
 
-    def _wait(self, last: Future[None]) -> None:
-        if not last.done():
-            begun = time.perf_counter()
-            with span("wait for the plan"):
-                last.exception()
-            self._waited += time.perf_counter() - begun
-            if self._waited > 2 * self._logged + 1e-3 and (
-                not self._group or self._group.rank() == 0
-            ):
-                self._logged = self._waited
-                logger.info("documents: waited %.0f ms in all for plans", 1e3 * self._waited)
-        last.result()
-
-    def _announce(self, reader: "OneAhead", item: Any) -> None:
-        """Note what an iterator gives next."""
-        if isinstance(item, dict) and item.get("cu_seqlens") is not None:
-            self._announced[reader] = {name: item.get(name) for name in _READ_OF_AN_ITEM}
-
-    def _work(self) -> None:
-        while True:
-            items, read, kinds, before, done = self._jobs.get()
-            try:
-                if before is not None:
-                    before.result()
-                made = self._agree([self._packed(item) for item in items])
-                failures = [self._prepare(packed, read, kinds) for packed in made]
-                self._share("; ".join(filter(None, failures)), made)
-                done.set_result(None)
-            except Exception as error:  # for who takes the next micro-batch, and all after it
-                done.set_exception(error)
-
-    def _packed(self, item: dict[str, Any]) -> PackedSeqParams:
-        """Say of a micro-batch on the host what Megatron's scripts say of it on the device."""
-        item = flatten_batch_for_packed_sequences(item)
+    def packed(self, item: Mapping[str, Any]) -> PackedSeqParams:
+        """Say of a micro-batch, one sequence, what Megatron's scripts say of it to the model."""
         bounds, padded = (
-            None if (x := item[name]) is None else x.squeeze(0)
+            None if (x := item.get(name)) is None else x.squeeze(0)
             for name in ("cu_seqlens", "cu_seqlens_padded")
         )
         bounds = bounds if padded is None else padded
@@ -152,6 +127,50 @@ class Ahead:
             cu_seqlens_kv_padded=padded,
             tokens_per_sample=self._tokens_per_sample,
         )
+
+    def _wait(self, job: Future[_Prepared]) -> _Prepared:
+        if not job.done():
+            begun = time.perf_counter()
+            with span("wait for the plan"):
+                job.exception()
+            self._waited += time.perf_counter() - begun
+            if self._waited > 2 * self._logged + 1e-3 and (
+                not self._group or self._group.rank() == 0
+            ):
+                self._logged = self._waited
+                logger.info("documents: waited %.0f ms in all for plans", 1e3 * self._waited)
+        return job.result()
+
+    def _announce(self, reader: "OneAhead", item: Any) -> None:
+        """Note what an iterator gives next."""
+        if isinstance(item, dict) and item.get("cu_seqlens") is not None:
+            self._announced[reader] = {name: item.get(name) for name in _READ_OF_AN_ITEM}
+
+    def _work(self) -> None:
+        failure: Exception | None = None  # for who takes the next micro-batch, and all after it
+        while True:
+            job, done = self._jobs.get()
+            try:
+                if failure is not None:
+                    raise failure
+                done.set_result(job())
+            except Exception as error:
+                failure = error
+                done.set_exception(error)
+
+    def _prepare(
+        self, items: list[dict[str, Any]], read: Read, kinds: dict[BurstContext, Kinds]
+    ) -> _Prepared:
+        """Read and plan what the source has announced; where one rank cannot, none may take it."""
+        ours = [self.packed(flatten_batch_for_packed_sequences(item)) for item in items]
+        made = {digest_of(packed): self._plan(packed, read, kinds) for packed in self._agree(ours)}
+        failure = "; ".join(str(each.exception()) for each in made.values() if each.exception())
+        said = self._failures_of_all(failure)
+        if said and not failure:
+            made = {digest: Future() for digest in made}
+            for each in made.values():
+                each.set_exception(ValueError(f"documents cannot be prepared: {said}"))
+        return made
 
     def _agree(self, ours: list[PackedSeqParams]) -> list[PackedSeqParams]:
         """Return what the source has announced, which every rank with an iterator must have, too.
@@ -170,39 +189,30 @@ class Ahead:
             check_agreement(self._group, what, f"digests {said}", limit, _WHERE)
         return theirs
 
-    def _share(self, failure: str, made: list[PackedSeqParams]) -> None:
-        """Let no rank take what another could not prepare; what they chose is compared in a call.
+    def _failures_of_all(self, failure: str) -> str:
+        """Return what ranks could not prepare; what they chose is compared in a call.
 
         Raises:
             CommunicationError: a rank did not come to say.
         """
         purpose = "learn whether the others could plan"
         if self._group is None or not any_rank(self._group, purpose, bool(failure), _WHERE):
-            return
+            return ""
         limit, ranks = self._shared.config.timeout_seconds, dist.get_process_group_ranks
         texts = gather_objects(self._group, purpose, failure, limit, _WHERE)
-        said = [f"rank {r}: {t}" for r, t in zip(ranks(self._group), texts, strict=True) if t]
-        for packed in made if not failure else ():
-            failed: Future[_Prepared] = Future()
-            failed.set_exception(ValueError(f"documents cannot be prepared: {'; '.join(said)}"))
-            self._ready[digest_of(packed)] = failed
+        said = zip(ranks(self._group), texts, strict=True)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in said if text)
 
-    def _prepare(
+    def _plan(
         self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, Kinds]
-    ) -> str:
-        """Return why it could not, if so."""
-        if (digest := digest_of(packed)) in self._ready:
-            return ""
-        prepared: Future[_Prepared] = Future()
+    ) -> Future[_Planned]:
+        planned: Future[_Planned] = Future()
         try:
             documents = read(packed)
-            prepared.set_result((documents, self._shared.plan_ahead(documents, kinds)))
+            planned.set_result((documents, self._shared.plan_ahead(documents, kinds)))
         except ValueError as error:  # for who takes this one
-            prepared.set_exception(error)
-        self._ready[digest] = prepared
-        if len(self._ready) > _KEPT:
-            del self._ready[next(iter(self._ready))]
-        return str(prepared.exception() or "")
+            planned.set_exception(error)
+        return planned
 
 
 class OneAhead:
@@ -251,5 +261,5 @@ class DataIterators:
             lists = [each if isinstance(each, list) else [each] for each in built]
             found = [x for each in lists for x in each if isinstance(x, RerunDataIterator)]
             group = parallel_state.get_tensor_and_context_parallel_group()
-            self.ahead.watch(found, group)
+            self.ahead.read_ahead(found, group)
         return built

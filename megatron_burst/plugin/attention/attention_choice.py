@@ -8,8 +8,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_burst.config import Algorithm
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, SharedState
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
+from megatron_burst.plugin.attention.shared_state import SharedState
 
 # Ours computes what these do. Another class, a subclass of them too, is there for what it changes.
 _REPLACEABLE = (DotProductAttention, TEDotProductAttention)
@@ -18,14 +19,14 @@ _REPLACEABLE = (DotProductAttention, TEDotProductAttention)
 class CoreAttentionByCommType:
     """What stands in the spec: builds our core attention or the one that stood there before.
 
-    `cp_comm_type` decides, layer by layer: the name of one of our algorithms is ours, and so is
-    None (Megatron passes none at a CP size of 1), for the algorithm of the configuration; any other
-    value is left to what stood there.
+    `cp_comm_type` decides, layer by layer: the name of the configuration's algorithm is ours, and
+    so is None (Megatron passes none at a CP size of 1); its own are left to what stood there.
     A class, because Megatron's `build_module` takes nothing else.
 
     Raises:
-        ValueError: ours would replace another class than DotProductAttention and
-            TEDotProductAttention, or what stood there would ignore the block mask.
+        ValueError: it names another algorithm of ours, ours would replace another class than
+            DotProductAttention and TEDotProductAttention, or what stood there would ignore the
+            block mask.
     """
 
     def __new__(
@@ -44,6 +45,11 @@ class CoreAttentionByCommType:
             if shared.config.block_mask is not None:
                 raise ValueError(f"{what}, which knows no --burst-block-mask: drop it")
             return fallback(cp_comm_type=cp_comm_type, **given)
+        if name not in (None, shared.config.algorithm):
+            raise ValueError(
+                f"layer {layer_number}: cp_comm_type {name}, and our layers of this model run "
+                f"{shared.config.algorithm}: name that for it, or one of {', '.join(MEGATRONS)}"
+            )
         if not is_replaceable:
             raise ValueError(
                 f"{what} for its core attention, and ours does not do what it does (only "
@@ -55,7 +61,6 @@ class CoreAttentionByCommType:
         generates = is_te or "k_channels" not in given  # MLA, which Megatron's own does not know
         return BurstCoreAttention(
             shared=shared,
-            algorithm=Algorithm(name or shared.config.algorithm),
             saves_extra_state=is_te,
             build=functools.partial(fallback, **given) if generates else None,
             **parameters,

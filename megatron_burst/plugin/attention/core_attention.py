@@ -1,145 +1,27 @@
 """Our attention in the core-attention slot of Megatron's layer spec."""
 
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.context import BurstContext, Kinds, Plans
 from megatron_burst.attention.keys import Latents
-from megatron_burst.attention.log import Means
-from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
+from megatron_burst.config import Check, Mla
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
-from megatron_burst.plugin.attention.block_mask import load_block_mask
-from megatron_burst.plugin.attention.documents import Documents, Reader
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.generation import Decoder
-from megatron_burst.plugin.attention.layer_algorithms import algorithms, config_of
 from megatron_burst.plugin.attention.nan_check import with_nan_check
-from megatron_burst.plugin.attention.recompute import Checkpoints
-from megatron_burst.plugin.attention.shapes import shape_of
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
-from megatron_burst.plugin.attention.verify import LayerCheck, Verification
+from megatron_burst.plugin.attention.verify import LayerCheck
 from megatron_burst.plugin.limits import refusals, refuse_all
-from megatron_burst.transport.objects import check_agreement
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-
-
-class SharedState:
-    """What the layers of one model share: masks, and contexts, one a context-parallel group.
-
-    Args:
-        config: the settings.
-        tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
-
-    Raises:
-        ValueError: --burst-block-mask cannot be read.
-    """
-
-    def __init__(self, config: BurstConfig, tokens: int | None = None) -> None:
-        self.config, self.tokens = config, tokens
-        self.bytes_sent_in_evaluation = 0
-        self.tokens_follow_layout = config.layout is LayoutName.ZIGZAG  # else by SequenceHooks
-        self._contexts: dict[tuple[dist.ProcessGroup, Algorithm], BurstContext] = {}
-        fraction = config.recompute_fraction
-        self.checkpoints: Checkpoints | None = None
-        if fraction is not None and fraction < 1:
-            self.checkpoints = Checkpoints(fraction, config.recompute_offload)
-        file = config.block_mask
-        self._block_table = None if file is None else load_block_mask(file)
-        self.verification = Verification(self._block_table) if config.verify else None
-        self.whole = Documents()  # what a sequence without documents is
-        self.read = Reader()
-
-    def __deepcopy__(self, _: Any) -> "SharedState":
-        """Return itself: Megatron copies specs that hold it."""
-        return self
-
-    def get_megatrons(
-        self,
-        config: ModelParallelConfig,
-        pg_collection: Any = None,
-        algorithm: Algorithm | None = None,
-    ) -> BurstContext:
-        """Return the context of the context-parallel group that Megatron has made.
-
-        The first call, of all ranks of the job together, makes those of all algorithms that layers
-        of the model run: a pipeline stage need not have layers of each. That of the configuration
-        adopts Megatron's process groups within the node and between nodes.
-        """
-        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
-        own = self.config.algorithm
-        for name in (own, *algorithms(getattr(config, "cp_comm_type", None)), algorithm or own):
-            if (group, name) in self._contexts:
-                continue
-            self._compare_block_masks()
-            hierarchy = None
-            if name is own and config.hierarchical_context_parallel_sizes:
-                hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
-            settings = config_of(self.config, name)
-            self._contexts[group, name] = BurstContext.create(
-                settings,
-                group,
-                hierarchy=hierarchy,
-                shape=shape_of(config, settings, self.tokens),
-            )
-        return self._contexts[group, algorithm or own]
-
-    def mask(self, is_causal: bool, window: int | None, documents: Documents) -> Mask:
-        """Return the mask of a layer; a query sees at most `window` keys before it.
-
-        Each of the samples that a sequence is made of is under the block mask.
-        """
-        if (is_causal, window) not in documents.masks:
-            table, bounds = self._block_table, documents.bounds or None
-            if table is not None and documents.samples > 1:
-                table = torch.block_diag(*[table] * documents.samples).bool()
-            documents.masks[is_causal, window] = (Mask.causal if is_causal else Mask.full)(
-                window=window, documents=bounds, lengths=documents.lengths, block_table=table
-            )
-        return documents.masks[is_causal, window]
-
-    def kinds(self) -> dict[BurstContext, Kinds]:
-        """Return the kinds of calls with documents that layers have made so far."""
-        return {context: context.kinds for context in self._contexts.values()}
-
-    def plan_ahead(
-        self, documents: Documents, kinds: Mapping[BurstContext, Kinds]
-    ) -> list[tuple[BurstContext, Plans]]:
-        """Plan these kinds of calls for a micro-batch that is to come; a thread may call it."""
-
-        def mask_of(mask: Mask) -> Mask:
-            return self.mask(mask.is_causal, mask.window, documents)
-
-        tokens, layout = documents.bounds[-1], documents.layout
-        return [(c, c.plan_ahead(each, tokens, mask_of, layout)) for c, each in kinds.items()]
-
-    def _compare_block_masks(self) -> None:
-        if self._block_table is not None and dist.is_initialized():
-            assert dist.group.WORLD is not None
-            digest = str(Mask.full(block_table=self._block_table))
-            what, limit = "the contents of --burst-block-mask", self.config.timeout_seconds
-            check_agreement(dist.group.WORLD, what, digest, limit)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent for attention so far."""
-        return sum(context.bytes_sent for context in self._contexts.values())
-
-    @property
-    def means(self) -> Means:
-        """Of the context whose ranks have the most uneven work."""
-        every = (context.means for context in self._contexts.values())
-        return max(every, key=attrgetter("imbalance"), default=Means())
 
 
 class BurstCoreAttention(ModuleWithSink):
@@ -160,7 +42,6 @@ class BurstCoreAttention(ModuleWithSink):
         self,
         *,
         shared: SharedState,
-        algorithm: Algorithm | None = None,
         saves_extra_state: bool = False,
         build: Callable[[], Any] | None = None,
         config: TransformerConfig,
@@ -181,16 +62,16 @@ class BurstCoreAttention(ModuleWithSink):
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
         refuse_all(f"layer {layer_number} cannot use burst", reasons)
         self._shared = shared
-        self.context = shared.get_megatrons(config, pg_collection, algorithm)
+        self.context = shared.contexts.of(config, pg_collection)
         self._attn_mask_type = attn_mask_type
         self._softmax_scale = softmax_scale
         self._window = window_of(config, layer_number)
         self._layer_number = layer_number
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self._decode = Decoder(build, self._no_generation(build))
-        self.call_layer(str(layer_number))
+        self.name_layer(str(layer_number))
 
-    def call_layer(self, name: str) -> None:
+    def name_layer(self, name: str) -> None:
         """Set the name of the layer in what is said by the checks, which begin anew."""
         self._attend: Callable[..., Tensor] = ring_attention
         self._check: LayerCheck | None = None
@@ -198,7 +79,7 @@ class BurstCoreAttention(ModuleWithSink):
         if self._shared.verification is not None:
             self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if self._shared.config.check_nan:
+        if self._shared.config.check is Check.NAN:
             self._attend = with_nan_check(self._attend, name)
 
     def forward(
@@ -231,7 +112,7 @@ class BurstCoreAttention(ModuleWithSink):
                 return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
             documents = self._documents(packed_seq_params, query)
             mask = self._mask(mask_type, documents)
-        is_thd = not isinstance(packed_seq_params, Documents | None)
+        is_thd = not isinstance(packed_seq_params, PackedDocuments | None)
         checkpoints = self._shared.checkpoints if self.training else None
         memory = None if checkpoints is None else checkpoints.memory(self, query)
         if is_thd and self.config.multi_latent_attention:  # whose values Megatron widens
@@ -259,7 +140,7 @@ class BurstCoreAttention(ModuleWithSink):
             memory=memory,
         )
         if not self.training:
-            self._shared.bytes_sent_in_evaluation += self.context.bytes_sent - sent
+            self._shared.contexts.bytes_sent_in_evaluation += self.context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
 
     def _no_generation(self, build: Callable[[], Any] | None) -> str | None:
@@ -276,9 +157,9 @@ class BurstCoreAttention(ModuleWithSink):
         )
         return next((why for holds, why in cases if holds), None)
 
-    def _documents(self, packed: Any, query: Tensor) -> Documents:
+    def _documents(self, packed: Any, query: Tensor) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
-        if isinstance(packed, Documents | None):
+        if isinstance(packed, PackedDocuments | None):
             documents = packed or self._shared.whole
         elif getattr(packed, "qkv_format", None) != "thd":
             raise ValueError(
@@ -301,14 +182,14 @@ class BurstCoreAttention(ModuleWithSink):
             )
         return documents
 
-    def _mask(self, mask_type: AttnMaskType, documents: Documents) -> Mask:
+    def _mask(self, mask_type: AttnMaskType, documents: PackedDocuments) -> Mask:
         if mask_type not in _IS_CAUSAL:
             raise ValueError(
                 f"attention mask type {mask_type.name} is not supported; there are: "
                 f"{', '.join(m.name for m in _IS_CAUSAL)}"
             )
         left, none_behind = self._window
-        return self._shared.mask(_IS_CAUSAL[mask_type] or none_behind, left, documents)
+        return self._shared.masks.of(_IS_CAUSAL[mask_type] or none_behind, left, documents)
 
     def _refuse(self, mask: Tensor | None, bias: Tensor | None) -> None:
         if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:
@@ -316,7 +197,7 @@ class BurstCoreAttention(ModuleWithSink):
                 f"--burst-mla {Mla.LATENT}: layer {self._layer_number} is no MLASelfAttention of "
                 "Megatron's that was built of our spec; drop it"
             )
-        if not self._shared.tokens_follow_layout and self.context.ranks > 1:
+        if not self._shared.follows_layout and self.context.ranks > 1:
             raise ValueError(
                 f"the tokens are in Megatron's zigzag, not in --burst-layout "
                 f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "

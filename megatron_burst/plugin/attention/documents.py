@@ -20,7 +20,7 @@ _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqle
 
 
 @dataclass
-class Documents(PackedSeqParams):
+class PackedDocuments(PackedSeqParams):
     """Where documents begin, in a form that leaves everything but our attention as it is.
 
     Its format is not "thd", so that Megatron keeps tensors [s, b, h, d] and applies rotary
@@ -51,7 +51,7 @@ def digest_of(packed: PackedSeqParams) -> bytes:
     return hashlib.sha256(repr(said).encode()).digest()
 
 
-def with_tensors(documents: Documents, packed: PackedSeqParams) -> Documents:
+def with_tensors(documents: PackedDocuments, packed: PackedSeqParams) -> PackedDocuments:
     """Return documents that were read from an equal of `packed`, with the tensors of `packed`."""
     ours = copy.copy(documents)
     ours.cu_seqlens_q = ours.cu_seqlens_kv = _starts(packed)
@@ -71,7 +71,7 @@ def read_documents(
     *,
     apart: bool = False,
     layout_of: Callable[[tuple[int, ...]], Layout | None] = lambda _: None,
-) -> Documents:
+) -> PackedDocuments:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
 
     Args:
@@ -101,7 +101,7 @@ def read_documents(
     brought = zigzag_of_each(places, ranks) if apart else None
     bounds = (0, *accumulate(places))
     starts = _starts(packed)
-    return Documents(
+    return PackedDocuments(
         qkv_format="sbhd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
@@ -125,11 +125,11 @@ class Reader:
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
 
-    def __call__(self, packed: PackedSeqParams, group: dist.ProcessGroup | None) -> Documents:
+    def __call__(self, packed: PackedSeqParams, group: dist.ProcessGroup | None) -> PackedDocuments:
         """Return the documents; raises what `read_documents` raises."""
         given = _boundaries(packed).values()
         stamp = [(id(x), None if x.is_inference() else x._version) for x in given]
-        known: tuple[object, Documents] | None = self._known.get(packed)
+        known: tuple[object, PackedDocuments] | None = self._known.get(packed)
         if known is None or known[0] != stamp:
             known = stamp, read_documents(packed, group, 1, apart=True)
             self._known[packed] = known

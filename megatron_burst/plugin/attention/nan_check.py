@@ -69,7 +69,7 @@ def _look(name: str, tensor: Tensor, place: str, origin: str) -> None:
     finite = torch.isfinite(tensor)
     if not finite.all():
         raise NonFiniteError(
-            f"--burst-check-nan: {place}: {name} has {int(tensor.isnan().sum())} NaN and "
+            f"--burst-check nan: {place}: {name} has {int(tensor.isnan().sum())} NaN and "
             f"{int(tensor.isinf().sum())} Inf among {tensor.numel()} numbers of shape "
             f"{list(tensor.shape)}, the first at {(~finite).nonzero()[0].tolist()}; {origin}"
         )

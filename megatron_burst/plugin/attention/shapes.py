@@ -1,20 +1,11 @@
 """What the tensors of all layers of a model have in common, so that heads may be shared out."""
 
-import argparse
-
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig, GradDtype, Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import Shape
-
-
-def tokens_of_rank(args: argparse.Namespace) -> int | None:
-    """Return how many tokens a context-parallel rank has of a micro-batch; None: not known."""
-    if args.seq_length is None or args.micro_batch_size is None:
-        return None
-    return int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
 
 
 def shape_of(

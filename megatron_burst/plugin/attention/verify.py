@@ -1,4 +1,4 @@
-"""--burst-verify: the first micro-batch beside the unsharded reference, layer by layer.
+"""--burst-check reference: the first micro-batch beside the unsharded reference, layer by layer.
 
 Of each layer the first forward, the first backward and, where Megatron recomputes the layer, the
 pass between them are compared. A layer is compared on the q, k, v and gradients that it was given,
@@ -27,7 +27,7 @@ from megatron_burst.attention.verify import (
     table,
     worst,
 )
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.compat import is_first_of_its_stage
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Verification:
             )
         if wrong:
             title = (
-                "--burst-verify: attention over the context-parallel ranks is not the unsharded "
-                "reference:"
+                "--burst-check reference: attention over the context-parallel ranks is not the "
+                "unsharded reference:"
             )
             more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             raise VerificationError("\n  ".join([title, *wrong[:_SHOWN], *more]))
@@ -109,9 +109,9 @@ class LayerCheck:
     scale: float | None
     # The passes that were checked, by whether they have a graph.
     _seen: set[bool] = field(default_factory=set, init=False)
-    _asked: tuple[bool, Documents] | None = field(default=None, init=False)
+    _asked: tuple[bool, PackedDocuments] | None = field(default=None, init=False)
 
-    def expect(self, is_causal: bool, documents: Documents, is_training: bool) -> None:
+    def expect(self, is_causal: bool, documents: PackedDocuments, is_training: bool) -> None:
         """Say what Megatron asks of the next call."""
         over = self.verification.is_over or torch.is_grad_enabled() in self._seen
         self._asked = None if over or not is_training else (is_causal, documents)
@@ -136,7 +136,7 @@ class LayerCheck:
             self.verification.begun.add(self.layer)
         return out
 
-    def _visibility(self, tokens: int, is_causal: bool, documents: Documents) -> Visibility:
+    def _visibility(self, tokens: int, is_causal: bool, documents: PackedDocuments) -> Visibility:
         size, skip = self.config.window_size, self.config.window_attn_skip_freq
         left, right = size if is_layer_window_attention(size, skip, self.layer_number) else (-1, -1)
         lengths = None if documents.lengths is None else torch.tensor(documents.lengths)

@@ -12,7 +12,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 
@@ -55,7 +55,7 @@ def name_mtp_layers(models: list[Any]) -> list[Any]:
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, BurstCoreAttention) and name.startswith("mtp."):
-                module.call_layer(name.removesuffix(".self_attention.core_attention"))
+                module.name_layer(name.removesuffix(".self_attention.core_attention"))
     return models
 
 
@@ -114,7 +114,7 @@ class _HeadLosses:
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         packed = given.get("packed_seq_params")
-        if not isinstance(packed, Documents | None):
+        if not isinstance(packed, PackedDocuments | None):
             raise ValueError(
                 f"documents, MTP and {self._group.size()} context-parallel ranks: Megatron moves "
                 "tokens as if every document were in zigzag: take --context-parallel-algo burst, "

@@ -33,15 +33,16 @@ class Positions:
         self._context = context
         # Every layer of a micro-batch asks for the same.
         self.on = functools.lru_cache(1)(self._on)
-        self._in_sequence = functools.lru_cache(1)(self._find)
+        self.in_sequence = functools.lru_cache(1)(self._find)
 
     def _on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
         """Return int64 [local tokens]."""
         layout = sequence.layout or self._context.layout(sequence.tokens)
-        rows = self._in_sequence(device, layout)
+        rows = self.in_sequence(device, layout)
         return rows if sequence.bounds is None else within_documents(rows, sequence.bounds)
 
     def _find(self, device: torch.device, layout: Layout) -> Tensor:
+        """Return int64 [local tokens], counted from the start of the sequence."""
         return to_device(layout.positions(self._context.rank), device)
 
 

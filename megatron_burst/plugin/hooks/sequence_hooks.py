@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,
-    SharedState,
     window_of,
 )
-from megatron_burst.plugin.attention.documents import Documents, read_documents
+from megatron_burst.plugin.attention.documents import PackedDocuments, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
+from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
@@ -41,20 +43,27 @@ class SequenceHooks:
     """A pre-wrap hook of Megatron's model builders, for documents and for other layouts.
 
     Append it to `pre_wrap_hooks` of a model's config. Around every call of a pipeline stage it
-    hands the layers the micro-batch's documents, moves what the stage has per token to our layout,
-    and moves losses or logits back, so that loss masks and whatever is outside stay Megatron's.
+    hands the layers the micro-batch's documents. What the stage has per token, unless it was cut by
+    our layout, moves there, and losses or logits move back, so that loss masks and whatever is
+    outside stay Megatron's.
 
     Args:
         shared: what the layers of the model share.
         ahead: reads documents, and is told when a forward is done; None: none comes announced.
+        cut: cuts the batches; None: they come in Megatron's zigzag.
         documents_apart: whether the ranks hold each document in a zigzag of its own also where
             `packed_seq_params` does not say how it is padded, as with --sft.
     """
 
     def __init__(
-        self, shared: SharedState, ahead: Ahead | None = None, *, documents_apart: bool = False
+        self,
+        shared: SharedState,
+        ahead: Ahead | None = None,
+        cut: BatchCut | None = None,
+        *,
+        documents_apart: bool = False,
     ) -> None:
-        self._shared, self._apart = shared, documents_apart
+        self._shared, self._apart, self._cut = shared, documents_apart, cut
         self._ahead = ahead or Ahead(shared)
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -67,13 +76,17 @@ class SequenceHooks:
         for model in models:
             _check_model(model)
             _check_core_attention(model)
-            context = self._shared.get_megatrons(model.config, model.pg_collection)
-            replace_rotary(model, Positions(context))
+            context = self._shared.contexts.of(model.config, model.pg_collection)
+            positions = Positions(context)
+            replace_rotary(model, positions)
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
             layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            _StageHooks(model, layout, self._ahead, documents_apart=self._apart)
-        self._shared.tokens_follow_layout = True
+            stage = _StageHooks(model, layout, self._ahead, self._cut, documents_apart=self._apart)
+            moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
+            if moves and self._cut is not None:
+                self._cut.follow(stage.layout_of, positions.in_sequence)
+        self._shared.follow_layout()
         return models
 
 
@@ -129,10 +142,16 @@ class _StageHooks:
     """The hooks of one pipeline stage."""
 
     def __init__(
-        self, model: LanguageModel, layouts: Layouts, ahead: Ahead, *, documents_apart: bool = False
+        self,
+        model: LanguageModel,
+        layouts: Layouts,
+        ahead: Ahead,
+        cut: BatchCut | None = None,
+        *,
+        documents_apart: bool = False,
     ) -> None:
         config, context = model.config, layouts.context
-        self._ahead, self._context = ahead, context
+        self._ahead, self._cut, self._context = ahead, cut, context
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # Everything but plans: `Ahead` makes those of it, and calls this in a thread.
         self._read = functools.partial(
@@ -146,7 +165,15 @@ class _StageHooks:
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True)
-        model.register_forward_hook(lambda *_: ahead.begin(self._read))  # the device has work now
+        # Behind the forward, when the device has work.
+        model.register_forward_hook(lambda *_: ahead.plan_next(self._read))
+
+    def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
+        """Return the layout for a whole batch; None where each document is in zigzag by itself."""
+        if batch.get("cu_seqlens") is None:
+            return self._context.layout(tokens)
+        documents = self._ahead.documents_of(self._ahead.packed(batch), self._read)
+        return None if documents.brought else documents.layout or self._context.layout(tokens)
 
     def before(
         self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,11 +182,11 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = self._ahead.take(packed, self._read)
+            given["packed_seq_params"] = self._ahead.documents_of(packed, self._read)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
-            exchange = self._exchange_of(next(iter(tensors.values())), given)
+            exchange = self._exchange_of(tensors, given)
             if exchange.is_needed and given.get("decoder_input") is not None:
                 raise ValueError(
                     "decoder_input stays where it is while the tokens move to another layout: let "
@@ -175,22 +202,24 @@ class _StageHooks:
     ) -> Tensor:
         """Change the output of the model's forward."""
         if not model.post_process:
-            return _unflatten_output(output, kwargs.get("packed_seq_params") or Documents())
+            return _unflatten_output(output, kwargs.get("packed_seq_params") or PackedDocuments())
         if self._context.group is None:
             return output
-        given = next(iter(_per_token(kwargs).values()), output)
-        exchange = self._exchange_of(given, kwargs)
-        if exchange.is_needed and output.shape[:2] != given.shape[:2]:
+        tensors = _per_token(kwargs) or {"output": output}
+        exchange, rows = self._exchange_of(tensors, kwargs), next(iter(tensors.values())).shape[:2]
+        if exchange.is_needed and output.shape[:2] != rows:
             raise ValueError(
                 f"--burst-layout {self._context.config.layout} moves what the model returns for "
-                f"each token, {tuple(given.shape[:2])}; it returned {tuple(output.shape)}"
+                f"each token, {tuple(rows)}; it returned {tuple(output.shape)}"
             )
         return exchange.to_callers(output)
 
-    def _exchange_of(self, x: Tensor, given: dict[str, Any]) -> RowExchange:
-        """Return the moves of the micro-batch of x [batch, rows, ...]."""
-        documents = given.get("packed_seq_params") or Documents()
-        where = documents.bounds, documents.brought, documents.layout
+    def _exchange_of(self, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> RowExchange:
+        """Return the moves of the micro-batch of these tensors [batch, rows, ...]."""
+        documents = given.get("packed_seq_params") or PackedDocuments()
+        cut = None if self._cut is None else self._cut.layout_of(tensors.values())
+        where = documents.bounds, cut or documents.brought, documents.layout
+        x = next(iter(tensors.values()))
         return self._exchange(x.shape[1] * self._context.ranks, where, x.device)
 
     def _make_exchange(self, tokens: int, where: _Where, device: torch.device) -> RowExchange:
@@ -214,7 +243,7 @@ def _flatten_input(decoder: Any) -> None:
         decoder.set_input_tensor(arrived.view(-1, 1, arrived.shape[2]))
 
 
-def _unflatten_output(output: Tensor, documents: Documents) -> Tensor:
+def _unflatten_output(output: Tensor, documents: PackedDocuments) -> Tensor:
     """Give what goes to the next stage the shape in which Megatron expects its gradient.
 
     Megatron flattens the samples of a micro-batch into one sequence, but its pipeline goes on

@@ -1,4 +1,4 @@
-"""--burst-verify: whether the tokens of a rank are those of the positions that it reckons with."""
+"""--burst-check reference: whether a rank's tokens are those of its positions."""
 
 import functools
 import inspect
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.verify import spread_of
-from megatron_burst.plugin.attention.core_attention import SharedState
-from megatron_burst.plugin.attention.documents import Documents
+from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 from megatron_burst.plugin.models import LanguageModel
 
@@ -45,7 +45,7 @@ class PositionHooks:
         for model in models:
             if not isinstance(model, LanguageModel):
                 continue
-            context = self._shared.get_megatrons(model.config, model.pg_collection)
+            context = self._shared.contexts.of(model.config, model.pg_collection)
             if not self._ids_begin_anew:
                 _once(model, functools.partial(self._look_at_ids, context))
             for module in model.modules():
@@ -60,7 +60,7 @@ class PositionHooks:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         ids, packed = given.get("position_ids"), given.get("packed_seq_params")
         if ids is not None:
-            documents = packed if isinstance(packed, Documents) else Documents()
+            documents = packed if isinstance(packed, PackedDocuments) else PackedDocuments()
             own = spread_of(context, ids.shape[1] * context.ranks, documents.layout).own
             expected = _within(own, documents.cu_seqlens_q)
             self._take("position ids", context, own, (ids.cpu() == expected).all(0))

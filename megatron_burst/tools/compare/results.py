@@ -10,7 +10,7 @@ from statistics import fmean, median, quantiles
 
 import torch
 
-from megatron_burst.plugin.cpu.platform import cpu_platform_wanted
+from megatron_burst.cpu_platform.platform import cpu_platform_wanted
 from megatron_burst.tools import hardware, runlog, trace
 from megatron_burst.tools.flops import logged_step_flops
 

@@ -20,7 +20,7 @@ _ERROR, _WRONG, _WARNING, _NOTE = Level
 
 def findings(args: Namespace, config: BurstConfig | None) -> Iterator[Finding]:
     """Yield what every check has to say; `config` is None under Megatron's own attention."""
-    from megatron_burst.plugin.files.data_files import readable_indexes  # imports Megatron
+    from megatron_burst.data_checks.data_files import readable_indexes  # imports Megatron
 
     indexes = [*readable_indexes(args)]
     yield from _positions(args)

@@ -19,9 +19,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.plugin import attachment_points, compat
-from megatron_burst.plugin.arguments import burst_config_from_args, settle_dropouts
-from megatron_burst.plugin.cpu import platform as cpu_platform
+from megatron_burst.plugin.arguments import report_dropouts
+from megatron_burst.plugin.asked import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
 from megatron_burst.tools.doctor.target import Target
 
@@ -84,12 +85,13 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     attachment_points.check()
     from megatron.training import arguments
 
+    from megatron_burst.data_checks.look import look_at_files
     from megatron_burst.plugin import attach, spec
 
     if line.starts_us and cpu_platform.cpu_platform_active():
         cpu_platform.check_job()
     if line.is_attached:
-        attach.attach(own_entry=line.program in OUR_ENTRIES)
+        attach.attach(look_at_files, own_entry=line.program in OUR_ENTRIES)
     parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
     args = parser()
     found.unknown = _missing_checkpoint(args, target)
@@ -101,7 +103,7 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if not found.unknown:
         arguments.validate_args(args, {})
     if not line.is_attached and args.spec and args.spec[0] == spec.__name__:
-        found.config = spec.config_from_args(args)
+        spec.gpt()
     if not found.unknown:
         _build_configs(line, args, found.config)
 
@@ -127,7 +129,7 @@ def _add_from_checkpoint(args: Namespace) -> None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-        settle_dropouts(args)
+        report_dropouts(args)
 
 
 def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_burst.plugin.cpu.platform import cpu_platform_wanted
+from megatron_burst.cpu_platform.platform import cpu_platform_wanted
 
 
 class Target(NamedTuple):

@@ -19,12 +19,11 @@ from megatron_burst.tools.doctor.target import Target
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 
-from megatron_burst.plugin import spec  # noqa: E402
 from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
-    burst_config_from_args,
-    set_dropouts,
+    set_default_dropouts,
 )
+from megatron_burst.plugin.asked import burst_config_from_args  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 CLEAN = """
@@ -48,9 +47,8 @@ def parser() -> argparse.ArgumentParser:
 
 def parsed(parser: argparse.ArgumentParser, words: list[str]) -> Parsed:
     args = parser.parse_args(words)
-    set_dropouts(args)
-    by_spec = args.spec and args.spec[0] == spec.__name__
-    return Parsed(args, spec.config_from_args(args) if by_spec else burst_config_from_args(args))
+    set_default_dropouts(args)
+    return Parsed(args, burst_config_from_args(args))
 
 
 def look(
@@ -111,9 +109,6 @@ def test_each_is_found(
 def test_a_script_without_us_and_a_spec_that_is_not_there(parser: argparse.ArgumentParser) -> None:
     assert look(parser, OURS, attached=False)["not-attached"] == E
     assert look(parser, "--cp-comm-type burst", attached=False)["not-attached"] == E
-    ours = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst"
-    assert look(parser, ours, attached=False) == {}, "it needs no launcher, and is not Megatron's"
-    assert look(parser, f"{ours} {OURS}", attached=False) == {"not-attached": E}
     for other in ("no_such_module spec", "no_such_module.inside spec"):
         assert look(parser, f"--spec {other}", attached=False)["lost-spec"] == X
     assert "lost-spec" not in look(parser, "--spec json loads", attached=False)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.kernels import KERNELS, Request
-from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
@@ -81,20 +81,16 @@ def test_the_data_of_a_cluster_need_not_be_here(
     assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
-def test_our_spec_needs_no_launcher_and_its_limits_are_known(
+def test_our_spec_of_earlier_versions_is_an_error(
     megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "pretrain_gpt.py").touch()
     torchrun = f"torchrun --nnodes 2 --nproc-per-node gpu {tmp_path}/pretrain_gpt.py".split()
     spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst --bf16 --mock-data".split()
     local = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split()
-    words = [*torchrun, *MODEL, *spec, *local, *CP16]
-    status, report = judged(capsys, *words, "--no-create-attention-mask-in-dataloader")
-    assert status == 0, report["findings"]
-    assert report["shape"] == "torch.bfloat16 on cuda, 4 query and 4 kv heads of 16 a rank"
-    status, report = judged(capsys, *words)
+    status, report = judged(capsys, *torchrun, *MODEL, *spec, *local, *CP16)
     (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert status == 1 and "pass --no-create-attention-mask-in-dataloader" in error
+    assert status == 1 and "start python -m megatron_burst.run SCRIPT" in error
 
 
 def test_a_model_that_a_checkpoint_describes(
@@ -238,7 +234,7 @@ def test_a_checkout_beside_the_script_is_the_megatron_that_is_judged(
     (tmp_path / "pretrain_gpt.py").write_text("import megatron_burst\n")
     forget_megatron(monkeypatch)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("megatron_burst.plugin.cpu.platform.cpu_platform_wanted", lambda: False)
+    monkeypatch.setattr("megatron_burst.cpu_platform.platform.cpu_platform_wanted", lambda: False)
     assert main(["--", f"{tmp_path}/pretrain_gpt.py"]) == 1
     assert f"megatron-core 0.12.3 in {tmp_path}/megatron is not one that" in capsys.readouterr().out
 

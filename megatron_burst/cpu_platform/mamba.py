@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_burst.plugin.cpu.recurrence import causal_convolution, check_unused, decaying_memory
+from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused, decaying_memory
 
 
 def mamba_chunk_scan_combined(

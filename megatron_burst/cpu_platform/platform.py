@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_burst.cpu_platform.table import PACKAGES, STAND_INS, current_device
 from megatron_burst.plugin.compat import megatron_folder
-from megatron_burst.plugin.cpu.table import PACKAGES, STAND_INS, current_device
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.plugin.cpu.recurrence import causal_convolution, check_unused, decaying_memory
+from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused, decaying_memory
 
 CHUNK = 64
 

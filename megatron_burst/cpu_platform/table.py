@@ -2,7 +2,6 @@
 
 import functools
 import os
-import resource
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_burst.plugin.compat import around_parse_args
-from megatron_burst.plugin.cpu import gdn, mamba
-from megatron_burst.plugin.cpu.arguments import check_cpu_arguments, set_cpu_defaults
+from megatron_burst.cpu_platform import gdn, mamba
+from megatron_burst.cpu_platform.arguments import check_cpu_arguments, set_cpu_defaults
+from megatron_burst.plugin.compat import around_parse_args, peak_resident_bytes
 
 CPU = torch.device("cpu")
 # 10 or more is above all of Megatron's lower bounds, and it then does not ask for
@@ -102,11 +101,6 @@ def torch_of_the_cpu(original: Any) -> Any:
 def current_device() -> torch.device:
     """The device Megatron works on. That torch.cuda holds this function says: active."""
     return CPU
-
-
-def peak_resident_bytes(device: object = None) -> int:
-    """Peak resident memory of this process in bytes (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # Dropout and initialisation draw from the CPU's generator here, whichever device is asked for.
