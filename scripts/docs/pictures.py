@@ -31,6 +31,8 @@ ROOMS = {
         "flags, layer specs, batches, checkpoints: where Megatron is attached",
         "a model that trains",
     ),
+    "cpu_platform": ("stand-ins for a GPU's names, where there is none", "Megatron on a CPU"),
+    "data_checks": ("whether checkpoints and data files are whole", "errors before training"),
     "tools": (
         "plan, doctor, compare, verify, gpu-check, trace, launch",
         "the command megatron-burst",
