@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.calls import KernelCall, Known, calls_of
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.plan import Item, Kind, Part, Plan, Receive, Send, Tiles
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.pinned import to_device

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cells import FAR, Cells, Ints
-from megatron_burst.plans.layout import Interval, joined
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.band import FAR, Band, Ints
+from megatron_burst.plans.cells import Cells
+from megatron_burst.plans.interval import Interval, union_of
 from megatron_burst.plans.plan import Tile, Tiles, by_blocks
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
@@ -97,7 +97,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         number = np.where(rows == keys, first, number)
     for which in np.unique(number).tolist():
         left, right = (None if side == FAR else side for side in narrow[which].tolist())
-        yield Band(left, right), cells.some(number == which)
+        yield Band(left, right), cells.select(number == which)
 
 
 def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[KernelCall]:
@@ -149,9 +149,9 @@ def _joined(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Seque
         met[keys if by_keys else queries].append(queries if by_keys else keys)
     alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
     for rows, others in met.items():
-        alike[tuple(joined(others))].append(rows)
+        alike[tuple(union_of(others))].append(rows)
     for seen, every in alike.items():
-        both = seen, tuple(joined(every))
+        both = seen, tuple(union_of(every))
         yield _Sequence(*both) if by_keys else _Sequence(*reversed(both))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import joined
+from megatron_burst.plans.interval import union_of
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Part, Tile
 from megatron_burst.plans.schedule import Loads, Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
@@ -86,7 +86,7 @@ class Direct(Schedule):
         """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
         if not self.tiling.needs.rows[self.sent][owner, user]:
             return ()
-        return tuple(joined(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
+        return tuple(union_of(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
@@ -141,8 +141,7 @@ class Mesh(Schedule):
         pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
         has_ends = self.sent.result(backward=backward) is not None
         spread = partial(self._spread, end=len(visits)) if has_ends else None
-        found = work_of_pairs(self.tiling, *pairs, self._steps[:-1], spread)
-        return found or Schedule.work(self, backward=backward)
+        return work_of_pairs(self.tiling, *pairs, self._steps[:-1], spread)
 
     def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
         return own_tiles_by_step(own, end, two_levels=self.table.locals > 1)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cells import Cell, Cells, Ints
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.band import Band, Ints
+from megatron_burst.plans.cells import Cell, Cells
+from megatron_burst.plans.interval import Interval
 
 
 class Kind(StrEnum):
@@ -215,7 +215,7 @@ class Tiles(Meeting, Sequence[Tile]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return self.having(self.cells.some(number))
+            return self.having(self.cells.select(number))
         return self._tile(self.cells[number])
 
     def __iter__(self) -> Iterator[Tile]:

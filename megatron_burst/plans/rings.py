@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.config import GradientReturn
-from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Part, Tile
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
@@ -101,8 +101,7 @@ class Ring(Schedule):
         has_ends = backward and len(at) > 1 and not self.gather
         spread = partial(self._spread, end=len(at)) if has_ends else None
         steps = [*map(self.turn.step, range(len(at)))]
-        if (found := work_of_pairs(self.tiling, *pairs, steps, spread)) is None:
-            return Schedule.work(self, backward=backward)
+        found = work_of_pairs(self.tiling, *pairs, steps, spread)
         return found.all_at(self._delay) if self.gather else found
 
     def reads(self) -> Route:

@@ -56,8 +56,8 @@ def work_of_pairs(
     keys: NDArray[np.int64],
     steps: Sequence[int],
     spread: Callable[[Sequence[Tile]], Mapping[int, Sequence[Tile]]] | None,
-) -> Work | None:
-    """Count once a kind of pairs of ranks; None where there are too many kinds.
+) -> Work:
+    """Count once a kind of pairs of ranks.
 
     Args:
         tiling: has the tiles.
@@ -66,18 +66,17 @@ def work_of_pairs(
         steps: of the visits.
         spread: cuts a rank's own tiles, of the first visit, and says what is computed after which.
     """
-    if (kinds := tiling.kinds) is None:
-        return None
-    each = np.array([_sums(tiling(*pair)) for pair in kinds.examples], np.int64)
+    seen = tiling.visible
+    each = seen.sums(np.column_stack([seen.cells.pairs, seen.cells.sizes]))
     found = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
-    found[: len(queries), :, :3] = each[kinds.numbers[queries, keys]]
+    found[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
     found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
     if spread:
-        own = kinds.numbers.diagonal()
-        for kind in np.unique(own).tolist():
-            for step, some in spread(tiling(*kinds.examples[kind])).items():
-                found[step, own == kind, :3] = _sums(some)
-    alike = np.diff(kinds.numbers[queries, keys], axis=0, prepend=-1) == 0
+        own, ranks = np.unique(seen.kinds.diagonal(), return_index=True)
+        for kind, rank in zip(own, ranks.tolist(), strict=True):
+            for step, some in spread(tiling(rank, rank)).items():
+                found[step, seen.kinds.diagonal() == kind, :3] = _sums(some)
+    alike = np.diff(seen.kinds[queries, keys], axis=0, prepend=-1) == 0
     return Work(*np.moveaxis(found, -1, 0)).in_steps(steps, alike)
 
 

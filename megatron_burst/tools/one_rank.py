@@ -11,8 +11,8 @@ from megatron_burst.attention.backward import backward
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.mask import Band
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator, Message
 

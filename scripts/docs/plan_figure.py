@@ -49,7 +49,7 @@ def scores(layout: Layout, rank: int, tiles: Sequence[Tile]) -> NDArray[np.int_]
     for tile in tiles:
         queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
         keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
-        i, j = tile.band.visible(len(queries), len(keys)).nonzero(as_tuple=True)
+        i, j = tile.band.visible(len(queries), len(keys)).nonzero()
         drawn[queries[i], keys[j]] = 3 + tile.key_owner
     return drawn
 

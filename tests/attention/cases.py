@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.planning import make_layout
 from tests import oracle

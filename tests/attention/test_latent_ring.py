@@ -19,10 +19,10 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sums import Sums
 from megatron_burst.attention.verify import Finding, attend_beside_reference
 from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.latents import latents_pay
 from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import choose, make_layout
 from megatron_burst.plans.tiles import Tiling

@@ -9,7 +9,7 @@ import torch
 from megatron_burst import BurstConfig
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
 from megatron_burst.plans.planning import Choice, choose, make_layout

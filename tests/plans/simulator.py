@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.plans.layout import joined
+from megatron_burst.plans.interval import union_of
 from megatron_burst.plans.plan import (
     Channel,
     Item,
@@ -236,7 +236,7 @@ def _adds_twice(item: Item, tiles: _Sum) -> bool:
     """Whether several tiles added to a row of an item."""
     block = Kind.KV if item.kind is Kind.D_KV else Kind.QUERY
     rows = [tile.rows_of(block) for tile in tiles.elements()]
-    return sum(r.length for r in rows) != sum(r.length for r in joined(rows))
+    return sum(r.length for r in rows) != sum(r.length for r in union_of(rows))
 
 
 @dataclass

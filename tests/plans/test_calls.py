@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.calls import KernelCall, calls_of
-from megatron_burst.plans.layout import Interval, segmented_zigzag, zigzag, zigzag_of_each
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.layout import segmented_zigzag, zigzag, zigzag_of_each
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
@@ -39,7 +41,7 @@ def computed(calls: Iterable[KernelCall], tokens: int) -> Tensor:
         for height, width in call.lengths:
             seen = call.band.visible if len(call.lengths) == 1 else partial(from_corner, call.band)
             some = queries[q : q + height, None], keys[k : k + width]
-            count[some] += seen(height, width)
+            count[some] += torch.as_tensor(seen(height, width))
             q, k = q + height, k + width
         assert (q, k) == (len(queries), len(keys))
     return count
@@ -56,7 +58,7 @@ def by_tiles(tiles: Iterable[Tile], tokens: int) -> Tensor:
     count = torch.zeros(tokens, tokens)
     for tile in tiles:
         rows, keys = tile.query_rows, tile.key_rows
-        count[rows.rows, keys.rows] += tile.band.visible(rows.length, keys.length)
+        count[rows.rows, keys.rows] += torch.from_numpy(tile.band.visible(rows.length, keys.length))
     return count
 
 

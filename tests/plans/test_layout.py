@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plans.layout import (
-    Interval,
-    Layout,
-    contiguous,
-    segmented_zigzag,
-    striped,
-    zigzag,
-)
+from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
 from tests.tier import examples
 
 MAKERS = {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst.config import GradientReturn
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Layout, contiguous, zigzag
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_burst.plans.layout import Interval, contiguous, joined, zigzag
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.band import Band
+from megatron_burst.plans.interval import Interval, union_of
+from megatron_burst.plans.layout import contiguous, zigzag
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Tile, Tiles
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 
@@ -58,7 +60,7 @@ def test_a_document_may_begin_at_any_row(begin: int) -> None:
 
 def test_rows_that_touch_or_overlap_are_sent_as_one() -> None:
     given = [Interval(4, 7), Interval(0, 2), Interval(2, 4), Interval(9, 10), Interval(5, 6)]
-    assert joined(given) == [Interval(0, 7), Interval(9, 10)]
+    assert union_of(given) == [Interval(0, 7), Interval(9, 10)]
 
 
 CAUSAL = [(n, n, Band.CAUSAL) for n in (1, 2, 3, 4, 5, 7, 8, 33)]

@@ -14,7 +14,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.attention.keys import ExpandedLatents, expand
 from megatron_burst.attention.verify import Finding, compare
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
