@@ -22,13 +22,6 @@ class Kinds:
     examples: Sequence[tuple[int, int]]
     """A pair of each kind."""
 
-    @property
-    def of_two_ranks(self) -> NDArray[np.intp]:
-        """How many pairs of two ranks are of each kind."""
-        each = self.numbers.ravel(), self.numbers.diagonal()
-        every, own = (np.bincount(numbers, minlength=len(self.examples)) for numbers in each)
-        return every - own
-
 
 def kinds_of(pieces: Pieces, mask: Mask, ranks: int, tokens: int) -> Kinds | None:
     """Compare what pieces see of each other, and from how far where they see a part.
