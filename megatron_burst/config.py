@@ -65,8 +65,7 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even, or kv where
-    several blocks a call make up for at most a third more within nodes; logged."""
+    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even; logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
@@ -79,16 +78,8 @@ class BurstConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
-    results, where it is no ring that moves them or one with several blocks a call, and for heads
-    that are shared out by choice (default: a sixteenth of the GPU's; without a GPU any)."""
-
-    blocks_per_call: int | None = field(default=None, metadata={"type": size_or_auto})
-    """How many key blocks that have arrived one kernel call may take, where keys go around, in a
-    ring or a mesh: fewer calls and merges for more memory, and no byte more is sent. auto (the
-    default): on a GPU 1, 2 or 4, where tiles are small, within --burst-memory-mb, elsewhere 1;
-    logged. With 1 schedules are chosen by bytes alone. It is 1 under windows, documents and block
-    masks, with several sequences in a batch, where latents travel, and in a flat ring over several
-    nodes; where another number is given, the log says why."""
+    results, where it is no ring that moves them, and for heads that are shared out by choice
+    (default: a sixteenth of the GPU's; without a GPU any)."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
@@ -105,8 +96,7 @@ class BurstConfig:
     for burst the degree with which a rank sends least within its node, where that is at most half
     of what it sends there with 1, copies no kv head and fits --burst-memory-mb, with up to 32768
     tokens a rank; else 1, as under windows, documents and block masks, where latents may
-    travel, and where a topology, a backward, blocks a call or hierarchical groups are given;
-    logged."""
+    travel, and where a topology, a backward or hierarchical groups are given; logged."""
 
     head_chunks: int | None = field(default=None, metadata={"type": size_or_auto})
     """Into how many chunks attention cuts a rank's heads, to run one after the other: buffers and
@@ -194,17 +184,11 @@ class BurstConfig:
             ("--burst-ranks-per-node", self.ranks_per_node),
             ("--burst-head-parallel-size", self.head_parallel_size),
             ("--burst-memory-mb", self.memory_mb),
-            ("--burst-blocks-per-call", self.blocks_per_call),
             ("--burst-head-chunks", self.head_chunks),
         ):
             bad = value is not None and not 0 < value < math.inf
             refuse((bad, f"{name} must be positive and finite, got {value}"))
         refuse(
-            (
-                (self.blocks_per_call or 1) > 4,
-                f"--burst-blocks-per-call {self.blocks_per_call}: with more than 4 a step may post "
-                "more than the 256 messages at a time that NCCL takes: pass at most 4",
-            ),
             (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
             (
                 segments != 2 and not segmented,
@@ -272,7 +256,6 @@ class BurstConfig:
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
-            "blocks_per_call": (None, 1),
             "head_chunks": (None, 1),
             "mla": (Mla.AUTO, Mla.HEADS),
         }

@@ -109,13 +109,12 @@ def count(
     topology: str = "",
     kernel: Any = None,
     rank: int | None = None,
-    blocks_per_call: int | None = 1,
     head_chunks: int = 1,
     layout: Layout | None = None,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
-    config = BurstConfig(backward=backward_ring, topology=topology, blocks_per_call=blocks_per_call)
+    config = BurstConfig(backward=backward_ring, topology=topology)
     rank = ranks // 2 if rank is None else rank
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:

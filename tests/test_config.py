@@ -53,7 +53,6 @@ def test_flags_agree_with_the_fields() -> None:
         "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
-        "blocks_per_call": "--burst-blocks-per-call",
         "head_chunks": "--burst-head-chunks",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
@@ -105,7 +104,6 @@ def test_the_library_has_layouts_that_no_flag_offers() -> None:
             {"layout": "segmented-zigzag", "segments": 1},
             "--burst-segments must be at least 2, got 1",
         ),
-        ({"blocks_per_call": 8}, "--burst-blocks-per-call 8: .*: pass at most 4"),
         ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
         (
             {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
@@ -142,21 +140,19 @@ CHOICES = {
     "gradient_return": ("chain", "home"),
     "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
-    "blocks_per_call": (1, 2),
 }
 # What a preset decides itself; all else may be chosen.
 SIZES = {("head_parallel_size", size) for size in (2, 4)}
 FIXED = {
     "burst": set[tuple[str, str | int]](),
-    "ring": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2)},
-    "allgather": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2), *SIZES},
+    "ring": {("backward", "query"), ("mla", "latent")},
+    "allgather": {("backward", "query"), ("mla", "latent"), *SIZES},
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         *itertools.product(("grad_dtype",), ("float32", "model")),
         *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
-        ("blocks_per_call", 2),
         *SIZES,
     },
 }

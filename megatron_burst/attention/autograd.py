@@ -99,8 +99,7 @@ def ring_attention(
     15.6 (query), under windows and documents up to 36.5 and 19.1; on a double ring 9.1, and 30.5 or
     23.7. With the heads in two chunks (`--burst-head-chunks`, on GPUs the default of long shards)
     those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
-    A mesh, and a ring that takes several blocks a call, hold more, as much as
-    `--burst-memory-mb` allows. More: docs/budgets.md.
+    A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.
 

@@ -328,7 +328,7 @@ class BurstContext:
 
     def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
         """Choose what travels and how; return for the log what does not."""
-        config = asked.on_device(self.config)
+        config = self.config
         shape = asked.shape(config.grad_dtype)
 
         def choose_for(shape: Shape) -> Choice:

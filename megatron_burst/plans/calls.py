@@ -47,18 +47,15 @@ type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
 """The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(
-    tiles: Sequence[Tile], known: Known | None = None, *, joins: bool = False
-) -> tuple[KernelCall, ...]:
+def calls_of(tiles: Sequence[Tile], known: Known | None = None) -> tuple[KernelCall, ...]:
     """Return the kernel calls that compute these tiles, those of a pair of blocks one by one.
 
-    Key blocks that lie side by side are one if it `joins` them. What is `known` is not found again:
-    of blocks that have the same cells.
+    What is `known` is not found again: of blocks that have the same cells.
     """
     known = {} if known is None else known
     found: list[KernelCall] = []
-    for some in filter(len, by_blocks(tiles, joins=joins)):
-        key = id(some.cells), some.query_part, some.key_part, len(some.beside)
+    for some in filter(len, by_blocks(tiles)):
+        key = id(some.cells), some.query_part, some.key_part
         if key not in known:
             known[key] = some, _calls(some)
         found += (replace(call, tile=some) for call in known[key][1])

@@ -66,11 +66,6 @@ class Cells:
         """The rows of the keys of each: [cell, 2]."""
         return self.rows[:, 2:]
 
-    def full_as(self, other: "Cells") -> bool:
-        """Whether all of both are full, and of the same rows."""
-        is_full = all(cells.are_full.all() for cells in (self, other))
-        return is_full and np.array_equal(self.rows, other.rows)
-
     @property
     def sizes(self) -> Ints:
         """How many queries and keys: [cell, 2]."""

@@ -1,6 +1,5 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,7 +16,6 @@ from megatron_burst.plans.needs import Needs
 from megatron_burst.plans.plan import Kind, Tile, Tiles, by_blocks
 from megatron_burst.plans.visible import Visible, repeated, visible
 
-_CHUNKS = 16  # at most, in which a block is sent
 _SMALL = 64  # a tile below this part of the pairs is not cut
 
 
@@ -70,32 +68,6 @@ class Tiling:
         """Whether every rank needs all rows of every other."""
         in_part = any(ends.any() for ends in self.needs.parts.values())
         return bool((self.needs.pairs > 0).all()) and not in_part
-
-    @cached_property
-    def mean_tile(self) -> tuple[float, float, float]:
-        """How many pairs the tiles of a query and a key block have, in the mean, and if they are of
-        two ranks how many rows of queries and of keys; `kinds` are known."""
-        of_pairs = self.visible.sums(self.visible.cells.sizes)[self.visible.kinds]
-        away = ~np.eye(self.ranks, dtype=bool)
-        queries, keys = of_pairs[away].mean(axis=0).tolist()
-        return float(self.needs.pairs.mean()), queries, keys
-
-    @cached_property
-    def key_chunk(self) -> int:
-        """Into chunks of how many rows the ends of the keys cut a block that ranks see of another.
-
-        0 where not every rank needs all rows of every other, or sees some in part, or not from the
-        first row on, so that what it sees of several blocks side by side is no slice, or where
-        chunks would be too many, because they differ.
-        """
-        if self.mask.is_sparse or not self.all_is_needed:
-            return 0
-        away = ~np.eye(self.ranks, dtype=bool)
-        seen = [*map(self.visible.of_kind, np.unique(self.visible.kinds[away]).tolist())]
-        if not all(cells.full_as(cells) and not cells.keys[:, 0].any() for cells in seen):
-            return 0
-        chunk = math.gcd(*(end for cells in seen for end in cells.keys.ravel().tolist()))
-        return chunk if chunk * _CHUNKS >= self.local_tokens else 0
 
 
 def together(visits: Sequence[Sequence[Tile]]) -> Sequence[Tile]:

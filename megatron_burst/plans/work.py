@@ -31,18 +31,6 @@ class Work(NamedTuple):
                 found[step, rank, 3] = come
         return cls(*np.moveaxis(found, -1, 0))
 
-    def in_steps(self, steps: Sequence[int], alike: NDArray[np.bool]) -> "Work":
-        """Add up the visits of a step: those `alike` the one before have their queries in common.
-
-        What comes after the visits, of a rank's own tiles, has a step for itself.
-        """
-        starts = np.flatnonzero(np.diff(steps, prepend=-1))
-        query_rows = self.query_rows.copy()
-        query_rows[: len(steps)][alike & (np.diff(steps, prepend=-1) == 0)[:, None]] = 0
-        begins = [*starts, *range(len(steps), len(query_rows))]
-        columns = self._replace(query_rows=query_rows)
-        return Work(*(np.add.reduceat(column, begins) for column in columns))
-
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
         found = np.zeros((4, step + 1, self.pairs.shape[1]), np.int64)
@@ -54,17 +42,15 @@ def work_of_pairs(
     tiling: Tiling,
     queries: NDArray[np.int64],
     keys: NDArray[np.int64],
-    steps: Sequence[int],
     spread: Callable[[Sequence[Tile]], Mapping[int, Sequence[Tile]]] | None,
 ) -> Work:
     """Count once a kind of pairs of ranks.
 
     Args:
         tiling: has the tiles.
-        queries: whose they are, [visit, rank].
+        queries: whose they are, [step, rank].
         keys: the same.
-        steps: of the visits.
-        spread: cuts a rank's own tiles, of the first visit, and says what is computed after which.
+        spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
     """
     seen = tiling.visible
     each = seen.sums(np.column_stack([seen.cells.pairs, seen.cells.sizes]))
@@ -76,8 +62,7 @@ def work_of_pairs(
         for kind, rank in zip(own, ranks.tolist(), strict=True):
             for step, some in spread(tiling(rank, rank)).items():
                 found[step, seen.kinds.diagonal() == kind, :3] = _sums(some)
-    alike = np.diff(seen.kinds[queries, keys], axis=0, prepend=-1) == 0
-    return Work(*np.moveaxis(found, -1, 0)).in_steps(steps, alike)
+    return Work(*np.moveaxis(found, -1, 0))
 
 
 def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tile]]) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,7 @@ from megatron_burst.plans.planning import make_layout
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import algorithms, check_layers, config_of
-from megatron_burst.plugin.flags import all_flags, flags
+from megatron_burst.plugin.flags import ENDED, all_flags, flags
 from megatron_burst.plugin.limits import (
     LATENT_LIMITS,
     MEGATRON,
@@ -54,7 +54,7 @@ def asks_for_us(words: Sequence[str]) -> bool:
     Without any of these nothing of Megatron is replaced. The program's name is not among `words`.
     """
     names = {word.split("=")[0] for word in words}
-    if names & {"-h", "--help", *(flag.name for flag in all_flags())}:
+    if names & {"-h", "--help", *ENDED, *(flag.name for flag in all_flags())}:
         return True
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cp-comm-type", nargs="*")
@@ -79,6 +79,9 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             kind = {"default": default, "type": flag.type, "metavar": shown}
             text += "" if default is None else f" (default: {default})"
         group.add_argument(flag.name, help=text.replace("%", "%%"), **kind)
+    for name in ENDED:
+        hidden = argparse.SUPPRESS
+        group.add_argument(name, nargs="?", action=_Ended, default=hidden, help=hidden)
     compat.mend_help(parser)
     # None tells that the user has not chosen; `configure` puts a value there. Megatron's is p2p.
     parser.set_defaults(
@@ -87,6 +90,14 @@ def add_burst_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default_dropouts={name: parser.get_default(name) for name in _DROPOUTS},
     )
     return parser
+
+
+class _Ended(argparse.Action):
+    """Ends with what to do in the place of a flag of before."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        (name,) = self.option_strings
+        parser.error(f"{name} is no more: {ENDED[name]}")
 
 
 def set_dropouts(args: argparse.Namespace) -> None:

@@ -28,6 +28,12 @@ class Flag(NamedTuple):
     help: str
 
 
+ENDED = {
+    "--burst-blocks-per-call": "drop it: heads are shared out where one block's tile is too small",
+}
+"""Flags of before, and what to do in their place."""
+
+
 def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
     """Return every command-line flag that a configuration describes, in the order of its fields."""
     docs = _field_docstrings(config)

@@ -97,7 +97,7 @@ def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneR
 
     The values of what would arrive say nothing.
     """
-    config = BurstConfig(blocks_per_call=1, **settings)
+    config = BurstConfig(**settings)
     return OneRank(context_of(len(nodes) // 2, nodes, config, Silence(len(nodes))), tensors)
 
 

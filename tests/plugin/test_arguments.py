@@ -18,13 +18,14 @@ from megatron_burst.config import LmHeadConfig, LmHeadLoss
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
+    asks_for_us,
     burst_config_from_args,
     checks_files,
     configure,
     lm_head_config_from_args,
     settle_dropouts,
 )
-from megatron_burst.plugin.flags import all_flags
+from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
@@ -57,6 +58,17 @@ ITERATORS: Any = SimpleNamespace(ahead=None)  # of the data, which no test here 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     return add_burst_arguments(megatron_arguments.add_megatron_arguments(made))
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_flag_of_before_ends_with_what_to_do(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert asks_for_us([f"{name}=2"]) and name not in parser.format_help()
+    for words in ([name], [name, "2"], [f"{name}=2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"{name} is no more: {ENDED[name]}" in capsys.readouterr().err
 
 
 def parse(parser: argparse.ArgumentParser, line: str = "") -> argparse.Namespace:

@@ -9,7 +9,7 @@ from megatron_burst.plugin.attention.layer_algorithms import config_of
 
 @pytest.mark.parametrize("algorithm", [a for a in Algorithm if a is not Algorithm.BURST])
 def test_baseline_layers_are_not_refused_for_what_burst_is_tuned_by(algorithm: Algorithm) -> None:
-    tuned = {"backward": "query", "topology": "mesh", "memory_mb": 64, "blocks_per_call": 2}
+    tuned = {"backward": "query", "topology": "mesh", "memory_mb": 64}
     config = BurstConfig(**tuned, mla="latent", grad_dtype="model", kernel="reference")
     found, default = config_of(config, algorithm), BurstConfig()
     assert found.algorithm is algorithm and found.kernel == "reference"

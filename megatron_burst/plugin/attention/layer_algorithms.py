@@ -14,7 +14,7 @@ MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 # What --context-parallel-algo is tuned by; it says nothing to another algorithm.
 _TUNING = (
-    *("backward", "topology", "memory_mb", "blocks_per_call", "head_parallel_size"),
+    *("backward", "topology", "memory_mb", "head_parallel_size"),
     *("head_chunks", "grad_dtype", "gradient_return", "mla"),
 )
 
