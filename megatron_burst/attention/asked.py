@@ -1,5 +1,6 @@
 """What decides the plans and the kernel of an attention call."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Asked(NamedTuple):
     @property
     def kind(self) -> "Asked":
         """What it has in common with calls on other documents."""
-        mask = Mask(self.mask.is_causal, self.mask.window)
+        mask = replace(self.mask, documents=None, padding=(), query_stop=None)
         return self._replace(mask=mask, layout=None)
 
     def shape(self, sent_as: GradDtype) -> Shape:

@@ -21,6 +21,8 @@ from megatron_burst.attention.inputs import (
     check_shapes,
 )
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
+from megatron_burst.attention.preparing import head_exchange
+from megatron_burst.attention.preparing import prepare as prepare_call
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.attention.uncompiled import uncompiled
@@ -200,7 +202,7 @@ def _prepare(
         shape = latents.shape(k, v)  # whether they can travel or not, they have to fit
         travelling = shape if context.can_send_latents else None
     if context.heads.size > 1:
-        exchange = context.exchange(q.shape[1], given.layout)
+        exchange = head_exchange(context, q.shape[1], given.layout)
         copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
         q, k, v = (
             _as_exchanged(x, n, exchange.ranks) for x, n in ((q, 1), (k, copies), (v, copies))
@@ -209,7 +211,7 @@ def _prepare(
     q, k, v = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
     sent = travelling if chunks == 1 else None
     settings = given.mask, abs(given.scale) or 1.0, given.soft_cap, memory, sent, given.layout
-    return Prepared(context.prepare(q, k, v, *settings), chunks, exchange, copies)
+    return Prepared(prepare_call(context, q, k, v, *settings), chunks, exchange, copies)
 
 
 def _as_exchanged(x: Tensor, copies: int, ranks: int) -> Tensor:

@@ -12,6 +12,7 @@ from harness import seconds
 from ranks import PATIENCE_SECONDS
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced
@@ -126,7 +127,7 @@ class Kernels:
         shared = share_of_heads(sizes, context.heads.size)
         q, k, v, dout = shared.draw(device, dtype, context.rank)
         layout = layout_of(context, mask, sizes)
-        self.call = context.prepare(q, k, v, mask, sizes.head_dim**-0.5, layout=layout)
+        self.call = prepare(context, q, k, v, mask, sizes.head_dim**-0.5, layout=layout)
         self.qkv = q, k, v
         batch, tokens, heads, _ = q.shape
         of_rows = (batch, heads, tokens)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import GradientReturn, Topology
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import zigzag
@@ -407,7 +408,7 @@ def test_auto_never_sends_more_than_the_cheaper_ring(workers: WorkerPool, where:
 def plan_as_configured(team: Team, case: Case) -> tuple[int, Plan]:
     context = team.context(BurstConfig(**case.config))
     q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
-    return context.rank, context.prepare(q, k, v, case.mask, 1.0).backward_plan
+    return context.rank, prepare(context, q, k, v, case.mask, 1.0).backward_plan
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def logged_lines(team: Team, case: Case) -> list[str]:
         context = team.context(BurstConfig(**case.config))
         q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
         for _ in range(2):
-            context.prepare(q, k, v, case.mask, 1.0)
+            prepare(context, q, k, v, case.mask, 1.0)
     return lines
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.tools.plan import timing
@@ -150,5 +151,5 @@ def test_each_way_is_what_a_context_sends(
             torch.zeros(1, TOKENS, count, DIM, dtype=torch.bfloat16)
             for count in (heads[0], heads[1], heads[1])
         )
-        plan = context.prepare(q, k, v, Mask.causal(), 1.0).backward_plan
+        plan = prepare(context, q, k, v, Mask.causal(), 1.0).backward_plan
         assert counted(load)[1][0] == bytes_sent(plan, ring.shape.item_bytes()), config

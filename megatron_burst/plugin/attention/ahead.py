@@ -20,7 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
-from megatron_burst.attention.context import BurstContext, Kinds, Plans
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.kept import DocumentCalls
+from megatron_burst.attention.preparing import Plans, adopt
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.attention.documents import Documents, digest_of, with_tensors
 from megatron_burst.transport.groups import make_gloo_group
@@ -103,7 +105,7 @@ class Ahead:
             return read(packed)
         documents, planned = found.result()
         for context, plans in planned:
-            context.adopt(plans)
+            adopt(context, plans)
         return with_tensors(documents, packed)
 
     def _wait(self, last: Future[None]) -> None:
@@ -188,7 +190,7 @@ class Ahead:
             self._ready[digest_of(packed)] = failed
 
     def _prepare(
-        self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, Kinds]
+        self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, DocumentCalls]
     ) -> str:
         """Return why it could not, if so."""
         if (digest := digest_of(packed)) in self._ready:

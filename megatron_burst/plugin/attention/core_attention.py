@@ -13,9 +13,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.context import BurstContext, Kinds, Plans
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.kept import DocumentCalls
 from megatron_burst.attention.keys import Latents
 from megatron_burst.attention.log import Means
+from megatron_burst.attention.preparing import Plans, plan_ahead
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Mla
 from megatron_burst.plans.layout import contiguous
 from megatron_burst.plans.mask import Mask
@@ -108,12 +110,12 @@ class SharedState:
             )
         return documents.masks[is_causal, window]
 
-    def kinds(self) -> dict[BurstContext, Kinds]:
+    def kinds(self) -> dict[BurstContext, DocumentCalls]:
         """Return the kinds of calls with documents that layers have made so far."""
-        return {context: context.kinds for context in self._contexts.values()}
+        return {context: context.kept.document_calls for context in self._contexts.values()}
 
     def plan_ahead(
-        self, documents: Documents, kinds: Mapping[BurstContext, Kinds]
+        self, documents: Documents, kinds: Mapping[BurstContext, DocumentCalls]
     ) -> list[tuple[BurstContext, Plans]]:
         """Plan these kinds of calls for a micro-batch that is to come; a thread may call it."""
 
@@ -121,7 +123,7 @@ class SharedState:
             return self.mask(mask.is_causal, mask.window, documents)
 
         tokens, layout = documents.bounds[-1], documents.layout
-        return [(c, c.plan_ahead(each, tokens, mask_of, layout)) for c, each in kinds.items()]
+        return [(c, plan_ahead(c, each, tokens, mask_of, layout)) for c, each in kinds.items()]
 
     def _compare_block_masks(self) -> None:
         if self._block_table is not None and dist.is_initialized():
@@ -138,7 +140,7 @@ class SharedState:
     @property
     def means(self) -> Means:
         """Of the context whose ranks have the most uneven work."""
-        every = (context.means for context in self._contexts.values())
+        every = (context.kept.means for context in self._contexts.values())
         return max(every, key=attrgetter("imbalance"), default=Means())
 
 
