@@ -58,7 +58,7 @@ def device_calls(plans: Sequence[Plan], batch: int, device: torch.device) -> lis
             made[key] = _on_device(call, batch, device)
         return replace(made[key], tile=call.tile)
 
-    steps = [[calls_of(step.tiles, known) for step in plan.steps] for plan in plans]
+    steps = [[calls_of(step.blocks, known) for step in plan.steps] for plan in plans]
     return [[[on_device(call) for call in calls] for calls in of_plan] for of_plan in steps]
 
 

@@ -14,19 +14,19 @@ from megatron_burst.plans.plan import (
     Receive,
     Send,
     Step,
-    Tile,
-    by_blocks,
+    Tiles,
 )
 
 
-def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]) -> Plan:
+def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tiles]]) -> Plan:
     """Put together the plan of `rank` from the hops of all ranks and its own tiles, by step.
 
     Steps in which nothing happens are dropped. Hops that the two ends post in one step must come in
     one order, the same for all ranks.
     """
     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
-    tiles = {step: some for step, some in tiles.items() if some}
+    found = {step: tuple(filter(len, blocks)) for step, blocks in tiles.items()}
+    tiles = {step: blocks for step, blocks in found.items() if blocks}
     busy = {step for hop in ours for step in (hop.leaves, hop.lands)} | tiles.keys()
     number = {step: index for index, step in enumerate(sorted(busy))}
     buffers = _buffers(rank, ours, tiles)
@@ -41,12 +41,14 @@ def assemble(rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tile]]
     return Plan(
         rank,
         tuple(
-            Step(tuple(receives[step]), tuple(sends[step]), tiles.get(step, ())) for step in number
+            Step(tuple(receives[step]), tuple(sends[step]), found.get(step, ())) for step in number
         ),
     )
 
 
-def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]) -> dict[int, int]:
+def _buffers(
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tiles]]
+) -> dict[int, int]:
     """Give each message that arrives, by number, the first buffer of its kind that is free then."""
     last_use = _last_uses(rank, hops, tiles)
     ends: dict[Kind, list[int]] = defaultdict(list)  # the last step that needs each buffer
@@ -59,7 +61,7 @@ def _buffers(rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
 
 
 def _last_uses(
-    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tile]]
+    rank: int, hops: Sequence[Hop], tiles: Mapping[int, Sequence[Tiles]]
 ) -> dict[int, int]:
     """Return for each message that arrives, by number, the last step that needs its buffer.
 
@@ -72,8 +74,8 @@ def _last_uses(
     for number in order:
         arrivals[hops[number].item].append(number)
     last = {number: hops[number].lands for number in order}
-    met = ((step, blocks) for step, some in tiles.items() for blocks in by_blocks(some))
-    blocks = {(step, item) for step, some in met for item in some.blocks}
+    met = ((step, block) for step, blocks in tiles.items() for block in blocks)
+    blocks = {(step, item) for step, block in met for item in block.blocks}
     uses = [(step, step, item) for step, item in blocks if item.owner != rank]  # own ones stay
     passed_on = (hop for hop in hops if hop.source == rank != hop.item.owner)
     uses += [(hop.leaves, hop.lands, hop.item) for hop in passed_on if not hop.item.kind.is_result]

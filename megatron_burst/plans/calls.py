@@ -13,7 +13,7 @@ import numpy as np
 from megatron_burst.plans.band import FAR, Band, Ints
 from megatron_burst.plans.cells import Cells
 from megatron_burst.plans.interval import Interval, union_of
-from megatron_burst.plans.plan import Tile, Tiles, by_blocks
+from megatron_burst.plans.plan import Tiles
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
@@ -47,18 +47,18 @@ type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
 """The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(tiles: Sequence[Tile], known: Known | None = None) -> tuple[KernelCall, ...]:
-    """Return the kernel calls that compute these tiles, those of a pair of blocks one by one.
+def calls_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[KernelCall, ...]:
+    """Return the kernel calls that compute the tiles of pairs of blocks, one pair after the other.
 
     What is `known` is not found again: of blocks that have the same cells.
     """
     known = {} if known is None else known
     found: list[KernelCall] = []
-    for some in filter(len, by_blocks(tiles)):
-        key = id(some.cells), some.query_part, some.key_part
+    for tiles in filter(len, blocks):
+        key = id(tiles.cells), tiles.query_part, tiles.key_part
         if key not in known:
-            known[key] = some, _calls(some)
-        found += (replace(call, tile=some) for call in known[key][1])
+            known[key] = tiles, _calls(tiles)
+        found += (replace(call, tile=tiles) for call in known[key][1])
     return tuple(found)
 
 

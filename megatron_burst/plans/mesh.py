@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Channel, Kind, Tile
+from megatron_burst.plans.plan import Channel, Kind, Tiles
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Messages, Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
@@ -101,17 +101,17 @@ class Mesh(Schedule):
             routes.append(self._around([*self._returns(result)], used_by_results))
         return tuple(routes)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
         ranks, (row, column, local) = self.table.ranks, self.table.places[:, rank].tolist()
-        tiles = dict[int, Sequence[Tile]]()
+        tiles = dict[int, list[Tiles]]()
         stations = product(self.table.passes, range(self.table.locals))
         for step, ((visitor, node), place) in enumerate(stations):
             guest = ranks[row, column - visitor, local]
             owner = ranks[row - node, column, local - place]
             tiles[step] = self._tiles(rank, int(guest), int(owner))
         if self.sent.result(backward=backward):
-            tiles |= self._spread(tiles[0], self.grid.ranks)
+            tiles |= self._spread(tiles[0][0], self.grid.ranks)
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -128,7 +128,7 @@ class Mesh(Schedule):
         spread = partial(self._spread, end=len(visits)) if has_ends else None
         return work_of_pairs(self.tiling, *pairs, spread)
 
-    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
+    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
         return own_tiles_by_step(own, end, two_levels=self.table.locals > 1)
 
     @property
@@ -141,17 +141,17 @@ class Mesh(Schedule):
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
 
-    def _tiles(self, rank: int, guest: int, owner: int) -> Sequence[Tile]:
+    def _tiles(self, rank: int, guest: int, owner: int) -> list[Tiles]:
         if guest == owner == rank:
-            return self.tiling(rank, rank)
+            return [self.tiling(rank, rank)]
         if not self.tiling.needs.rows[self.sent][owner, guest]:
-            return ()
+            return []
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
             part = part_of(self._parts[kind][whose])
             if whose != rank and part:
                 tiles = tiles.reading(kind, part)
-        return tiles
+        return [tiles]
 
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""

@@ -256,17 +256,6 @@ def _packed(rows: Ints, part: Part) -> Ints:
     return rows - missing[starts.searchsorted(rows[:, :1], "right") - 1]
 
 
-def by_blocks(tiles: Sequence[Tile]) -> list[Tiles]:
-    """Return tiles block by block, in the order of the first of each."""
-    if isinstance(tiles, Tiles):
-        return [tiles]
-    cells: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
-    for tile in tiles:
-        blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
-        cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
-    return [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """Messages that are posted together and the tiles that are computed meanwhile.
@@ -278,7 +267,13 @@ class Step:
 
     receives: tuple[Receive, ...] = ()
     sends: tuple[Send, ...] = ()
-    tiles: Sequence[Tile] = ()
+    blocks: tuple[Tiles, ...] = ()
+    """The tiles, those of one query block and one key block together."""
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All of them, in the order they are computed."""
+        return tuple(tile for block in self.blocks for tile in block)
 
 
 @dataclass(frozen=True, slots=True)

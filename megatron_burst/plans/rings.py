@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from megatron_burst.config import GradientReturn
 from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Channel, Kind, Part, Tile
+from megatron_burst.plans.plan import Channel, Kind, Part, Tiles
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
 from megatron_burst.plans.work import Work, work_of_pairs
 
@@ -74,16 +74,15 @@ class Ring(Schedule):
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
-        parts, visits = self._parts, defaultdict[int, list[Sequence[Tile]]](list)
+        parts, tiles = self._parts, defaultdict[int, list[Tiles]](list)
         for station, owner in enumerate(self.grid.visits(rank)):
             step = self._delay if self.gather else station
             part = part_of(parts[station // self.grid.ranks_per_node % len(parts), owner])
-            visits[step].append(self._tiles(rank, owner, part))
-        tiles = {step: together(some) for step, some in visits.items()}
+            tiles[step] += self._tiles(rank, owner, part)
         if backward and len(tiles) > 1:
-            tiles |= self._spread(tiles[0], self.grid.ranks)
+            tiles |= self._spread(tiles[0][0], self.grid.ranks)
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -144,15 +143,15 @@ class Ring(Schedule):
         """How many steps later than in a ring a block is worked on."""
         return self.grid.ranks - 1 if self.gather else 0
 
-    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
+    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
         chained = self.gradient_return is GradientReturn.CHAIN
         return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=chained)
 
-    def _tiles(self, rank: int, owner: int, part: Part) -> Sequence[Tile]:
+    def _tiles(self, rank: int, owner: int, part: Part) -> list[Tiles]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
-            return ()
+            return []
         tiles = self.tiling.of_block(self.sent, owner, rank)
-        return tiles if rank == owner or not part else tiles.reading(self.sent, part)
+        return [tiles if rank == owner or not part else tiles.reading(self.sent, part)]
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.

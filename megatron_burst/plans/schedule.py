@@ -1,14 +1,14 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.assembly import assemble
-from megatron_burst.plans.plan import Hop, Kind, Plan, Tile
+from megatron_burst.plans.plan import Hop, Kind, Plan, Tiles
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.work import Work
 
@@ -72,7 +72,7 @@ class Schedule(ABC):
         """Return all messages of a forward or a backward: blocks, then results."""
 
     @abstractmethod
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
 
     @abstractmethod

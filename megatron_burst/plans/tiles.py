@@ -1,7 +1,7 @@
 """Which tiles make up what one rank's queries see of another rank's keys."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -13,7 +13,7 @@ from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.needs import Needs
-from megatron_burst.plans.plan import Kind, Tile, Tiles, by_blocks
+from megatron_burst.plans.plan import Kind, Tiles
 from megatron_burst.plans.visible import Visible, repeated, visible
 
 _SMALL = 64  # a tile below this part of the pairs is not cut
@@ -70,14 +70,9 @@ class Tiling:
         return bool((self.needs.pairs > 0).all()) and not in_part
 
 
-def together(visits: Sequence[Sequence[Tile]]) -> Sequence[Tile]:
-    """Return the tiles of visits that are computed in one step; of one as they are."""
-    return visits[0] if len(visits) == 1 else [tile for visit in visits for tile in visit]
-
-
 def own_tiles_by_step(
-    own: Sequence[Tile], end: int, *, two_levels: bool, chained: bool = False
-) -> dict[int, Sequence[Tile]]:
+    own: Tiles, end: int, *, two_levels: bool, chained: bool = False
+) -> dict[int, list[Tiles]]:
     """Spread a rank's own tiles over the first step and those from `end` on, under last results.
 
     With two levels of links there is a last message between nodes and one within the node, in a
@@ -86,20 +81,19 @@ def own_tiles_by_step(
     """
     half, first, second = half_and_quarters(own)
     if not two_levels:
-        return {0: half, end: half.having(Cells.concatenate([first.cells, second.cells]))}
+        return {0: [half], end: [half.having(Cells.concatenate([first.cells, second.cells]))]}
     if chained:
-        return {0: first, end: half, end + 1: second}
-    return {0: first, end: second, end + 1: half}
+        return {0: [first], end: [half], end + 1: [second]}
+    return {0: [first], end: [second], end + 1: [half]}
 
 
-def half_and_quarters(tiles: Sequence[Tile]) -> tuple[Tiles, Tiles, Tiles]:
-    """Share the tiles of two blocks out into a half and two quarters of their pairs.
+def half_and_quarters(own: Tiles) -> tuple[Tiles, Tiles, Tiles]:
+    """Share the tiles of a query and a key block out into a half and two quarters of their pairs.
 
     Several go in their order, so that the rows of a part follow each other, and only what lies
     across a border is cut; if it is small, it stays whole on the side that has more of it. A tile
     of fewer than four rows, alone, is missing in some parts.
     """
-    (own,) = by_blocks(tiles)
     cells, total = own.cells, int(own.cells.pairs.sum())
     if not len(cells):
         return own, own, own

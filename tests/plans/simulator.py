@@ -3,7 +3,9 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from megatron_burst.plans.cells import Cell, Cells
 from megatron_burst.plans.interval import union_of
 from megatron_burst.plans.plan import (
     Channel,
@@ -14,10 +16,22 @@ from megatron_burst.plans.plan import (
     Send,
     Step,
     Tile,
+    Tiles,
 )
 
 type _Sum = Counter[Tile]
 type _Buffer = tuple[Kind, int]
+
+
+def blocks_of(tiles: Sequence[Tile]) -> list[Tiles]:
+    """Return tiles block by block, in the order of the first of each."""
+    if isinstance(tiles, Tiles):
+        return [tiles]
+    cells = defaultdict[tuple[Any, ...], list[Cell]](list)
+    for tile in tiles:
+        blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
+        cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
+    return [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
 
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:

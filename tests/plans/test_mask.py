@@ -19,6 +19,7 @@ from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind, Tile
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
 from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
+from tests.plans.simulator import blocks_of
 from tests.tier import examples
 
 LIMITS = st.none() | st.integers(0, 12)
@@ -166,7 +167,7 @@ def test_a_band_cut_is_the_submatrix(
 def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)
     for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
-        parts = [*itertools.chain(*half_and_quarters([tile]))]
+        parts = [*itertools.chain(*half_and_quarters(*blocks_of([tile])))]
         for part in parts:
             assert_fits(part)
         found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))

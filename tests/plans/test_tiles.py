@@ -11,6 +11,7 @@ from megatron_burst.plans.layout import contiguous, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Tile, Tiles
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from tests.plans.simulator import blocks_of
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)
 LATE_HALF = Interval(4, 8)
@@ -70,7 +71,7 @@ FULL = [(n, keys, Band.FULL) for n in (1, 2, 3, 4, 5, 7, 8, 33) for keys in (1, 
 @pytest.mark.parametrize(("rows", "keys", "band"), CAUSAL + FULL)
 def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, band: Band) -> None:
     tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), band)
-    parts = half_and_quarters([tile])
+    parts = half_and_quarters(*blocks_of([tile]))
     assert all(len(part) <= 1 for part in parts)
     pieces = [*itertools.chain(*parts)]
     assert {(piece.query_owner, piece.key_owner) for piece in pieces} == {(3, 5)}

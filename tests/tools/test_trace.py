@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def planned(plan: Plan) -> tuple[int, int, int]:
-    calls = sum(len(calls_of(step.tiles)) for step in plan.steps)
+    calls = sum(len(calls_of(step.blocks)) for step in plan.steps)
     return calls, len(plan.sends), len(plan.receives)
 
 
