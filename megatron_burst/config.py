@@ -11,7 +11,6 @@ Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
 Backward = StrEnum("Backward", "AUTO QUERY KV")
 Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
-GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
@@ -133,12 +132,6 @@ class BurstConfig:
     returned travels as it is, in the dtype of the tensors, and a sum in float32: no rounding on the
     way either. Accumulation is float32 in all cases."""
 
-    gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
-    """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.
-    home: every part is sent straight to the owner, those of another node summed there first, so
-    that one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves
-    the node, for every part would cross; chain for the baselines."""
-
     mla: Mla = Mla.AUTO
     """What a ring sends of K and V under --multi-latent-attention. heads: those of all heads.
     latent: the compressed latent and the rotary key, of which the receiver makes K and V. auto:
@@ -201,11 +194,6 @@ class BurstConfig:
                 f"{fraction}, which cuts the sequence in two itself: drop it",
             ),
             (
-                self.topology is Topology.MESH and self.gradient_return is GradientReturn.CHAIN,
-                "gradient_return chain has no effect under --burst-topology mesh, whose gradients "
-                "go home: drop it",
-            ),
-            (
                 layout is LayoutName.BALANCED and self.block_mask is not None,
                 f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
                 f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
@@ -244,8 +232,7 @@ class BurstConfig:
     @property
     def may_take_mesh(self) -> bool:
         """Whether a mesh is asked for or may be chosen."""
-        returns = self.gradient_return in (GradientReturn.AUTO, GradientReturn.HOME)
-        taken = self.topology in (Topology.AUTO, Topology.MESH) and returns
+        taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
     def _check_preset(self) -> None:
@@ -260,7 +247,7 @@ class BurstConfig:
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            idle = "backward", "topology", "grad_dtype", "gradient_return"
+            idle = "backward", "topology", "grad_dtype"
             fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)

@@ -13,7 +13,6 @@ from megatron_burst.config import (
     Algorithm,
     Backward,
     GradDtype,
-    GradientReturn,
     LayoutName,
     Mla,
     Topology,
@@ -41,7 +40,7 @@ def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
 
 def test_flags_agree_with_the_fields() -> None:
     fields = {f.name: f for f in dataclasses.fields(BurstConfig)}
-    without_a_flag = {"gradient_return", "timeout_seconds"}
+    without_a_flag = {"timeout_seconds"}
     names = {
         "algorithm": "--context-parallel-algo",
         "backward": "--burst-backward",
@@ -126,18 +125,10 @@ def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("value", [*GradientReturn])
-def test_the_gradient_return_has_no_flag_and_is_checked_too(value: GradientReturn) -> None:
-    assert BurstConfig(gradient_return=value.value).gradient_return is value  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="brust is unknown; this version has: auto, chain, home"):
-        BurstConfig(gradient_return="brust")  # type: ignore[arg-type]
-
-
 CHOICES = {
     "backward": ("kv", "query"),
     "topology": ("flat", "double"),
     "grad_dtype": ("float32", "model"),
-    "gradient_return": ("chain", "home"),
     "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
 }
@@ -151,7 +142,6 @@ FIXED = {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         *itertools.product(("grad_dtype",), ("float32", "model")),
-        *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
         *SIZES,
     },

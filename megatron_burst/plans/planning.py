@@ -10,7 +10,6 @@ from megatron_burst.config import (
     Algorithm,
     Backward,
     BurstConfig,
-    GradientReturn,
     LayoutName,
     Topology,
 )
@@ -158,9 +157,9 @@ class _Pass:
 
     def _rings(self) -> Iterator[Ring]:
         gather = self.config.algorithm is Algorithm.ALLGATHER
-        back = _gradient_return(self.config, self.grid, self.nodes)
+        chained = _is_chained(self.config, self.grid, self.nodes)
         for kind in self._kinds():
-            yield Ring(self.tiling, self.grid, kind, back, gather)
+            yield Ring(self.tiling, self.grid, kind, chained, gather)
 
     def _direct(self) -> Iterator[Direct]:
         """Only of sparse masks; what goes straight keeps to no row or column."""
@@ -238,12 +237,10 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
     return makers[config.layout](tokens, ranks)
 
 
-def _gradient_return(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> GradientReturn:
-    if config.gradient_return is not GradientReturn.AUTO:
-        return config.gradient_return
+def _is_chained(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> bool:
+    """Of the baselines, and where a flat ring leaves the node: straight home every part would."""
     leaves_the_node = grid.nodes == 1 and len(set(nodes)) > 1
-    chained = config.algorithm is not Algorithm.BURST or leaves_the_node
-    return GradientReturn.CHAIN if chained else GradientReturn.HOME
+    return config.algorithm is not Algorithm.BURST or leaves_the_node
 
 
 def mib(count: float) -> str:

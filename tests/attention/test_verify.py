@@ -193,7 +193,7 @@ CLEAN = [
     *(case(dtype, mask) for dtype in ("float32", "bfloat16") for mask in tool.MASKS),
     case("float16"),
     case("bfloat16", backward="query"),
-    case("bfloat16", backward="kv", grad_dtype="model", gradient_return="chain"),
+    case("bfloat16", algorithm="ring", grad_dtype="model"),
     case("bfloat16", mask="documents", layout="segmented-zigzag", segments=3),
     case("bfloat16", topology="double", ranks_per_node=2, backward="kv"),
     case("bfloat16", topology="mesh"),
