@@ -83,12 +83,6 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
-    high_priority_streams: bool = False
-    """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
-    Megatron's process group then serves no more, unless it has such streams: one communicator more
-    a rank, with hierarchical groups two. Without the flag our groups do as Megatron's, see
-    --high-priority-stream-groups cp hcp."""
-
     head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
@@ -106,14 +100,11 @@ class BurstConfig:
 
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
-    segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
-    packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
-    micro-batch so that all ranks have as much work; else zigzag. In these two, tokens move to their
-    ranks and losses back inside the model."""
-
-    segments: int = 2
-    """Into how many equal pieces segmented-zigzag cuts the sequence. With
-    --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
+    segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
+    leave a chunk 512 rows, for packed sequences and block masks; with
+    --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
+    chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag. In
+    these two, tokens move to their ranks and losses back inside the model."""
 
     block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
@@ -170,8 +161,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         _settle_enums(self)
-        layout, segments, fraction = self.layout, self.segments, self.recompute_fraction
-        segmented = layout is LayoutName.SEGMENTED_ZIGZAG
+        layout, fraction = self.layout, self.recompute_fraction
         for name, value in (
             ("timeout_seconds", self.timeout_seconds),
             ("--burst-ranks-per-node", self.ranks_per_node),
@@ -182,17 +172,6 @@ class BurstConfig:
             bad = value is not None and not 0 < value < math.inf
             refuse((bad, f"{name} must be positive and finite, got {value}"))
         refuse(
-            (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
-            (
-                segments != 2 and not segmented,
-                f"--burst-segments {segments} has no effect under --burst-layout {layout}; take "
-                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            ),
-            (
-                segments != 2 and self.cuts_for_recompute,
-                f"--burst-segments {segments} has no effect under --recompute-attention-fraction "
-                f"{fraction}, which cuts the sequence in two itself: drop it",
-            ),
             (
                 layout is LayoutName.BALANCED and self.block_mask is not None,
                 f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "

@@ -46,10 +46,8 @@ def test_flags_agree_with_the_fields() -> None:
         "backward": "--burst-backward",
         "topology": "--burst-topology",
         "ranks_per_node": "--burst-ranks-per-node",
-        "high_priority_streams": "--burst-high-priority-streams",
         "head_parallel_size": "--burst-head-parallel-size",
         "layout": "--burst-layout",
-        "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
         "head_chunks": "--burst-head-chunks",
@@ -94,25 +92,6 @@ def test_every_offered_value_is_accepted_as_a_string_and_becomes_its_enum(
 def test_the_library_has_layouts_that_no_flag_offers() -> None:
     for layout in ("contiguous", "striped"):
         assert BurstConfig(layout=layout).layout is LayoutName(layout)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"layout": "segmented-zigzag", "segments": 1},
-            "--burst-segments must be at least 2, got 1",
-        ),
-        ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
-        (
-            {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
-            "--burst-segments 4 has no effect under --recompute-attention-fraction 0.5, which cuts",
-        ),
-    ],
-)
-def test_segments_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BurstConfig(**settings)
 
 
 @pytest.mark.parametrize("name", ENUMS)

@@ -194,7 +194,7 @@ CLEAN = [
     case("float16"),
     case("bfloat16", backward="query"),
     case("bfloat16", algorithm="ring", grad_dtype="model"),
-    case("bfloat16", mask="documents", layout="segmented-zigzag", segments=3),
+    case("bfloat16", mask="documents", layout="segmented-zigzag"),
     case("bfloat16", topology="double", ranks_per_node=2, backward="kv"),
     case("bfloat16", topology="mesh"),
     case("bfloat16", mask="window", head_parallel_size=2),
