@@ -11,7 +11,6 @@ Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
 Backward = StrEnum("Backward", "AUTO QUERY KV")
 Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
-GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
@@ -84,12 +83,6 @@ class BurstConfig:
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
-    high_priority_streams: bool = False
-    """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
-    Megatron's process group then serves no more, unless it has such streams: one communicator more
-    a rank, with hierarchical groups two. Without the flag our groups do as Megatron's, see
-    --high-priority-stream-groups cp hcp."""
-
     head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
     run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
@@ -107,14 +100,11 @@ class BurstConfig:
 
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
-    segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
-    packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
-    micro-batch so that all ranks have as much work; else zigzag. In these two, tokens move to their
-    ranks and losses back inside the model."""
-
-    segments: int = 2
-    """Into how many equal pieces segmented-zigzag cuts the sequence. With
-    --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
+    segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
+    leave a chunk 512 rows, for packed sequences and block masks; with
+    --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
+    chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag. In
+    these two, tokens move to their ranks and losses back inside the model."""
 
     block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
@@ -132,12 +122,6 @@ class BurstConfig:
     tensors, half the bytes under bfloat16; one rounding a hop. auto: what one kernel call
     returned travels as it is, in the dtype of the tensors, and a sum in float32: no rounding on the
     way either. Accumulation is float32 in all cases."""
-
-    gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
-    """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.
-    home: every part is sent straight to the owner, those of another node summed there first, so
-    that one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves
-    the node, for every part would cross; chain for the baselines."""
 
     mla: Mla = Mla.AUTO
     """What a ring sends of K and V under --multi-latent-attention. heads: those of all heads.
@@ -177,8 +161,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         _settle_enums(self)
-        layout, segments, fraction = self.layout, self.segments, self.recompute_fraction
-        segmented = layout is LayoutName.SEGMENTED_ZIGZAG
+        layout, fraction = self.layout, self.recompute_fraction
         for name, value in (
             ("timeout_seconds", self.timeout_seconds),
             ("--burst-ranks-per-node", self.ranks_per_node),
@@ -189,22 +172,6 @@ class BurstConfig:
             bad = value is not None and not 0 < value < math.inf
             refuse((bad, f"{name} must be positive and finite, got {value}"))
         refuse(
-            (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
-            (
-                segments != 2 and not segmented,
-                f"--burst-segments {segments} has no effect under --burst-layout {layout}; take "
-                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            ),
-            (
-                segments != 2 and self.cuts_for_recompute,
-                f"--burst-segments {segments} has no effect under --recompute-attention-fraction "
-                f"{fraction}, which cuts the sequence in two itself: drop it",
-            ),
-            (
-                self.topology is Topology.MESH and self.gradient_return is GradientReturn.CHAIN,
-                "gradient_return chain has no effect under --burst-topology mesh, whose gradients "
-                "go home: drop it",
-            ),
             (
                 layout is LayoutName.BALANCED and self.block_mask is not None,
                 f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
@@ -244,8 +211,7 @@ class BurstConfig:
     @property
     def may_take_mesh(self) -> bool:
         """Whether a mesh is asked for or may be chosen."""
-        returns = self.gradient_return in (GradientReturn.AUTO, GradientReturn.HOME)
-        taken = self.topology in (Topology.AUTO, Topology.MESH) and returns
+        taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
     def _check_preset(self) -> None:
@@ -260,7 +226,7 @@ class BurstConfig:
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            idle = "backward", "topology", "grad_dtype", "gradient_return"
+            idle = "backward", "topology", "grad_dtype"
             fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)

@@ -50,7 +50,6 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "head_parallel_size": (2, 2, 4, 3),
     "head_chunks": (1, 2),
     "grad_dtype": ("float32", "model"),
-    "gradient_return": ("chain", "home"),
     "kernel": ("cpu", "reference"),
     "mla": ("latent", "latent", "heads"),
 }

@@ -13,7 +13,6 @@ from megatron_burst.config import (
     Algorithm,
     Backward,
     GradDtype,
-    GradientReturn,
     LayoutName,
     Mla,
     Topology,
@@ -41,16 +40,14 @@ def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
 
 def test_flags_agree_with_the_fields() -> None:
     fields = {f.name: f for f in dataclasses.fields(BurstConfig)}
-    without_a_flag = {"gradient_return", "timeout_seconds"}
+    without_a_flag = {"timeout_seconds"}
     names = {
         "algorithm": "--context-parallel-algo",
         "backward": "--burst-backward",
         "topology": "--burst-topology",
         "ranks_per_node": "--burst-ranks-per-node",
-        "high_priority_streams": "--burst-high-priority-streams",
         "head_parallel_size": "--burst-head-parallel-size",
         "layout": "--burst-layout",
-        "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
         "head_chunks": "--burst-head-chunks",
@@ -97,25 +94,6 @@ def test_the_library_has_layouts_that_no_flag_offers() -> None:
         assert BurstConfig(layout=layout).layout is LayoutName(layout)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"layout": "segmented-zigzag", "segments": 1},
-            "--burst-segments must be at least 2, got 1",
-        ),
-        ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
-        (
-            {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
-            "--burst-segments 4 has no effect under --recompute-attention-fraction 0.5, which cuts",
-        ),
-    ],
-)
-def test_segments_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BurstConfig(**settings)
-
-
 @pytest.mark.parametrize("name", ENUMS)
 def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> None:
     (flag,) = (flag for flag in flags() if flag.field == name)
@@ -126,18 +104,10 @@ def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("value", [*GradientReturn])
-def test_the_gradient_return_has_no_flag_and_is_checked_too(value: GradientReturn) -> None:
-    assert BurstConfig(gradient_return=value.value).gradient_return is value  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="brust is unknown; this version has: auto, chain, home"):
-        BurstConfig(gradient_return="brust")  # type: ignore[arg-type]
-
-
 CHOICES = {
     "backward": ("kv", "query"),
     "topology": ("flat", "double"),
     "grad_dtype": ("float32", "model"),
-    "gradient_return": ("chain", "home"),
     "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
 }
@@ -151,7 +121,6 @@ FIXED = {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         *itertools.product(("grad_dtype",), ("float32", "model")),
-        *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
         *SIZES,
     },

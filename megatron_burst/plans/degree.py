@@ -14,7 +14,7 @@ from megatron_burst.plans.topology import by_node, choose_grid
 
 _WORTH = 0.5  # of the bytes of rings alone: theirs hide, an all-to-all is waited for
 _HELD = 3  # tensors of the size of q that a forward holds beside those of rings alone
-_OF_RINGS = "backward", "topology", "gradient_return"  # of no effect without
+_OF_RINGS = "backward", "topology"  # of no effect without
 _LONG = 32768
 """Tokens of a rank beyond which memory is worth more: over NVLink a degree saves, by the clock, in
 messages and in merging, 1000/n to 2700/n of attention's time with n tokens, whatever the heads."""

@@ -21,7 +21,6 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Kind, Part, Tiles
@@ -45,8 +44,8 @@ class Ring(Schedule):
     grid: Grid
     sent: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
-    gradient_return: GradientReturn = GradientReturn.CHAIN
-    """CHAIN or HOME."""
+    chained: bool = False
+    """Whether gradients return by the chain: rounded at every hop where they travel in 16 bits."""
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
 
@@ -103,8 +102,7 @@ class Ring(Schedule):
 
     def gradients(self) -> Route:
         """Return the way of all gradients: it begins where the first partial is."""
-        chained = self.gradient_return is GradientReturn.CHAIN
-        legs = self._chain() if chained else self._to_owner()
+        legs = self._chain() if self.chained else self._to_owner()
         return self._route([*legs], used_by_results)
 
     def _route(self, legs: Sequence[Leg], used: Used) -> Route:
@@ -123,7 +121,7 @@ class Ring(Schedule):
         would not unload the bottleneck link.
         """
         is_sparse = self.tiling.mask.is_sparse
-        if not is_sparse or self.gradient_return is GradientReturn.CHAIN or self.grid.nodes == 1:
+        if not is_sparse or self.chained or self.grid.nodes == 1:
             return self.tiling.needs.parts[self.sent][None]
         return _parts(self.tiling, self.grid, self.sent)
 
@@ -131,8 +129,7 @@ class Ring(Schedule):
     def returned(self) -> Kind:
         """What a rank sends of a gradient behind its block: what it added, or a chain's sum."""
         gradient = self.sent.gradient
-        chained = self.gradient_return is GradientReturn.CHAIN
-        return gradient if chained else self.of_one_step(gradient)
+        return gradient if self.chained else self.of_one_step(gradient)
 
     @property
     def _two_levels(self) -> bool:
@@ -144,8 +141,7 @@ class Ring(Schedule):
         return self.grid.ranks - 1 if self.gather else 0
 
     def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
-        chained = self.gradient_return is GradientReturn.CHAIN
-        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=chained)
+        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=self.chained)
 
     def _tiles(self, rank: int, owner: int, part: Part) -> list[Tiles]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:

@@ -188,7 +188,7 @@ RINGS: list[dict[str, Any]] = [
     {"backward": "kv"},
     {"backward": "query"},
     {"algorithm": "ring"},
-    {"backward": "query", "gradient_return": "chain", "grad_dtype": "model"},
+    {"backward": "query", "grad_dtype": "model"},
 ]
 
 

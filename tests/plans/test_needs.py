@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.interval import Interval, union_of
 from megatron_burst.plans.mesh import meshes
@@ -40,7 +39,7 @@ def tilings(ranks: int) -> list[Tiling]:
 
 
 def schedules(tiling: Tiling, grid: Grid) -> list[Schedule]:
-    ways = itertools.product(BLOCKS, (GradientReturn.CHAIN, GradientReturn.HOME), (False, True))
+    ways = itertools.product(BLOCKS, (True, False), (False, True))
     direct = [Direct(tiling, grid, kind) for kind in BLOCKS] if tiling.mask.is_sparse else []
     rings = [Ring(tiling, grid, *way) for way in ways]
     return [*rings, *direct, *(mesh for kind in BLOCKS for mesh in meshes(tiling, grid, kind))]

@@ -15,7 +15,7 @@ MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 # What --context-parallel-algo is tuned by; it says nothing to another algorithm.
 _TUNING = (
     *("backward", "topology", "memory_mb", "head_parallel_size"),
-    *("head_chunks", "grad_dtype", "gradient_return", "mla"),
+    *("head_chunks", "grad_dtype", "mla"),
 )
 
 

@@ -33,7 +33,6 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "topology": "flat",
         "grad_dtype": "model",
     },
-    "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
     "mesh": {"topology": "mesh"},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
