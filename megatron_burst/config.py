@@ -11,7 +11,6 @@ Algorithm = StrEnum("Algorithm", "BURST RING ALLGATHER ULYSSES")
 Backward = StrEnum("Backward", "AUTO QUERY KV")
 Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
-GradientReturn = StrEnum("GradientReturn", "AUTO CHAIN HOME")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
 Check = StrEnum("Check", "OFF NAN REFERENCE")
@@ -66,8 +65,7 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even, or kv where
-    several blocks a call make up for at most a third more within nodes; logged."""
+    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even; logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
@@ -80,25 +78,11 @@ class BurstConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
-    results, where it is no ring that moves them or one with several blocks a call, and for heads
-    that are shared out by choice (default: a sixteenth of the GPU's; without a GPU any)."""
-
-    blocks_per_call: int | None = field(default=None, metadata={"type": size_or_auto})
-    """How many key blocks that have arrived one kernel call may take, where keys go around, in a
-    ring or a mesh: fewer calls and merges for more memory, and no byte more is sent. auto (the
-    default): on a GPU 1, 2 or 4, where tiles are small, within --burst-memory-mb, elsewhere 1;
-    logged. With 1 schedules are chosen by bytes alone. It is 1 under windows, documents and block
-    masks, with several sequences in a batch, where latents travel, and in a flat ring over several
-    nodes; where another number is given, the log says why."""
+    results, where it is no ring that moves them, and for heads that are shared out by choice
+    (default: a sixteenth of the GPU's; without a GPU any)."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
-
-    high_priority_streams: bool = False
-    """On NCCL, send on CUDA streams of high priority, so that messages need not wait for tiles.
-    Megatron's process group then serves no more, unless it has such streams: one communicator more
-    a rank, with hierarchical groups two. Without the flag our groups do as Megatron's, see
-    --high-priority-stream-groups cp hcp."""
 
     head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
     """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
@@ -106,8 +90,7 @@ class BurstConfig:
     for burst the degree with which a rank sends least within its node, where that is at most half
     of what it sends there with 1, copies no kv head and fits --burst-memory-mb, with up to 32768
     tokens a rank; else 1, as under windows, documents and block masks, where latents may
-    travel, and where a topology, a backward, blocks a call or hierarchical groups are given;
-    logged."""
+    travel, and where a topology, a backward or hierarchical groups are given; logged."""
 
     head_chunks: int | None = field(default=None, metadata={"type": size_or_auto})
     """Into how many chunks attention cuts a rank's heads, to run one after the other: buffers and
@@ -118,13 +101,10 @@ class BurstConfig:
 
     layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
-    segmented-zigzag: each of --burst-segments pieces of the sequence in zigzag by itself, for
-    packed sequences and block masks. balanced: of packed sequences, chunks that are chosen every
-    micro-batch so that all ranks have as much work; else zigzag."""
-
-    segments: int = 2
-    """Into how many equal pieces segmented-zigzag cuts the sequence. With
-    --recompute-attention-fraction between 0 and 1 it is cut in two there instead."""
+    segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
+    leave a chunk 512 rows, for packed sequences and block masks; with
+    --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
+    chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag."""
 
     block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
@@ -142,12 +122,6 @@ class BurstConfig:
     tensors, half the bytes under bfloat16; one rounding a hop. auto: what one kernel call
     returned travels as it is, in the dtype of the tensors, and a sum in float32: no rounding on the
     way either. Accumulation is float32 in all cases."""
-
-    gradient_return: GradientReturn = field(default=GradientReturn.AUTO, metadata={"flag": None})
-    """How a gradient returns to its owner. chain: every rank adds its part and sends the sum on.
-    home: every part is sent straight to the owner, those of another node summed there first, so
-    that one rounds once and not at every hop. auto: home for burst, except where a flat ring leaves
-    the node, for every part would cross; chain for the baselines."""
 
     mla: Mla = Mla.AUTO
     """What a ring sends of K and V under --multi-latent-attention. heads: those of all heads.
@@ -185,40 +159,17 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         _settle_enums(self)
-        layout, segments, fraction = self.layout, self.segments, self.recompute_fraction
-        segmented = layout is LayoutName.SEGMENTED_ZIGZAG
+        layout, fraction = self.layout, self.recompute_fraction
         for name, value in (
             ("timeout_seconds", self.timeout_seconds),
             ("--burst-ranks-per-node", self.ranks_per_node),
             ("--burst-head-parallel-size", self.head_parallel_size),
             ("--burst-memory-mb", self.memory_mb),
-            ("--burst-blocks-per-call", self.blocks_per_call),
             ("--burst-head-chunks", self.head_chunks),
         ):
             bad = value is not None and not 0 < value < math.inf
             refuse((bad, f"{name} must be positive and finite, got {value}"))
         refuse(
-            (
-                (self.blocks_per_call or 1) > 4,
-                f"--burst-blocks-per-call {self.blocks_per_call}: with more than 4 a step may post "
-                "more than the 256 messages at a time that NCCL takes: pass at most 4",
-            ),
-            (segmented and segments < 2, f"--burst-segments must be at least 2, got {segments}"),
-            (
-                segments != 2 and not segmented,
-                f"--burst-segments {segments} has no effect under --burst-layout {layout}; take "
-                f"--burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            ),
-            (
-                segments != 2 and self.cuts_for_recompute,
-                f"--burst-segments {segments} has no effect under --recompute-attention-fraction "
-                f"{fraction}, which cuts the sequence in two itself: drop it",
-            ),
-            (
-                self.topology is Topology.MESH and self.gradient_return is GradientReturn.CHAIN,
-                "gradient_return chain has no effect under --burst-topology mesh, whose gradients "
-                "go home: drop it",
-            ),
             (
                 layout is LayoutName.BALANCED and self.block_mask is not None,
                 f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
@@ -258,8 +209,7 @@ class BurstConfig:
     @property
     def may_take_mesh(self) -> bool:
         """Whether a mesh is asked for or may be chosen."""
-        returns = self.gradient_return in (GradientReturn.AUTO, GradientReturn.HOME)
-        taken = self.topology in (Topology.AUTO, Topology.MESH) and returns
+        taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
     def _check_preset(self) -> None:
@@ -270,12 +220,11 @@ class BurstConfig:
             "backward": (Backward.AUTO, Backward.KV),
             "topology": (Topology.AUTO, Topology.FLAT, Topology.DOUBLE),
             "memory_mb": (None,),
-            "blocks_per_call": (None, 1),
             "head_chunks": (None, 1),
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            idle = "backward", "topology", "grad_dtype", "gradient_return"
+            idle = "backward", "topology", "grad_dtype"
             fixed |= dict.fromkeys(idle, ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)

@@ -47,11 +47,9 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "backward": ("kv", "query"),
     "topology": ("flat", "double", "mesh"),
     "memory_mb": (1, 1000),
-    "blocks_per_call": (1, 2, 3, 4),
     "head_parallel_size": (2, 2, 4, 3),
     "head_chunks": (1, 2),
     "grad_dtype": ("float32", "model"),
-    "gradient_return": ("chain", "home"),
     "kernel": ("cpu", "reference"),
     "mla": ("latent", "latent", "heads"),
 }

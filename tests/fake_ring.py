@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst.attention import context as contexts
+from megatron_burst.attention import preparing
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import TileCall
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.plans.layout import Layout
@@ -109,13 +110,12 @@ def count(
     topology: str = "",
     kernel: Any = None,
     rank: int | None = None,
-    blocks_per_call: int | None = 1,
     head_chunks: int = 1,
     layout: Layout | None = None,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
-    config = BurstConfig(backward=backward_ring, topology=topology, blocks_per_call=blocks_per_call)
+    config = BurstConfig(backward=backward_ring, topology=topology)
     rank = ranks // 2 if rank is None else rank
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
@@ -126,15 +126,15 @@ def count(
         world, heads_apart = dist.group.WORLD, head_groups(node_of, 1)
         context = BurstContext(config, world, grid, node_of, recorder, heads_apart)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-            patch.setattr(contexts, "select_kernel", lambda *_: kernel or EmptyKernel())
-            patch.setattr(contexts, "log_choice", lambda *_: None)  # asks what GPU there is
+            patch.setattr(preparing, "select_kernel", lambda *_: kernel or EmptyKernel())
+            patch.setattr(preparing, "log_choice", lambda *_: None)  # asks what GPU there is
             heads = max(4, 8 * (kv_heads == 1))
             q, k, v = (
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
                 for heads in (heads, kv_heads, kv_heads)
             )
             chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
-            call = context.prepare(*chunk, mask, 1.0, layout=layout)
+            call = prepare(context, *chunk, mask, 1.0, layout=layout)
 
             def there_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
                 return forward(q, Keys(rank, k, v), call)

@@ -14,7 +14,6 @@ from megatron_burst.config import (
     Backward,
     Check,
     GradDtype,
-    GradientReturn,
     LayoutName,
     Mla,
     Topology,
@@ -43,19 +42,16 @@ def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
 
 def test_flags_agree_with_the_fields() -> None:
     fields = {f.name: f for f in dataclasses.fields(BurstConfig)}
-    without_a_flag = {"gradient_return", "timeout_seconds"}
+    without_a_flag = {"timeout_seconds"}
     names = {
         "algorithm": "--context-parallel-algo",
         "backward": "--burst-backward",
         "topology": "--burst-topology",
         "ranks_per_node": "--burst-ranks-per-node",
-        "high_priority_streams": "--burst-high-priority-streams",
         "head_parallel_size": "--burst-head-parallel-size",
         "layout": "--burst-layout",
-        "segments": "--burst-segments",
         "block_mask": "--burst-block-mask",
         "memory_mb": "--burst-memory-mb",
-        "blocks_per_call": "--burst-blocks-per-call",
         "head_chunks": "--burst-head-chunks",
         "kernel": "--burst-kernel",
         "grad_dtype": "--burst-grad-dtype",
@@ -100,26 +96,6 @@ def test_the_library_has_layouts_that_no_flag_offers() -> None:
         assert BurstConfig(layout=layout).layout is LayoutName(layout)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"layout": "segmented-zigzag", "segments": 1},
-            "--burst-segments must be at least 2, got 1",
-        ),
-        ({"blocks_per_call": 8}, "--burst-blocks-per-call 8: .*: pass at most 4"),
-        ({"segments": 4}, "--burst-segments 4 has no effect under --burst-layout zigzag; take"),
-        (
-            {"layout": "segmented-zigzag", "segments": 4, "recompute_fraction": 0.5},
-            "--burst-segments 4 has no effect under --recompute-attention-fraction 0.5, which cuts",
-        ),
-    ],
-)
-def test_segments_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BurstConfig(**settings)
-
-
 @pytest.mark.parametrize("name", ENUMS)
 def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> None:
     (flag,) = (flag for flag in flags() if flag.field == name)
@@ -130,35 +106,24 @@ def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("value", [*GradientReturn])
-def test_the_gradient_return_has_no_flag_and_is_checked_too(value: GradientReturn) -> None:
-    assert BurstConfig(gradient_return=value.value).gradient_return is value  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="brust is unknown; this version has: auto, chain, home"):
-        BurstConfig(gradient_return="brust")  # type: ignore[arg-type]
-
-
 CHOICES = {
     "backward": ("kv", "query"),
     "topology": ("flat", "double"),
     "grad_dtype": ("float32", "model"),
-    "gradient_return": ("chain", "home"),
     "head_parallel_size": (None, 1, 2, 4),
     "mla": ("latent", "heads"),
-    "blocks_per_call": (1, 2),
 }
 # What a preset decides itself; all else may be chosen.
 SIZES = {("head_parallel_size", size) for size in (2, 4)}
 FIXED = {
     "burst": set[tuple[str, str | int]](),
-    "ring": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2)},
-    "allgather": {("backward", "query"), ("mla", "latent"), ("blocks_per_call", 2), *SIZES},
+    "ring": {("backward", "query"), ("mla", "latent")},
+    "allgather": {("backward", "query"), ("mla", "latent"), *SIZES},
     "ulysses": {
         *itertools.product(("backward",), ("kv", "query")),
         *itertools.product(("topology",), ("flat", "double")),
         *itertools.product(("grad_dtype",), ("float32", "model")),
-        *itertools.product(("gradient_return",), ("chain", "home")),
         ("mla", "latent"),
-        ("blocks_per_call", 2),
         *SIZES,
     },
 }

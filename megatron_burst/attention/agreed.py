@@ -1,31 +1,14 @@
-"""The calls that all ranks of a context have agreed on, and what was kept of the last ones."""
+"""The calls that all ranks of a context have agreed on."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from megatron_burst.attention.asked import Given
 from megatron_burst.attention.call import Prepared
+from megatron_burst.attention.kept import Recent
 from megatron_burst.transport.agreement import Said
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.errors import CommunicationError
-
-_KEPT = 64  # more than the masks of one step
-
-
-class Recent[Key: Hashable, Value](dict[Key, Value]):
-    """The last values that were asked for: with documents every batch has its own mask."""
-
-    def recall(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return what is kept, or make it."""
-        found = self.pop(key, None)
-        return self.keep(key, make() if found is None else found)
-
-    def keep(self, key: Key, value: Value) -> Value:
-        """Put a value last, forget the first, and return it."""
-        self[key] = value
-        if len(self) > _KEPT:
-            del self[next(iter(self))]
-        return value
 
 
 class AgreedCalls:

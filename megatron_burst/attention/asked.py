@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_burst.config import BurstConfig, GradDtype
+from megatron_burst.config import GradDtype
 from megatron_burst.kernels import Request
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.cost import LatentShape, Shape
@@ -70,14 +70,8 @@ class Asked(NamedTuple):
     @property
     def kind(self) -> "Asked":
         """What it has in common with calls on other documents."""
-        mask = Mask(self.mask.is_causal, self.mask.window)
+        mask = replace(self.mask, documents=None, padding=(), query_stop=None)
         return self._replace(mask=mask, layout=None)
-
-    def on_device(self, config: BurstConfig) -> BurstConfig:
-        """Return the settings there: what a kernel call costs is known of GPUs alone."""
-        if self.device.type == "cuda" or config.blocks_per_call is not None:
-            return config
-        return replace(config, blocks_per_call=1)
 
     def shape(self, sent_as: GradDtype) -> Shape:
         """Return what decides the bytes that are sent."""

@@ -21,6 +21,8 @@ from megatron_burst.attention.inputs import (
     check_shapes,
 )
 from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
+from megatron_burst.attention.preparing import head_exchange
+from megatron_burst.attention.preparing import prepare as prepare_call
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.attention.uncompiled import uncompiled
@@ -99,8 +101,7 @@ def ring_attention(
     15.6 (query), under windows and documents up to 36.5 and 19.1; on a double ring 9.1, and 30.5 or
     23.7. With the heads in two chunks (`--burst-head-chunks`, on GPUs the default of long shards)
     those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
-    A mesh, and a ring that takes several blocks a call, hold more, as much as
-    `--burst-memory-mb` allows. More: docs/budgets.md.
+    A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.
 
@@ -201,7 +202,7 @@ def _prepare(
         shape = latents.shape(k, v)  # whether they can travel or not, they have to fit
         travelling = shape if context.can_send_latents else None
     if context.heads.size > 1:
-        exchange = context.exchange(q.shape[1], given.layout)
+        exchange = head_exchange(context, q.shape[1], given.layout)
         copies = kv_head_copies(q.shape[2], k.shape[2], exchange.ranks)
         q, k, v = (
             _as_exchanged(x, n, exchange.ranks) for x, n in ((q, 1), (k, copies), (v, copies))
@@ -210,7 +211,7 @@ def _prepare(
     q, k, v = (x[:, :, : x.shape[2] // chunks] for x in (q, k, v))
     sent = travelling if chunks == 1 else None
     settings = given.mask, abs(given.scale) or 1.0, given.soft_cap, memory, sent, given.layout
-    return Prepared(context.prepare(q, k, v, *settings), chunks, exchange, copies)
+    return Prepared(prepare_call(context, q, k, v, *settings), chunks, exchange, copies)
 
 
 def _as_exchanged(x: Tensor, copies: int, ranks: int) -> Tensor:

@@ -1,45 +1,31 @@
-"""What attention calls of one context-parallel group share: who is in it, and what was planned."""
+"""One context-parallel group as attention sees it: its ranks, their grid and who sends to whom."""
 
 import logging
 import math
-import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.attention.agreed import AgreedCalls, Recent
-from megatron_burst.attention.asked import Asked
-from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.log import Means, News, kind_of, log_choice
-from megatron_burst.attention.rows import device_calls, own_parts
-from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.attention.sums import WireDtypes
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype
-from megatron_burst.kernels import Kernel, check_kernel_name, select_kernel
-from megatron_burst.plans.collector import without_collecting
-from megatron_burst.plans.cost import LatentShape, Shape, room_pays
+from megatron_burst.attention.agreed import AgreedCalls
+from megatron_burst.attention.kept import Kept
+from megatron_burst.attention.log import News
+from megatron_burst.config import Algorithm, BurstConfig
+from megatron_burst.kernels import check_kernel_name
+from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
-from megatron_burst.plans.latents import choose_keys
-from megatron_burst.plans.layout import Layout, boundary, first_saved_row
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import Choice, choose, make_layout
-from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 from megatron_burst.transport.objects import check_agreement, gather_objects
-from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
-
-type Plans = dict[Asked, AttentionCall]
-type Kinds = tuple[tuple[Asked, float | None], ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -61,11 +47,7 @@ class BurstContext:
         self.ranks = self.grid.ranks * self.heads.size
         self.agreed = AgreedCalls(self.communicator)
         self.is_news = News(self.rank)
-        self._calls = Recent[Asked, AttentionCall]()
-        self._ready = Recent[tuple[object, ...], AttentionCall]()  # with scale and pass
-        self._exchanges = Recent[int | Layout, HeadExchange]()
-        self._kinds = Recent[tuple[Asked, float | None], None]()  # of calls with documents
-        self.means = Means()
+        self.kept = Kept()
 
     @classmethod
     def create(
@@ -107,25 +89,8 @@ class BurstContext:
         said = f"{config}, {shape}"
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         check_kernel_name(config.kernel)
-        nodes = nodes_of_ranks(config, group, hierarchy)
         memory_limit = _memory_limit(config, group)
-        size, why = choose_degree(config, nodes, shape, memory_limit)
-        if why and group.rank() == 0:
-            logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
-        # Ulysses spreads the heads over all ranks, be they of one node or not.
-        everywhere = [0] * len(nodes), len(nodes)
-        heads = head_groups(
-            *(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size))
-        )
-        nodes = [nodes[members[0]] for members in heads.groups]
-        grid, why_flat = choose_grid(config.shape_of_rings, nodes)
-        if why_flat and group.rank() == 0:
-            logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
-        if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
-            raise ValueError(
-                f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
-                f"given, but the configuration makes a {grid}; take --burst-topology double"
-            )
+        grid, nodes, heads = _arranged(config, group, hierarchy, shape, memory_limit)
         along_grid = hierarchy is not None and groups is None
         if groups is None:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
@@ -138,11 +103,6 @@ class BurstContext:
             along_grid=along_grid,
             memory_limit=memory_limit,
         )
-
-    @property
-    def kernel(self) -> Kernel:
-        """The kernel of the last call."""
-        return next(reversed(self._ready.values())).kernel
 
     @property
     def can_send_latents(self) -> bool:
@@ -179,71 +139,12 @@ class BurstContext:
             dist.all_gather(shards, x, group=self.group)
         return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
 
-    def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        soft_cap: float | None = None,
-        memory: AttentionMemory | None = None,
-        latents: LatentShape | None = None,
-        layout: Layout | None = None,
-    ) -> AttentionCall:
-        """Choose the kernel and the plans for these tensors; see `ring_attention`.
+    def layout_of(self, tokens: int, given: Layout | None) -> Layout:
+        """Return the layout of a call, `given` with it or the configuration's.
 
-        Of two passes with one memory the first is whole, the second's forward stops early.
+        Raises:
+            ValueError: it is of another sequence or of other ranks.
         """
-        tensors = q.shape, k.shape, v.shape, q.dtype, q.device
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        asked = Asked(*tensors, mask, soft_cap, latents, layout, deterministic)
-        key = asked, scale, memory and (memory.fraction, memory.saved is not None)
-        return self._ready.recall(key, lambda: self._prepare(asked, scale, memory))
-
-    @property
-    def kinds(self) -> Kinds:
-        """What calls with documents have asked for so far: at one point, of all ranks the same."""
-        return tuple(self._kinds)
-
-    def plan_ahead(
-        self, kinds: Kinds, tokens: int, mask_of: Callable[[Mask], Mask], layout: Layout | None
-    ) -> Plans:
-        """Plan for other documents what these kinds of calls would ask for.
-
-        For `adopt`. Until then calls see nothing of it, so a thread may plan while another one
-        attends; all that changes is what was logged and the figures of `means`.
-
-        Args:
-            tokens: of the sequence; what was asked of other lengths is left out.
-            mask_of: returns a mask with these documents, and the causality and window of another.
-            layout: of the tokens; None is the configuration's.
-        """
-        plans: Plans = {}
-        for kind, fraction in kinds:
-            if kind.q[1] * self.grid.ranks == tokens:
-                whole = kind._replace(mask=mask_of(kind.mask), layout=layout)
-                for asked in (whole, self._early(whole, fraction)):
-                    plans[asked] = plans.get(asked) or self._plan(asked)
-        return plans
-
-    def adopt(self, plans: Plans) -> None:
-        """Take over what was planned ahead."""
-        for asked, call in plans.items():
-            self._calls.keep(asked, replace(call, is_ahead=True))
-
-    def exchange(self, local_tokens: int, layout: Layout | None = None) -> HeadExchange:
-        """Return the all-to-all of this rank's group, made once for a length or a layout."""
-
-        def make() -> HeadExchange:
-            group, index = self.heads.coordinates(self.rank)
-            whole = self._layout(local_tokens * self.ranks, layout)
-            messenger = self.communicator.subgroup(self.heads.groups[group])
-            return HeadExchange(index, self.heads.member_layout(whole, group), messenger)
-
-        return self._exchanges.recall(layout or local_tokens, make)
-
-    def _layout(self, tokens: int, given: Layout | None) -> Layout:
         layout = given or self.layout(tokens)
         if (layout.tokens, layout.ranks) != (tokens, self.ranks):
             raise ValueError(
@@ -252,92 +153,36 @@ class BurstContext:
             )
         return layout
 
-    def _prepare(self, asked: Asked, scale: float, memory: AttentionMemory | None) -> AttentionCall:
-        second = None if memory is None or memory.saved is None else memory.fraction
-        if asked.mask.documents is not None:
-            self._kinds.keep((asked.kind, second), None)
-        whole, early = self._call(asked), self._call(self._early(asked, second))
-        plan, calls = early.forward_plan, early.forward_calls
-        parts = {**whole.parts, **early.parts}
-        call = replace(whole, forward_plan=plan, forward_calls=calls, parts=parts, scale=scale)
-        call = replace(call, is_ahead=whole.is_ahead and early.is_ahead)
-        if memory is None:
-            return call
-        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
-        stop, number = boundary(layout, memory.fraction), self.heads.coordinates(self.rank)[0]
-        row = first_saved_row(self.heads.ring_layout(layout), number, stop)
-        return replace(call, first_saved_row=row)
 
-    def _early(self, asked: Asked, fraction: float | None) -> Asked:
-        """Return what the forward of a second pass needs; `fraction` is None in any other."""
-        if fraction is None:
-            return asked
-        layout = self._layout(asked.q[1] * self.grid.ranks, asked.layout)
-        stop = boundary(layout, fraction)
-        early = replace(asked.mask, query_stop=None if stop == layout.tokens else stop)
-        return asked._replace(mask=early)
+def _arranged(
+    config: BurstConfig,
+    group: dist.ProcessGroup,
+    hierarchy: Sequence[dist.ProcessGroup] | None,
+    shape: Shape | str,
+    memory_limit: float,
+) -> tuple[Grid, Sequence[Hashable], HeadGroups]:
+    """Return the grid of the ranks of a ring, their nodes, and who shares out heads.
 
-    def _call(self, asked: Asked) -> AttentionCall:
-        """Return what was planned, or plan it."""
-        return self._calls.recall(asked, lambda: self._plan_now(asked))
-
-    def _plan_now(self, asked: Asked) -> AttentionCall:
-        begun = time.perf_counter()
-        with span("wait for the plan"):
-            call = self._plan(asked)
-        # What is asked for the first time has to be waited for, but not other documents.
-        is_early = asked.mask.query_stop is not None  # where it stops moves with every micro-batch
-        is_new = asked.mask.documents is None or self.is_news((asked.kind, is_early))
-        if not is_new and not self.rank and self.is_news("a wait"):
-            logger.info(
-                "burst attention: waited %.0f ms for the plan of other documents, and does so "
-                "wherever they are not known a micro-batch before",
-                1e3 * (time.perf_counter() - begun),
-            )
-        return call
-
-    @without_collecting()
-    def _plan(self, asked: Asked) -> AttentionCall:
-        layout, mask = self._layout(asked.q[1] * self.grid.ranks, asked.layout), asked.mask
-        tiling = Tiling(self.heads.ring_layout(layout), mask)
-        choice, shape, instead = self._choose(tiling, asked)
-        if mask.query_stop is None:
-            self.means.add(mask, choice.forward[0].schedule.imbalance)
-        sums_as = asked.dtype if self.config.grad_dtype is GradDtype.MODEL else None
-        wire = WireDtypes(asked.dtype if shape.sends_raw else sums_as, sums_as)
-        request = asked.request(is_banded=choice.is_banded)
-        kernel = select_kernel(self.config.kernel, request)
-        said = f"{choice}{instead}"
-        if self.is_news((shape, *kind_of(mask))):
-            log_choice(self.config, self.heads.size, self.grid, kernel, request, said, shape)
-        number, index = self.heads.coordinates(self.rank)
-        messenger = self.communicator
-        if self.group is not None:
-            messenger = messenger.subgroup(self.heads.ring(index))
-        scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
-        forward, backward = device_calls(plans, asked.q[0], asked.device)
-        return AttentionCall(
-            *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
-            sends_latents=shape.latents is not None,
-            leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
-            forward_calls=forward,
-            backward_calls=backward,
-            parts=own_parts(plans, asked.device),
-            choice=said,
+    Raises:
+        ValueError: the configuration makes another grid than the given hierarchy.
+    """
+    nodes = nodes_of_ranks(config, group, hierarchy)
+    size, why = choose_degree(config, nodes, shape, memory_limit)
+    if why and group.rank() == 0:
+        logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
+    # Ulysses spreads the heads over all ranks, be they of one node or not.
+    everywhere = [0] * len(nodes), len(nodes)
+    heads = head_groups(*(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size)))
+    nodes = [nodes[members[0]] for members in heads.groups]
+    grid, why_flat = choose_grid(config.shape_of_rings, nodes)
+    if why_flat and group.rank() == 0:
+        logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
+    if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
+        raise ValueError(
+            f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
+            f"given, but the configuration makes a {grid}; take --burst-topology double"
         )
-
-    def _choose(self, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
-        """Choose what travels and how; return for the log what does not."""
-        config = asked.on_device(self.config)
-        shape = asked.shape(config.grad_dtype)
-
-        def choose_for(shape: Shape) -> Choice:
-            return choose(
-                *(config, tiling, self.grid, shape, self.nodes, self.along_grid),
-                memory_limit=self.memory_limit,
-            )
-
-        return choose_keys(choose_for, shape, asked.latents, config)
+    return grid, nodes, heads
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

@@ -46,7 +46,7 @@ def run(
             with span(name, number, "tile", some.tile.query_owner, some.tile.key_owner):
                 results = compute(some, blocks, call.leaves_room and transfers.are_under_way)
             with span(name, number, "merge"):
-                sums.collect(some, results, plan.chunk)
+                sums.collect(some, results)
             del results  # else they would live beside the next call's
         sums.end_step()
         for item, block in transfers.land(number):

@@ -1,6 +1,6 @@
 """The kernel calls of a plan as a device runs them: rows by slices or tables, made once a plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.calls import KernelCall, Known, calls_of
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Item, Kind, Part, Plan, Receive, Send, Tiles
+from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.plan import Part, Plan, Receive, Send, Tiles
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.pinned import to_device
 
@@ -58,9 +58,7 @@ def device_calls(plans: Sequence[Plan], batch: int, device: torch.device) -> lis
             made[key] = _on_device(call, batch, device)
         return replace(made[key], tile=call.tile)
 
-    steps = [
-        [calls_of(step.tiles, known, joins=plan.chunk > 0) for step in plan.steps] for plan in plans
-    ]
+    steps = [[calls_of(step.blocks, known) for step in plan.steps] for plan in plans]
     return [[[on_device(call) for call in calls] for calls in of_plan] for of_plan in steps]
 
 
@@ -93,21 +91,6 @@ def _rows(runs: Sequence[Interval], device: torch.device) -> Rows:
 
 def _table(values: NDArray[np.integer], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values), device)
-
-
-def by_key_block(
-    call: DeviceCall, gradients: Block, chunk: int
-) -> Iterator[tuple[Item, Rows, Block]]:
-    """Share out the gradients of a call's keys: those of each block, and of which of its rows."""
-    blocks, rows = call.tile.key_blocks, call.keys
-    if len(blocks) == 1:
-        yield call.tile.gradients[1], rows, gradients
-        return
-    assert isinstance(rows, Interval), "blocks side by side are full, and their rows a slice"
-    rows = Interval(rows.start // len(blocks), rows.stop // len(blocks))
-    for place, block in enumerate(blocks):
-        chunks = (t.unflatten(1, (-1, len(blocks), chunk))[:, :, place] for t in gradients)
-        yield block._replace(kind=Kind.D_KV), rows, tuple(t.flatten(1, 2) for t in chunks)
 
 
 def rows_of(block: Block, rows: Rows | None) -> Block:

@@ -10,7 +10,6 @@ from megatron_burst.attention.rows import (
     DeviceCall,
     Parts,
     Rows,
-    by_key_block,
     rows_of,
     views_of,
     write_rows,
@@ -18,7 +17,7 @@ from megatron_burst.attention.rows import (
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.in_triton import triton_kernels
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.plan import Item, Kind, Send
 from megatron_burst.transport.comm import Block
 
@@ -56,12 +55,11 @@ class Sums:
     def make_room(self, call: DeviceCall) -> None:
         """Do before a kernel call what must not wait until its results are there, too."""
 
-    def collect(self, call: DeviceCall, results: Block, chunk: int) -> None:
-        """Add what a kernel call has returned; the tensors become ours. `chunk` is the plan's."""
-        dq, *of_keys = results
-        self.add(call.tile.gradients[0], call.queries, (dq,))
-        for gradient in by_key_block(call, tuple(of_keys), chunk):
-            self.add(*gradient)
+    def collect(self, call: DeviceCall, results: Block) -> None:
+        """Add what a kernel call has returned; the tensors become ours."""
+        (dq, *of_keys), (query, key) = results, call.tile.gradients
+        self.add(query, call.queries, (dq,))
+        self.add(key, call.keys, tuple(of_keys))
 
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
@@ -160,7 +158,7 @@ class PartialOutputs(Sums):
         if call.tile.output in self._sums:
             self._whole(call.tile.output)
 
-    def collect(self, call: DeviceCall, results: Block, chunk: int) -> None:
+    def collect(self, call: DeviceCall, results: Block) -> None:
         """Add (out, lse) of a kernel call; the tensors become ours."""
         self.add(call.tile.output, call.queries, results)
 

@@ -9,8 +9,8 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import OneByOne
 from megatron_burst.kernels.protocol import Gradients, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.band import Band
+from megatron_burst.plans.interval import Interval
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 
@@ -58,7 +58,7 @@ def _stripes(tile: TileCall) -> Iterator[tuple[slice, slice, TileCall, Tensor | 
         rows, keys, band = found
         mask = None
         if band != Band.FULL:
-            visible = band.visible(rows.length, keys.length)
+            visible = torch.from_numpy(band.visible(rows.length, keys.length))
             mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
             mask.masked_fill_(~visible, -torch.inf)
         q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]

@@ -48,7 +48,7 @@ def _scores(tile: TileCall) -> Tensor:
 
 def _masked(scores_BHQK: Tensor, tile: TileCall) -> Tensor:
     queries, keys = scores_BHQK.shape[2:]
-    visible_QK = tile.band.visible(queries, keys, scores_BHQK.device)
+    visible_QK = torch.from_numpy(tile.band.visible(queries, keys)).to(scores_BHQK.device)
     return scores_BHQK.masked_fill(~visible_QK, float("-inf"))
 
 

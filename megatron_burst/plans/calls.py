@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cells import FAR, Cells, Ints
-from megatron_burst.plans.layout import Interval, joined
-from megatron_burst.plans.mask import Band
-from megatron_burst.plans.plan import Tile, Tiles, by_blocks
+from megatron_burst.plans.band import FAR, Band, Ints
+from megatron_burst.plans.cells import Cells
+from megatron_burst.plans.interval import Interval, union_of
+from megatron_burst.plans.plan import Tiles
 
 _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
@@ -47,21 +47,18 @@ type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
 """The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(
-    tiles: Sequence[Tile], known: Known | None = None, *, joins: bool = False
-) -> tuple[KernelCall, ...]:
-    """Return the kernel calls that compute these tiles, those of a pair of blocks one by one.
+def calls_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[KernelCall, ...]:
+    """Return the kernel calls that compute the tiles of pairs of blocks, one pair after the other.
 
-    Key blocks that lie side by side are one if it `joins` them. What is `known` is not found again:
-    of blocks that have the same cells.
+    What is `known` is not found again: of blocks that have the same cells.
     """
     known = {} if known is None else known
     found: list[KernelCall] = []
-    for some in filter(len, by_blocks(tiles, joins=joins)):
-        key = id(some.cells), some.query_part, some.key_part, len(some.beside)
+    for tiles in filter(len, blocks):
+        key = id(tiles.cells), tiles.query_part, tiles.key_part
         if key not in known:
-            known[key] = some, _calls(some)
-        found += (replace(call, tile=some) for call in known[key][1])
+            known[key] = tiles, _calls(tiles)
+        found += (replace(call, tile=tiles) for call in known[key][1])
     return tuple(found)
 
 
@@ -97,7 +94,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         number = np.where(rows == keys, first, number)
     for which in np.unique(number).tolist():
         left, right = (None if side == FAR else side for side in narrow[which].tolist())
-        yield Band(left, right), cells.some(number == which)
+        yield Band(left, right), cells.select(number == which)
 
 
 def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[KernelCall]:
@@ -149,9 +146,9 @@ def _joined(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Seque
         met[keys if by_keys else queries].append(queries if by_keys else keys)
     alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
     for rows, others in met.items():
-        alike[tuple(joined(others))].append(rows)
+        alike[tuple(union_of(others))].append(rows)
     for seen, every in alike.items():
-        both = seen, tuple(joined(every))
+        both = seen, tuple(union_of(every))
         yield _Sequence(*both) if by_keys else _Sequence(*reversed(both))
 
 

@@ -8,12 +8,8 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
-
-type Ints = NDArray[np.int64]
-
-FAR = 2**40  # rows; a side of a band that hides nothing
+from megatron_burst.plans.band import FAR, Band, Ints, visible_pairs
+from megatron_burst.plans.interval import Interval
 
 
 class Cell(NamedTuple):
@@ -36,10 +32,7 @@ class Cells:
     @classmethod
     def of(cls, cells: Iterable[Cell]) -> "Cells":
         """Return arrays of these."""
-        each = [
-            (*queries, *keys, *(FAR if side is None else side for side in (band.left, band.right)))
-            for queries, keys, band in cells
-        ]
+        each = [(*queries, *keys, *band.sides) for queries, keys, band in cells]
         found = np.array(each, np.int64).reshape(-1, 6)
         return cls(found[:, :4], found[:, 4:])
 
@@ -50,19 +43,18 @@ class Cells:
         return map(_cell, self.rows.tolist(), self.sides.tolist())
 
     def __getitem__(self, number: SupportsIndex) -> Cell:
-        number = index(number)  # TypeError for a slice, see `some`
+        number = index(number)  # TypeError for a slice, see `select`
         return _cell(self.rows[number].tolist(), self.sides[number].tolist())
 
-    def some(self, which: NDArray[np.integer | np.bool] | slice) -> "Cells":
+    def select(self, which: NDArray[np.integer | np.bool] | slice) -> "Cells":
         """Return some of them."""
         return Cells(self.rows[which], self.sides[which])
 
     @classmethod
-    def joined(cls, several: Sequence["Cells"]) -> "Cells":
+    def concatenate(cls, several: Sequence["Cells"]) -> "Cells":
         """Return those of several as one."""
-        return cls(
-            *(np.concatenate([getattr(x, name) for x in several]) for name in ("rows", "sides"))
-        )
+        each = ([getattr(cells, name) for cells in several] for name in ("rows", "sides"))
+        return cls(*map(np.concatenate, each))
 
     @property
     def queries(self) -> Ints:
@@ -74,36 +66,32 @@ class Cells:
         """The rows of the keys of each: [cell, 2]."""
         return self.rows[:, 2:]
 
-    def full_as(self, other: "Cells") -> bool:
-        """Whether all of both are full, and of the same rows."""
-        is_full = all((cells.sides == FAR).all() for cells in (self, other))
-        return is_full and np.array_equal(self.rows, other.rows)
-
     @property
     def sizes(self) -> Ints:
         """How many queries and keys: [cell, 2]."""
         return self.rows[:, 1::2] - self.rows[:, ::2]
 
     @property
-    def _hidden(self) -> Ints:
-        """The sides of the triangles that causality and a window hide: [cell, below and above]."""
-        return np.maximum(0, self.sizes - 1 - self.sides)
+    def are_full(self) -> NDArray[np.bool]:
+        """Whether every query of each sees every key."""
+        return (self.sides == FAR).all(axis=1)
+
+    @property
+    def are_squares(self) -> NDArray[np.bool]:
+        """Whether each is a causal square."""
+        queries, keys = self.sizes.T
+        return (queries == keys) & (self.sides == Band.CAUSAL.sides).all(axis=1)
 
     @property
     def pairs(self) -> Ints:
-        """How many (query, key) pairs of each are visible; see `Band.pairs`."""
-        hidden = self._hidden
-        return self.sizes.prod(axis=1) - (hidden * (hidden + 1) // 2).sum(axis=1)
+        """How many (query, key) pairs of each are visible."""
+        return visible_pairs(self.sizes, self.sides)
 
     @property
     def is_banded(self) -> bool:
         """Whether any is neither full nor a causal square."""
-        below, above = (self._hidden > 0).T
-        height, width = self.sizes.T
-        is_square = (height == width) & (self.sides[:, 1] == 0) & ~below
-        return bool(((below | above) & ~is_square).any())
+        return not (self.are_full | self.are_squares).all()
 
 
 def _cell(rows: Sequence[int], sides: Sequence[int]) -> Cell:
-    left, right = (None if side == FAR else side for side in sides)
-    return Cell(Interval(*rows[:2]), Interval(*rows[2:]), Band(left, right))
+    return Cell(Interval(*rows[:2]), Interval(*rows[2:]), Band.of_sides(*sides))

@@ -13,7 +13,6 @@ from megatron_burst.plans.tiles import Tiling
 
 # Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
 FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
-FLOPS_A_BYTE_ADDED = 570  # of a sum; its memory moves 3350 GB/s, and three times what is counted
 KEYS_A_CALL = 200
 """Keys that a row of a kernel call costs beside those it sees: FlashAttention-3's speed (arXiv
 2407.08608, figure 5) grows with the sequence as n / (n + 200), from 512 to 16384 tokens."""
@@ -103,10 +102,6 @@ class Traffic:
     def bottleneck(self) -> int:
         """The bytes on the bottleneck link: a NIC's, or within one node a rank's."""
         return self.nic or self.rank
-
-    def is_near(self, other: "Traffic") -> bool:
-        """Whether it is no byte more to other nodes, and in all at most a third more."""
-        return self.nic <= other.nic and 3 * self.rank <= 4 * other.rank
 
     @property
     def flops(self) -> float:

@@ -14,7 +14,7 @@ from megatron_burst.plans.topology import by_node, choose_grid
 
 _WORTH = 0.5  # of the bytes of rings alone: theirs hide, an all-to-all is waited for
 _HELD = 3  # tensors of the size of q that a forward holds beside those of rings alone
-_OF_RINGS = "backward", "topology", "gradient_return", "blocks_per_call"  # of no effect without
+_OF_RINGS = "backward", "topology"  # of no effect without
 _LONG = 32768
 """Tokens of a rank beyond which memory is worth more: over NVLink a degree saves, by the clock, in
 messages and in merging, 1000/n to 2700/n of attention's time with n tokens, whatever the heads."""
@@ -43,7 +43,7 @@ def choose_degree(
     if config.mla is Mla.LATENT:
         return 1, "latents are to travel, which have no heads to share out"
     if any(getattr(config, name) not in ("auto", None) for name in _OF_RINGS):
-        return 1, "rings are asked for by a topology, a backward or blocks a call that are given"
+        return 1, "rings are asked for by a topology or a backward that is given"
     share = math.gcd(shape.kv_heads, *map(len, by_node(nodes)))
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     if sizes == [1]:

@@ -7,14 +7,14 @@ start, all in one message. Gradients return straight to their owners. A rank's o
 in part first and in part last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import joined
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Part, Tile
+from megatron_burst.plans.interval import union_of
+from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Part, Tiles
 from megatron_burst.plans.schedule import Loads, Schedule
 from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
@@ -58,15 +58,15 @@ class Direct(Schedule):
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
-        tiles: dict[int, Sequence[Tile]] = {0: self.tiling(rank, rank)}
+        tiles: dict[int, list[Tiles]] = {0: [self.tiling(rank, rank)]}
         if backward:
-            tiles |= own_tiles_by_step(tiles[0], self.grid.ranks, two_levels=False)
+            tiles |= own_tiles_by_step(tiles[0][0], self.grid.ranks, two_levels=False)
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
             if part := self.part(owner, rank):
                 used = self.tiling.of_block(self.sent, owner, rank)
-                tiles[distance] = used.reading(self.sent, part)
+                tiles[distance] = [used.reading(self.sent, part)]
         return tiles
 
     def reads(self) -> "_Exchange":
@@ -86,7 +86,7 @@ class Direct(Schedule):
         """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
         if not self.tiling.needs.rows[self.sent][owner, user]:
             return ()
-        return tuple(joined(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
+        return tuple(union_of(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
 
 
 @dataclass(frozen=True, slots=True)

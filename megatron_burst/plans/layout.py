@@ -10,45 +10,15 @@ Four ranks; a digit is the rank that holds that eighth of the sequence (sixteent
 Under a causal mask zigzag and striped give every rank the same number of (query, key) pairs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Interval(NamedTuple):
-    """Rows of a tensor, from `start` up to but without `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """The number of rows."""
-        return self.stop - self.start
-
-    @property
-    def rows(self) -> slice:
-        """The slice that selects these rows."""
-        return slice(self.start, self.stop)
-
-    def shifted(self, by: int) -> "Interval":
-        """Return as many rows, that many further on."""
-        return Interval(self.start + by, self.stop + by)
-
-
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of the intervals as disjoint ones that do not touch, in order."""
-    union: list[Interval] = []
-    for interval in sorted(intervals):
-        if union and interval.start <= union[-1].stop:
-            last = union.pop()
-            interval = Interval(last.start, max(last.stop, interval.stop))
-        union.append(interval)
-    return union
+from megatron_burst.plans.interval import Interval
 
 
 @dataclass(frozen=True)

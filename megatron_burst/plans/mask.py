@@ -8,118 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_burst.plans.layout import Interval
-
 # How a piece of queries sees a piece of keys.
 NOT, PARTLY, FULLY = 0, 1, 2
 
 type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """What a tile's mask looks like to a kernel: query i sees the keys i - left … i + right.
-
-    None is no limit on that side.
-    """
-
-    left: int | None
-    right: int | None
-
-    FULL: ClassVar["Band"]  # every query sees every key
-    CAUSAL: ClassVar["Band"]  # of a square tile: query i sees keys 0 … i
-
-    def is_banded(self, queries: int, keys: int) -> bool:
-        """Whether a tile of this size is neither full nor a causal square."""
-        return self != Band.FULL and (self != Band.CAUSAL or queries != keys)
-
-    def reaches_all(self, queries: int, keys: int) -> bool:
-        """Whether every query of a tile of this size sees a key, as those of all our tiles do."""
-        right = keys - 1 if self.right is None else self.right  # of the first query
-        left = queries - 1 if self.left is None else self.left  # of the last
-        return keys > 0 and right >= 0 and queries - 1 - left < keys and left + right >= 0
-
-    def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
-        """Return (left, right) counted from the diagonal that ends in the tile's last corner.
-
-        So FlashAttention counts. Query i sees i + keys - queries - left … i + keys - queries +
-        right; neither is negative.
-        """
-        shift = keys - queries
-        left = None if self.left is None else self.left + shift
-        return left, None if self.right is None else self.right - shift
-
-    def of_corner(self, queries: int, keys: int) -> "Band":
-        """Return the band of a tile of this size that has the window of a square under this band.
-
-        The inverse of `window` for the tiles that `cut` leaves.
-        """
-        wider = keys - queries
-        left = None if self.left is None else self.left - wider
-        right = None if self.right is None else self.right + wider
-        whole = Interval(0, queries), Interval(0, keys)
-        found = Band(left, right).cut(*whole)
-        assert found and found[:2] == whole, "rows or keys that see nothing"
-        return found[2]
-
-    def pairs(self, queries: int, keys: int) -> int:
-        """Return how many (query, key) pairs of a tile of this size are visible.
-
-        Every query sees a key and every key is seen, as `cut` leaves them: what is hidden is a
-        triangle at either corner.
-        """
-        above = 0 if self.right is None else _triangle(keys - 1 - self.right)
-        below = 0 if self.left is None else _triangle(queries - 1 - self.left)
-        return queries * keys - above - below
-
-    def visible(self, queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-        """Write the tile's mask out: bool [queries, keys]."""
-        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.right is not None:
-            seen &= distance <= self.right
-        if self.left is not None:
-            seen &= distance >= -self.left
-        return seen
-
-    def cut(self, queries: Interval, keys: Interval) -> "tuple[Interval, Interval, Band] | None":
-        """Return the least tile that holds all pairs of these rows; None if they see nothing.
-
-        The rows are counted in this band's own tile, and may reach beyond it.
-        """
-        if self.left is not None and self.right is not None and self.left + self.right < 0:
-            return None
-        if self.right is not None:  # the first query that sees the first key, the last key seen
-            queries = Interval(max(queries.start, keys.start - self.right), queries.stop)
-            keys = Interval(keys.start, min(keys.stop, queries.stop + self.right))
-        if self.left is not None:
-            keys = Interval(max(keys.start, queries.start - self.left), keys.stop)
-            queries = Interval(queries.start, min(queries.stop, keys.stop + self.left))
-        if queries.length <= 0 or keys.length <= 0:
-            return None
-        shift = keys.start - queries.start
-        left = None if self.left is None else self.left + shift
-        right = None if self.right is None else self.right - shift
-        band = Band(
-            None if left is None or left >= queries.length - 1 else left,
-            None if right is None or right >= keys.length - 1 else right,
-        )
-        return queries, keys, band
-
-
-Band.FULL = Band(None, None)
-Band.CAUSAL = Band(None, 0)
-
-
-def _triangle(side: int) -> int:
-    return side * (side + 1) // 2 if side > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -271,7 +169,7 @@ class Mask:
         """Say of every piece of queries how it sees every piece of keys: a table of NOT … FULLY.
 
         Each side is the first and the last position of its pieces, which cross none of
-        `cuts(tokens)`. Of what is seen PARTLY, `band` tells more.
+        `cuts(tokens)`.
         """
         (first, last), (key_first, key_last) = [x[:, None] for x in queries], keys
         fully = np.ones((len(first), len(key_first)), bool)
@@ -293,16 +191,6 @@ class Mask:
         if self.query_stop is not None:
             never |= first >= self.query_stop
         return (PARTLY + fully.astype(np.int8)) * ~never  # FULLY is one more
-
-    def band(self, query: range, key: range) -> tuple[Interval, Interval, Band] | None:
-        """Return the least tile with all pairs that causality and window leave; None if none is.
-
-        The rows of the tile are counted in the two ranges, which have one step.
-        """
-        distance = query.start - key.start
-        left = None if self.window is None else (self.window - distance) // query.step
-        right = distance // query.step if self.is_causal else None
-        return Band(left, right).cut(Interval(0, len(query)), Interval(0, len(key)))
 
 
 def _padding_apart(

@@ -21,9 +21,7 @@ merges partial outputs at the visited rank and again at their owner; so it has t
 the bytes.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -32,14 +30,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Channel, Kind, Tile
+from megatron_burst.plans.plan import Channel, Kind, Tiles
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Messages, Schedule
-from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid
-from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work, work_of_pairs
 
 
@@ -54,13 +51,11 @@ class Mesh(Schedule):
     """H, of how many nodes a rank keeps a block of the kind that is sent around."""
     sent: Kind = Kind.KV
     """KV or QUERY: what is sent around; the other kind visits."""
-    blocks_per_call: int = 1
-    """How many key blocks one kernel call may take, if keys are sent around."""
 
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.held} x {self.table.visitors} {self.sent} mesh" + self.of_several
+        return f"{self.held} x {self.table.visitors} {self.sent} mesh"
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -70,17 +65,14 @@ class Mesh(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         table, around, visiting = self.table, self.sent, self.sent.other
-        several = self.blocks_per_call > 1
-        passing = min(self.turn.most, (1 + several) * (table.locals - 1))
-        parts = 4 * self.blocks_per_call if several else 2
+        passing = min(2, table.locals - 1)
         held = (table.held - 1 + passing) * sizes[around]
         held += min(2, table.visitors - 1) * sizes[visiting]
         if result := visiting.result(backward=backward):
             held += 3 * sizes[result]
         if result := around.result(backward=backward):
-            beside = 2 if passing else max(1, *(n - 1 for n in self.turn.calls))  # that arrive
-            held += (table.held + beside) * sizes[result]
-            held += (parts if passing else 0) * sizes[self.of_one_step(result)]
+            held += (table.held + (2 if passing else 1)) * sizes[result]
+            held += (2 if passing else 0) * sizes[self.of_one_step(result)]
         return held
 
     def sends(self, sizes: Mapping[Kind, int], *, backward: bool) -> tuple[int, int]:
@@ -109,25 +101,18 @@ class Mesh(Schedule):
             routes.append(self._around([*self._returns(result)], used_by_results))
         return tuple(routes)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
         ranks, (row, column, local) = self.table.ranks, self.table.places[:, rank].tolist()
-        visits = defaultdict[int, list[Sequence[Tile]]](list)
+        tiles = dict[int, list[Tiles]]()
         stations = product(self.table.passes, range(self.table.locals))
-        for step, ((visitor, node), place) in zip(self._steps, stations, strict=False):
+        for step, ((visitor, node), place) in enumerate(stations):
             guest = ranks[row, column - visitor, local]
             owner = ranks[row - node, column, local - place]
-            visits[step].append(self._tiles(rank, int(guest), int(owner)))
-        tiles = {step: together(some) for step, some in visits.items()}
+            tiles[step] = self._tiles(rank, int(guest), int(owner))
         if self.sent.result(backward=backward):
-            tiles |= self._spread(tiles[0], self._steps[-1])
+            tiles |= self._spread(tiles[0][0], self.grid.ranks)
         return tiles
-
-    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
-        """Without nodes it does; blocks stay there, so all that visit must see them alike."""
-        if self.table.locals == 1:
-            return [*self.table.ranks.flat] == [*range(self.grid.ranks)]
-        return self.grid.has_rows_within(nodes)
 
     def work(self, *, backward: bool) -> Work:
         """Count what all ranks compute: once a kind of pairs of ranks."""
@@ -141,22 +126,10 @@ class Mesh(Schedule):
         pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
         has_ends = self.sent.result(backward=backward) is not None
         spread = partial(self._spread, end=len(visits)) if has_ends else None
-        found = work_of_pairs(self.tiling, *pairs, self._steps[:-1], spread)
-        return found or Schedule.work(self, backward=backward)
+        return work_of_pairs(self.tiling, *pairs, spread)
 
-    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
+    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
         return own_tiles_by_step(own, end, two_levels=self.table.locals > 1)
-
-    @property
-    def turn(self) -> Turn:
-        """The blocks that one visitor meets of a node; where each rank is one, of a column."""
-        table = self.table
-        return Turn(table.locals if table.locals > 1 else table.held, self.blocks_per_call)
-
-    @property
-    def _steps(self) -> Sequence[int]:
-        """In which step what is sent around is computed at each station, and when all is done."""
-        return _steps(self.table.ranks.shape, self.turn)
 
     @property
     def table(self) -> "_Table":
@@ -168,17 +141,17 @@ class Mesh(Schedule):
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
 
-    def _tiles(self, rank: int, guest: int, owner: int) -> Sequence[Tile]:
+    def _tiles(self, rank: int, guest: int, owner: int) -> list[Tiles]:
         if guest == owner == rank:
-            return self.tiling(rank, rank)
+            return [self.tiling(rank, rank)]
         if not self.tiling.needs.rows[self.sent][owner, guest]:
-            return ()
+            return []
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
             part = part_of(self._parts[kind][whose])
             if whose != rank and part:
                 tiles = tiles.reading(kind, part)
-        return tiles
+        return [tiles]
 
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
@@ -206,32 +179,29 @@ class Mesh(Schedule):
 
     def _fetches(self) -> Iterator[Leg]:
         """A block goes to its keepers, a pass ahead of its use, and in each pass around a node."""
-        table, length, steps = self.table, self.table.locals, self._steps
+        table, length = self.table, self.table.locals
         within, between = self._channels(Channel.READ_WITHIN, Channel.READ_BETWEEN)
         for number, (_, node) in enumerate(table.passes):
             keeper, begin = table.keeper(node), number * length
             if keeper == begin > 0:
-                lands = steps[begin] - 1
-                yield Leg(self.sent, 0, keeper, between, lands - steps[length] + 1, lands)
+                yield Leg(self.sent, 0, keeper, between, begin - length, begin - 1)
             for t in range(begin + 1, begin + length):
-                straight = t == begin + 1 or self.blocks_per_call > 1
-                step = steps[t] - 1
-                yield Leg(self.sent, keeper if straight else t - 1, t, within, step, step)
+                source = keeper if t == begin + 1 else t - 1
+                yield Leg(self.sent, source, t, within, t - 1, t - 1)
 
     def _returns(self, result: Kind) -> Iterator[Leg]:
         """A result goes to the block's keeper in the node, and the sum home after its last pass."""
-        table, length, steps = self.table, self.table.locals, self._steps
+        table, length = self.table, self.table.locals
         part = self.of_one_step(result)
         within, between = self._channels(Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN)
         for number, (visitor, node) in enumerate(table.passes):
             keeper, begin, end = table.keeper(node), number * length, (number + 1) * length
             for t in range(begin + 1, end):
-                step = steps[t] + 1
-                yield Leg(part, t, keeper, within, step, step)
+                yield Leg(part, t, keeper, within, t + 1, t + 1)
             if node and not visitor:
                 # The sum is complete a hop later.
-                leaves = steps[end - 1] + (1 if length == 1 else 2)
-                lands = leaves if end == self.grid.ranks else leaves + steps[length] - 1
+                leaves = end - 1 + (1 if length == 1 else 2)
+                lands = leaves if end == self.grid.ranks else leaves + length - 1
                 yield Leg(result, keeper, 0, between, leaves, lands)
 
     def _arrivals(self) -> Iterator[Leg]:
@@ -241,7 +211,7 @@ class Mesh(Schedule):
         for visitor in range(1, table.visitors):
             first = table.first_pass(visitor)
             leaves = max(first - table.held, table.held) if visitor > 1 else 0
-            ends = self._steps[leaves * length], self._steps[first * length] - 1
+            ends = leaves * length, first * length - 1
             yield Leg(self.sent.other, 0, visitor, between, *ends)
 
     def _departures(self, result: Kind) -> Iterator[Leg]:
@@ -251,7 +221,7 @@ class Mesh(Schedule):
         for visitor in range(1, table.visitors):
             leaves = table.first_pass(visitor) + table.held
             lands = min(leaves + table.held, len(table.passes))
-            ends = self._steps[leaves * length], self._steps[lands * length] - 1
+            ends = leaves * length, lands * length - 1
             yield Leg(result, visitor, 0, between, *ends)
 
 
@@ -308,17 +278,6 @@ class _Table:
     def by_rank(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return by rank what is known by place."""
         return values[*self.places]
-
-
-@lru_cache(maxsize=16)
-def _steps(places: tuple[int, ...], turn: Turn) -> list[int]:
-    """Where each rank is a node, the first block of the last turn is computed at the very start."""
-    _, visitors, length = places
-    steps = [turn.step(station) for station in range(math.prod(places) + 1)]
-    if length > 1:
-        return steps
-    last = (visitors - 1) * turn.length
-    return [0, *(1 + step for step in steps[:last]), *steps[last + 1 :]]
 
 
 @lru_cache(maxsize=2)

@@ -7,46 +7,37 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.layout import Interval, Layout
+from megatron_burst.plans.band import Ints
+from megatron_burst.plans.layout import Layout
 from megatron_burst.plans.mask import Bounds
-
-type _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Rows of ranks, cut so that no piece crosses a border of a document or block: arrays."""
 
-    owner: _Ints
-    first: _Ints  # local rows
-    stop: _Ints
-    starts: _Ints  # the first and the last position
-    lasts: _Ints
+    owner: Ints
+    first: Ints  # local rows
+    stop: Ints
+    starts: Ints  # the first and the last position
+    lasts: Ints
     step: int  # from position to position
 
-    def __getitem__(self, some: slice | NDArray[np.integer | np.bool]) -> "Pieces":
-        rows = self.owner[some], self.first[some], self.stop[some]
-        return Pieces(*rows, self.starts[some], self.lasts[some], self.step)
+    def __getitem__(self, which: slice | NDArray[np.integer | np.bool]) -> "Pieces":
+        rows = self.owner[which], self.first[which], self.stop[which]
+        return Pieces(*rows, self.starts[which], self.lasts[which], self.step)
 
     @property
     def bounds(self) -> Bounds:
         """The first and the last position of each."""
         return self.starts, self.lasts
 
-    def rows(self, number: int) -> Interval:
-        """Return the local rows of a piece."""
-        return Interval(int(self.first[number]), int(self.stop[number]))
-
-    def positions(self, number: int) -> range:
-        """Return the positions of a piece."""
-        return range(int(self.starts[number]), int(self.lasts[number]) + 1, self.step)
-
 
 def _alike(shards: Sequence[Sequence[range]]) -> Sequence[Sequence[range]]:
     """Cut all ranks' ranges at the same rows, if some rank's are cut there already.
 
-    The two chunks of the last rank of a zigzag are one range, and else `plans.kinds` would not see
-    that it is like the others.
+    The two chunks of the last rank of a zigzag are one range, and `plans.visible` would not
+    see that it is like the others.
     """
     borders = [{0, *accumulate(map(len, shard))} for shard in shards]
     every = sorted(set().union(*borders))

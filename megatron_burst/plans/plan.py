@@ -5,16 +5,16 @@ it is posted, the step at whose end it has landed, and the buffer it lands in.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cells import Cell, Cells, Ints
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.band import Band, Ints
+from megatron_burst.plans.cells import Cell, Cells
+from megatron_burst.plans.interval import Interval
 
 
 class Kind(StrEnum):
@@ -131,8 +131,6 @@ class Receive(NamedTuple):
     channel: Channel
     lands: int
     buffer: int
-    place: int = 0  # in the buffer, where several blocks lie side by side for one kernel call
-    places: int = 1
 
 
 class Meeting:
@@ -207,15 +205,13 @@ class Tiles(Meeting, Sequence[Tile]):
     """The same object where pairs of ranks see the same."""
     query_part: Part = ()
     key_part: Part = ()
-    beside: tuple[int, ...] = ()
-    """More key owners, of whose blocks the queries see the same rows; see `by_blocks`."""
 
     def __len__(self) -> int:
         return len(self.cells)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return self.having(self.cells.some(number))
+            return self.having(self.cells.select(number))
         return self._tile(self.cells[number])
 
     def __iter__(self) -> Iterator[Tile]:
@@ -229,15 +225,10 @@ class Tiles(Meeting, Sequence[Tile]):
         return isinstance(other, Sequence) and [*self] == [*other]
 
     @property
-    def key_blocks(self) -> list[Item]:
-        """The key blocks that are read, side by side."""
-        return [Item(Kind.KV, owner, self.key_part) for owner in (self.key_owner, *self.beside)]
-
-    @property
     def slices(self) -> Cells:
-        """The cells, counted in the parts of the blocks that are read, and in all side by side."""
+        """The cells, counted in the parts of the blocks that are read."""
         queries = _packed(self.cells.queries, self.query_part)
-        keys = _packed(self.cells.keys, self.key_part) * (1 + len(self.beside))
+        keys = _packed(self.cells.keys, self.key_part)
         return Cells(np.hstack([queries, keys]), self.cells.sides)
 
     def having(self, cells: Cells) -> "Tiles":
@@ -265,35 +256,6 @@ def _packed(rows: Ints, part: Part) -> Ints:
     return rows - missing[starts.searchsorted(rows[:, :1], "right") - 1]
 
 
-def by_blocks(tiles: Sequence[Tile], *, joins: bool = False) -> list[Tiles]:
-    """Return tiles block by block, in the order of the first of each.
-
-    With `joins` key blocks that follow each other are one, where the queries see the same rows of
-    them, and nothing of those in part. They lie in one buffer, the first chunks of all, then the
-    second ones: what goes from one chunk's border to another's is a slice of all of them.
-    """
-    if isinstance(tiles, Tiles):
-        return [tiles]
-    cells: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
-    for tile in tiles:
-        blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
-        cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
-    found = [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
-    return joined(found) if joins else found
-
-
-def joined(blocks: Iterable[Tiles]) -> list[Tiles]:
-    """Return blocks with those joined that lie side by side, see `by_blocks`."""
-    found: list[Tiles] = []
-    for some in blocks:
-        last = found[-1] if found else some
-        if last is not some and last.cells.full_as(some.cells):
-            found[-1] = replace(last, beside=(*last.beside, some.key_owner))
-        else:
-            found.append(some)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """Messages that are posted together and the tiles that are computed meanwhile.
@@ -305,7 +267,13 @@ class Step:
 
     receives: tuple[Receive, ...] = ()
     sends: tuple[Send, ...] = ()
-    tiles: Sequence[Tile] = ()
+    blocks: tuple[Tiles, ...] = ()
+    """The tiles, those of one query block and one key block together."""
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All of them, in the order they are computed."""
+        return tuple(tile for block in self.blocks for tile in block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +282,6 @@ class Plan:
 
     rank: int
     steps: tuple[Step, ...]
-    chunk: int = 0
-    """Rows in which blocks are sent, so that several lie side by side; 0: each is whole."""
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -349,21 +315,14 @@ class Plan:
     @property
     def most_buffered(self) -> Counter[Kind]:
         """Of each kind, how many items the buffers hold."""
-        found: Counter[Kind] = Counter()
-        for (kind, _), (_, places) in self.largest_arrivals.items():
-            found[kind] += places
-        return found
+        return Counter(kind for kind, _ in self.largest_arrivals)
 
     @property
-    def largest_arrivals(self) -> dict[tuple[Kind, int], tuple[Item, int]]:
-        """For each buffer, by kind and number, the largest item that lands in it, how many times.
-
-        Blocks that lie side by side are whole.
-        """
-        largest: dict[tuple[Kind, int], tuple[Item, int]] = {}
-        for item, *_, buffer, _, places in self.receives:
-            known, most = largest.setdefault((item.kind, buffer), (item, places))
+    def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
+        """For each buffer, by kind and number, the largest item that lands in it."""
+        largest: dict[tuple[Kind, int], Item] = {}
+        for item, *_, buffer in self.receives:
+            known = largest.setdefault((item.kind, buffer), item)
             if known.packed and (item.packed is None or item.packed > known.packed):
-                known = item
-            largest[item.kind, buffer] = known, max(most, places)
+                largest[item.kind, buffer] = item
         return largest

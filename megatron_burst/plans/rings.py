@@ -14,22 +14,20 @@ its way and the rest while the last gradient is.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.config import GradientReturn
-from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Channel, Kind, Part, Tile
+from megatron_burst.plans.plan import Channel, Kind, Part, Tiles
 from megatron_burst.plans.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling, own_tiles_by_step, together
+from megatron_burst.plans.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.topology import Grid, stations
-from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work, work_of_pairs
 
 
@@ -46,17 +44,15 @@ class Ring(Schedule):
     grid: Grid
     sent: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
-    gradient_return: GradientReturn = GradientReturn.CHAIN
-    """CHAIN or HOME."""
+    chained: bool = False
+    """Whether gradients return by the chain: rounded at every hop where they travel in 16 bits."""
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
-    blocks_per_call: int = 1
-    """How many key blocks one kernel call may take; above 1 the gradients go home."""
 
     @property
     def name(self) -> str:
         """What it is called in the log."""
-        return f"{self.sent} ring{self.of_several}"
+        return f"{self.sent} ring"
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -66,11 +62,9 @@ class Ring(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         more, parts, sums = (1, 2, 4) if self._two_levels else (0, 4, 0)
-        if (several := self.blocks_per_call) > 1:
-            more, parts = 2 * more, parts + 4 * (several - 1)
         most = self.grid.ranks - 1
         at_once = most if self.gather else 0
-        held = (at_once or min(self.turn.most + more, most)) * sizes[self.sent]
+        held = (at_once or min(2 + more, most)) * sizes[self.sent]
         if backward:
             held += (parts + at_once) * sizes[self.returned] + sums * sizes[self.sent.gradient]
         return held
@@ -79,16 +73,15 @@ class Ring(Schedule):
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
-        parts, visits = self._parts, defaultdict[int, list[Sequence[Tile]]](list)
+        parts, tiles = self._parts, defaultdict[int, list[Tiles]](list)
         for station, owner in enumerate(self.grid.visits(rank)):
-            step = self._delay if self.gather else self.turn.step(station)
+            step = self._delay if self.gather else station
             part = part_of(parts[station // self.grid.ranks_per_node % len(parts), owner])
-            visits[step].append(self._tiles(rank, owner, part))
-        tiles = {step: together(some) for step, some in visits.items()}
+            tiles[step] += self._tiles(rank, owner, part)
         if backward and len(tiles) > 1:
-            tiles |= self._spread(tiles[0], self.turn.step(self.grid.ranks))
+            tiles |= self._spread(tiles[0][0], self.grid.ranks)
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -100,9 +93,7 @@ class Ring(Schedule):
         pairs = (owns, owners) if self.sent is Kind.KV else (owners, owns)
         has_ends = backward and len(at) > 1 and not self.gather
         spread = partial(self._spread, end=len(at)) if has_ends else None
-        steps = [*map(self.turn.step, range(len(at)))]
-        if (found := work_of_pairs(self.tiling, *pairs, steps, spread)) is None:
-            return Schedule.work(self, backward=backward)
+        found = work_of_pairs(self.tiling, *pairs, spread)
         return found.all_at(self._delay) if self.gather else found
 
     def reads(self) -> Route:
@@ -111,8 +102,7 @@ class Ring(Schedule):
 
     def gradients(self) -> Route:
         """Return the way of all gradients: it begins where the first partial is."""
-        chained = self.gradient_return is GradientReturn.CHAIN
-        legs = self._chain() if chained else self._to_owner()
+        legs = self._chain() if self.chained else self._to_owner()
         return self._route([*legs], used_by_results)
 
     def _route(self, legs: Sequence[Leg], used: Used) -> Route:
@@ -131,7 +121,7 @@ class Ring(Schedule):
         would not unload the bottleneck link.
         """
         is_sparse = self.tiling.mask.is_sparse
-        if not is_sparse or self.gradient_return is GradientReturn.CHAIN or self.grid.nodes == 1:
+        if not is_sparse or self.chained or self.grid.nodes == 1:
             return self.tiling.needs.parts[self.sent][None]
         return _parts(self.tiling, self.grid, self.sent)
 
@@ -139,8 +129,7 @@ class Ring(Schedule):
     def returned(self) -> Kind:
         """What a rank sends of a gradient behind its block: what it added, or a chain's sum."""
         gradient = self.sent.gradient
-        chained = self.gradient_return is GradientReturn.CHAIN
-        return gradient if chained else self.of_one_step(gradient)
+        return gradient if self.chained else self.of_one_step(gradient)
 
     @property
     def _two_levels(self) -> bool:
@@ -151,40 +140,26 @@ class Ring(Schedule):
         """How many steps later than in a ring a block is worked on."""
         return self.grid.ranks - 1 if self.gather else 0
 
-    def _spread(self, own: Sequence[Tile], end: int) -> Mapping[int, Sequence[Tile]]:
-        chained = self.gradient_return is GradientReturn.CHAIN
-        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=chained)
+    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
+        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=self.chained)
 
-    @property
-    def turn(self) -> Turn:
-        """The blocks that go around one node."""
-        return Turn(self.grid.ranks_per_node, self.blocks_per_call)
-
-    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
-        """Where gradients go home and the links within each row are alike."""
-        chained = backward and self.gradient_return is not GradientReturn.HOME
-        return not chained and self.grid.has_rows_within(nodes)
-
-    def _tiles(self, rank: int, owner: int, part: Part) -> Sequence[Tile]:
+    def _tiles(self, rank: int, owner: int, part: Part) -> list[Tiles]:
         if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
-            return ()
+            return []
         tiles = self.tiling.of_block(self.sent, owner, rank)
-        return tiles if rank == owner or not part else tiles.reading(self.sent, part)
+        return [tiles if rank == owner or not part else tiles.reading(self.sent, part)]
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.
 
-        Were it passed on from node to node, it would fill a buffer for a whole pass. Where a kernel
-        call takes several, each comes straight from the first rank of the node that has it.
+        Were it passed on from node to node, it would fill a buffer for a whole pass.
         """
         length, sent = self.grid.ranks_per_node, self.sent
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                leaves, lands = self.turn.step(begin - length), self.turn.step(begin) - 1
-                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, leaves, lands)
+                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
             for t in range(begin + 1, begin + length):
-                step, source = self.turn.step(t) - 1, t - 1 if self.blocks_per_call == 1 else begin
-                yield Leg(sent, source, t, Channel.READ_WITHIN, step, step)
+                yield Leg(sent, t - 1, t, Channel.READ_WITHIN, t - 1, t - 1)
 
     def _chain(self) -> Iterator[Leg]:
         """A gradient's way if every rank adds to what came before."""
@@ -212,11 +187,11 @@ class Ring(Schedule):
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
             for t in range(begin + 1, begin + length):
-                step = self.turn.step(t) + self._delay + 1
+                step = t + self._delay + 1
                 yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
-                leaves = self.turn.step(begin + length) + self._delay + tail
-                lands = leaves if begin + length == ranks else leaves + self.turn.steps - 1
+                leaves = begin + length + self._delay + tail
+                lands = leaves if begin + length == ranks else leaves + length - 1
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.cells import Ints
+from megatron_burst.plans.band import Ints
 from megatron_burst.plans.needs import part_of
 from megatron_burst.plans.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedule import Loads

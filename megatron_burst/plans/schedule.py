@@ -1,16 +1,15 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.assembly import assemble
-from megatron_burst.plans.plan import Hop, Kind, Plan, Tile
+from megatron_burst.plans.plan import Hop, Kind, Plan, Tiles
 from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.turn import Turn
 from megatron_burst.plans.work import Work
 
 
@@ -63,31 +62,6 @@ class Schedule(ABC):
     def name(self) -> str:
         """What it is called in the log."""
 
-    blocks_per_call = 1
-    """How many key blocks one kernel call may take."""
-
-    @property
-    def turn(self) -> Turn:
-        """The blocks that go around one node; here none do."""
-        return Turn(1)
-
-    def goes_straight(self, nodes: Sequence[Hashable], *, backward: bool) -> bool:
-        """Whether blocks that go around come straight from who has them first, and results so back.
-
-        So it must be where one call takes several; `nodes` are each rank's.
-        """
-        return False
-
-    @property
-    def of_several(self) -> str:
-        """What the name says of `blocks_per_call`."""
-        return f" of {self.blocks_per_call} blocks a call" if self.blocks_per_call > 1 else ""
-
-    @property
-    def chunk(self) -> int:
-        """The rows of a chunk, in which blocks go where a kernel call may take several."""
-        return self.tiling.key_chunk if self.blocks_per_call > 1 else 0
-
     @property
     @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
@@ -98,7 +72,7 @@ class Schedule(ABC):
         """Return all messages of a forward or a backward: blocks, then results."""
 
     @abstractmethod
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, Sequence[Tile]]:
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
         """Return what a rank computes, by step."""
 
     @abstractmethod
@@ -135,4 +109,4 @@ class Schedule(ABC):
 
     def _plan(self, rank: int, *, backward: bool) -> Plan:
         hops = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
-        return assemble(rank, hops, self.tiles(rank, backward=backward), self.chunk)
+        return assemble(rank, hops, self.tiles(rank, backward=backward))

@@ -53,10 +53,6 @@ class Grid:
         passes, steps = range(self.nodes), range(self.ranks_per_node)
         return tuple(self.at(node - p, local - s) for p in passes for s in steps)
 
-    def has_rows_within(self, nodes: Sequence[Hashable]) -> bool:
-        """Whether the ranks of each row share a node; `nodes` are each rank's."""
-        return all(len({nodes[rank] for rank in row}) == 1 for row in self.rows)
-
     def __str__(self) -> str:
         if 1 in (self.nodes, self.ranks_per_node):
             return "flat ring"

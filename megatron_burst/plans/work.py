@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.plan import Tile
+from megatron_burst.plans.cells import Cells
+from megatron_burst.plans.plan import Tiles
 from megatron_burst.plans.tiles import Tiling
 
 
@@ -20,7 +21,7 @@ class Work(NamedTuple):
     visitors: NDArray[np.int64]  # blocks of queries that come, another rank's
 
     @classmethod
-    def of(cls, tiles: Sequence[Mapping[int, Sequence[Tile]]]) -> "Work":
+    def of(cls, tiles: Sequence[Mapping[int, Sequence[Tiles]]]) -> "Work":
         """Count tiles, by rank and step."""
         steps = 1 + max(step for rank in tiles for step in rank)
         found = np.zeros((steps, len(tiles), 4), np.int64)
@@ -30,18 +31,6 @@ class Work(NamedTuple):
             for step, come in _arrivals(rank, by_step):
                 found[step, rank, 3] = come
         return cls(*np.moveaxis(found, -1, 0))
-
-    def in_steps(self, steps: Sequence[int], alike: NDArray[np.bool]) -> "Work":
-        """Add up the visits of a step: those `alike` the one before have their queries in common.
-
-        What comes after the visits, of a rank's own tiles, has a step for itself.
-        """
-        starts = np.flatnonzero(np.diff(steps, prepend=-1))
-        query_rows = self.query_rows.copy()
-        query_rows[: len(steps)][alike & (np.diff(steps, prepend=-1) == 0)[:, None]] = 0
-        begins = [*starts, *range(len(steps), len(query_rows))]
-        columns = self._replace(query_rows=query_rows)
-        return Work(*(np.add.reduceat(column, begins) for column in columns))
 
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
@@ -54,40 +43,35 @@ def work_of_pairs(
     tiling: Tiling,
     queries: NDArray[np.int64],
     keys: NDArray[np.int64],
-    steps: Sequence[int],
-    spread: Callable[[Sequence[Tile]], Mapping[int, Sequence[Tile]]] | None,
-) -> Work | None:
-    """Count once a kind of pairs of ranks; None where there are too many kinds.
+    spread: Callable[[Tiles], Mapping[int, Sequence[Tiles]]] | None,
+) -> Work:
+    """Count once a kind of pairs of ranks.
 
     Args:
         tiling: has the tiles.
-        queries: whose they are, [visit, rank].
+        queries: whose they are, [step, rank].
         keys: the same.
-        steps: of the visits.
-        spread: cuts a rank's own tiles, of the first visit, and says what is computed after which.
+        spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
     """
-    if (kinds := tiling.kinds) is None:
-        return None
-    each = np.array([_sums(tiling(*pair)) for pair in kinds.examples], np.int64)
+    seen = tiling.visible
+    each = seen.sums(_of_cells(seen.cells))
     found = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
-    found[: len(queries), :, :3] = each[kinds.numbers[queries, keys]]
+    found[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
     found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
     if spread:
-        own = kinds.numbers.diagonal()
-        for kind in np.unique(own).tolist():
-            for step, some in spread(tiling(*kinds.examples[kind])).items():
-                found[step, own == kind, :3] = _sums(some)
-    alike = np.diff(kinds.numbers[queries, keys], axis=0, prepend=-1) == 0
-    return Work(*np.moveaxis(found, -1, 0)).in_steps(steps, alike)
+        own, ranks = np.unique(seen.kinds.diagonal(), return_index=True)
+        for kind, rank in zip(own, ranks.tolist(), strict=True):
+            for step, some in spread(tiling(rank, rank)).items():
+                found[step, seen.kinds.diagonal() == kind, :3] = _sums(some)
+    return Work(*np.moveaxis(found, -1, 0))
 
 
-def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tile]]) -> Iterator[tuple[int, int]]:
+def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tiles]]) -> Iterator[tuple[int, int]]:
     """Count by step the blocks of others' queries that were not those of the tiles before."""
     last = rank
     for step in sorted(tiles):
-        owners = [
-            owner for owner in dict.fromkeys(t.query_owner for t in tiles[step]) if owner != rank
-        ]
+        every = dict.fromkeys(block.query_owner for block in tiles[step] if len(block))
+        owners = [owner for owner in every if owner != rank]
         yield step, sum(before != owner for before, owner in pairwise([last, *owners]))
         last = owners[-1] if owners else last
 
@@ -102,8 +86,10 @@ def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool
     return visits & ((last < 0) | (queries[last, ranks] != queries))
 
 
-def _sums(tiles: Iterable[Tile]) -> tuple[int, int, int]:
-    """Return the pairs, the rows of queries and the rows of keys of tiles."""
-    each = [(t.pairs, t.query_rows.length, t.key_rows.length) for t in tiles]
-    pairs, queries, keys = map(sum, zip(*each, strict=True)) if each else (0, 0, 0)
-    return pairs, queries, keys
+def _of_cells(cells: Cells) -> NDArray[np.int64]:
+    """Return the pairs, the rows of queries and the rows of keys of each: [cell, 3]."""
+    return np.column_stack([cells.pairs, cells.sizes])
+
+
+def _sums(blocks: Iterable[Tiles]) -> NDArray[np.int64]:
+    return sum((_of_cells(block.cells).sum(axis=0) for block in blocks), np.zeros(3, np.int64))

@@ -31,6 +31,9 @@ class Flag(NamedTuple):
 ENDED = {
     "--burst-check-nan": "pass --burst-check nan",
     "--burst-verify": "pass --burst-check reference",
+    "--burst-segments": "drop it: --burst-layout segmented-zigzag takes as many as pay",
+    "--burst-high-priority-streams": "give Megatron's --high-priority-stream-groups cp hcp",
+    "--burst-blocks-per-call": "drop it: heads are shared out where one block's tile is too small",
 }
 """Flags of before, and what to do in their place."""
 

@@ -10,9 +10,10 @@ from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.mask import Band
 from megatron_burst.plans.topology import choose_grid
 from megatron_burst.transport.comm import Communicator, Message
 
@@ -75,7 +76,7 @@ class OneRank:
 
     def __init__(self, context: BurstContext, tensors: Tensors, mask: Mask | None = None) -> None:
         self._q, k, v, self._dout = tensors
-        self.call = context.prepare(self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
+        self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = Keys(self.call.forward_plan.rank, k, v)
         self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)
         self.result: tuple[Tensor, Tensor] | None = None
@@ -97,7 +98,7 @@ def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneR
 
     The values of what would arrive say nothing.
     """
-    config = BurstConfig(blocks_per_call=1, **settings)
+    config = BurstConfig(**settings)
     return OneRank(context_of(len(nodes) // 2, nodes, config, Silence(len(nodes))), tensors)
 
 

@@ -122,7 +122,7 @@ def check(
     )
     out.backward(dout.detach())
     found = worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
-    return context.kernel.name, found
+    return context.kept.kernel.name, found
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:

@@ -201,7 +201,7 @@ class Transfers:
         template: Callable[[Item], Block],  # tensors of the shape and dtype in which it arrives
     ) -> None:
         self._communicator, self._name, self._template = communicator, name, template
-        self._largest, self._chunk = plan.largest_arrivals, plan.chunk
+        self._largest = plan.largest_arrivals
         self._buffers: dict[tuple[Kind, int], Block] = {}
         self._pending: dict[int, list[_Batch]] = defaultdict(list)  # by the step that waits
 
@@ -215,7 +215,6 @@ class Transfers:
         moved: list[tuple[Send | Receive, Block]] = [(r, self._buffer(r)) for r in step.receives]
         moved += ((s, outgoing[s.item]) for s in step.sends)
         for transfer, block in moved:
-            block = self._chunks(transfer, block)
             # All ranks post in this order: NCCL wants one over all communicators of a device.
             key = _CHANNELS.index(transfer.channel), transfer.lands
             if key not in batches:
@@ -234,8 +233,7 @@ class Transfers:
     def land(self, number: int) -> list[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
 
-        A block stays in its buffer for as long as the plan needs it. Of blocks that lie side by
-        side all are returned at the first one.
+        A block stays in its buffer for as long as the plan needs it.
 
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
@@ -251,30 +249,16 @@ class Transfers:
                         receives[transfer] = None
                         if wire is not tensor:
                             tensor.copy_(wire)
-        return [(r.item, self._buffer(r)) for r in receives if r.place == 0]
+        return [(r.item, self._buffer(r)) for r in receives]
 
     def _buffer(self, receive: Receive) -> Block:
-        """View the buffer of what arrives, and of what lies beside it; messages are contiguous."""
+        """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
         key = receive.item.kind, receive.buffer
         if key not in self._buffers:
-            largest, times = self._largest[key]
-            flat = (t.new_empty(times * t.numel()) for t in self._template(largest))
-            self._buffers[key] = tuple(flat)
-        shaped, times = self._template(receive.item), receive.places
-        return tuple(
-            flat[: times * t.numel()].view(t.shape[0], times * t.shape[1], *t.shape[2:])
-            for flat, t in zip(self._buffers[key], shaped, strict=True)
-        )
-
-    def _chunks(self, transfer: Send | Receive, block: Block) -> Block:
-        """Return what is a message each: whole tensors, or chunks that will lie beside others'."""
-        if not self._chunk or transfer.item.kind is not Kind.KV:
-            return block
-        place, places = 0, 1
-        if isinstance(transfer, Receive):
-            place, places = transfer.place, transfer.places
-        split = (t.unflatten(1, (-1, places, self._chunk))[0, :, place] for t in block)
-        return tuple(chunk for chunks in split for chunk in chunks)
+            largest = self._template(self._largest[key])
+            self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
+        shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
+        return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
 
 
 def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:

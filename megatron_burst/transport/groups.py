@@ -13,10 +13,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_burst.config import BurstConfig, refuse
+from megatron_burst.config import BurstConfig
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.topology import Grid
-from megatron_burst.transport.backend import backends, nccl_options
+from megatron_burst.transport.backend import nccl_options
 from megatron_burst.transport.objects import gather_objects
 
 type Hierarchy = Sequence[dist.ProcessGroup] | None  # a caller's, within nodes and between them
@@ -61,16 +61,15 @@ def make_groups(
 ) -> Groups:
     """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
 
-    A collective call of all ranks of the job, each with its own group, unless `group` is all of
-    them: torch names a new group by how many there were, which has to agree.
-
-    Raises:
-        ValueError: the streams are to be of high priority, and the backend is not NCCL.
+    Streams of new channels have high priority where one of the caller's groups has, as Megatron's
+    --high-priority-stream-groups makes them. A collective call of all ranks of the job, each with
+    its own group, unless `group` is all of them: torch names a new group by how many there were,
+    which has to agree.
     """
     wanted = channels_of(grid, head_parallel_size)
-    adopted = _adopted(config, group, wanted, hierarchy)
+    adopted = _adopted(group, wanted, hierarchy)
     missing = tuple(channel for channel in wanted if channel not in adopted)
-    has_priority = _takes_priority(config, group, hierarchy)
+    has_priority = any(map(_has_high_priority, (group, *(hierarchy or ()))))
     made = _made(group, "agreement", config.timeout_seconds, missing, has_priority)
     return Groups({**adopted, **made.channels}, made.agreement)
 
@@ -110,22 +109,12 @@ def _made(
 
 
 def _adopted(
-    config: BurstConfig, group: dist.ProcessGroup, wanted: Sequence[Channel], hierarchy: Hierarchy
+    group: dist.ProcessGroup, wanted: Sequence[Channel], hierarchy: Hierarchy
 ) -> dict[Channel, dist.ProcessGroup]:
-    """Return the caller's groups that serve as channels; their priority cannot be changed."""
+    """Return the caller's groups that serve as channels."""
     reads = (Channel.READ_WITHIN, Channel.READ_BETWEEN) if hierarchy else wanted[:1]
     given = zip(reads, hierarchy or (group,), strict=False)
-    any_serves = not config.high_priority_streams
-    return {c: g for c, g in given if c in wanted and (any_serves or _has_high_priority(g))}
-
-
-def _takes_priority(config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hierarchy) -> bool:
-    """Whether the streams of new channels are of high priority: as asked, or as a caller's."""
-    asked, of_device = config.high_priority_streams, backends(group)
-    backend = of_device.get("cuda") or ", ".join(of_device.values())
-    text = f"--burst-high-priority-streams is for NCCL, and the backend is {backend}: drop it"
-    refuse((asked and backend != dist.Backend.NCCL, text))
-    return asked or any(map(_has_high_priority, (group, *(hierarchy or ()))))
+    return {c: g for c, g in given if c in wanted}
 
 
 def _has_high_priority(group: dist.ProcessGroup) -> bool:

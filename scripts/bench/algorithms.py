@@ -12,6 +12,7 @@ from harness import seconds
 from ranks import PATIENCE_SECONDS
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance import balanced
@@ -118,10 +119,7 @@ def layout_of(context: BurstContext, mask: Mask, sizes: Sizes) -> Layout | None:
 
 
 class Kernels:
-    """The kernel calls of this rank's plans alone, with the own block in place of every visitor's.
-
-    It stands as often side by side as a call takes blocks.
-    """
+    """The kernel calls of this rank's plans alone, on the own block in place of visitors'."""
 
     def __init__(
         self, context: BurstContext, sizes: Sizes, mask: Mask, device: str, dtype: torch.dtype
@@ -129,10 +127,8 @@ class Kernels:
         shared = share_of_heads(sizes, context.heads.size)
         q, k, v, dout = shared.draw(device, dtype, context.rank)
         layout = layout_of(context, mask, sizes)
-        self.call = context.prepare(q, k, v, mask, sizes.head_dim**-0.5, layout=layout)
-        calls = chain(*self.call.forward_calls, *self.call.backward_calls)
-        most = max(len(some.tile.key_blocks) for some in calls)
-        self.qkv = q, *(x.repeat(1, most, 1, 1) for x in (k, v))
+        self.call = prepare(context, q, k, v, mask, sizes.head_dim**-0.5, layout=layout)
+        self.qkv = q, k, v
         batch, tokens, heads, _ = q.shape
         of_rows = (batch, heads, tokens)
         lse = torch.full(of_rows, math.log(tokens), device=q.device)  # about what it would be

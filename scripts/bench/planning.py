@@ -15,6 +15,7 @@ import torch
 from harness import Flags, Row, origin, publish, seconds, spread, table, wait_until_quiet
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.rows import device_calls
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.collector import without_collecting
@@ -82,7 +83,7 @@ def seen_before(documents: int) -> Callable[[], None]:
 
     def look_up() -> None:
         for _ in range(CALLS):
-            context.prepare(x, x, x, seen, 1.0)
+            prepare(context, x, x, x, seen, 1.0)
 
     look_up()
     return look_up

@@ -43,8 +43,7 @@ class Case(NamedTuple):
     ranks: int
     nodes: int
     heads: str
-    ring: str  # kv, query or mesh, of nodes or of ranks of one; with "of 2" blocks a call, of keys;
-    # with "/ 2" if it cuts the heads in as many chunks
+    ring: str  # kv, query or mesh, of nodes or of ranks of one; "/ 2" if it cuts the heads in two
     mask: str
 
 
@@ -56,27 +55,21 @@ def cases() -> list[Case]:
         found += [Case(ranks, nodes, heads, ring, "causal") for heads in HEADS for ring in rings]
         masks = ("window", "documents")
         found += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
-    larger = product(((8, 1), (32, 4)), HEADS, ("kv of 2", "kv of 4"))
-    found += [Case(*place, heads, ring, "causal") for place, heads, ring in larger]
     chunked = product(((8, 1), (32, 4)), ("kv", "query", "mesh"), (2, 4))
-    found += [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
-    several = product(HEADS, ("mesh of 2", "mesh of 4"))
-    return found + [Case(32, 4, heads, ring, "causal") for heads, ring in several]
+    return found + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
 
 
 def counted(case: Case, rank: int | None = None) -> Counted:
-    name, _, chunks = case.ring.partition(" / ")
-    ring, _, blocks = name.partition(" of ")
+    ring, _, chunks = case.ring.partition(" / ")
     topology = ""
     if ring == "mesh":
-        topology, ring = ring, "kv" if blocks else "query"
+        topology, ring = ring, "query"
     return count(
         *(case.ranks, case.nodes, ring, mask_of(case)),
         kv_heads=HEADS[case.heads],
         tokens=TOKENS,
         topology=topology,
         rank=rank,
-        blocks_per_call=int(blocks or 1),
         head_chunks=int(chunks or 1),
     )
 

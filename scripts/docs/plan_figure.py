@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from pages import parser
 from plot import save
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.layout import Layout, zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Plan, Send, Tile
@@ -49,7 +48,7 @@ def scores(layout: Layout, rank: int, tiles: Sequence[Tile]) -> NDArray[np.int_]
     for tile in tiles:
         queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
         keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
-        i, j = tile.band.visible(len(queries), len(keys)).nonzero(as_tuple=True)
+        i, j = tile.band.visible(len(queries), len(keys)).nonzero()
         drawn[queries[i], keys[j]] = 3 + tile.key_owner
     return drawn
 
@@ -165,7 +164,7 @@ def draw(nodes: int, path: Path) -> None:
     """Write the forward and the backward of a causal kv ring to `path`, in its suffix's format."""
     grid = Grid(tuple(batched(range(RANKS), RANKS // nodes)))
     tiling = Tiling(zigzag(TOKENS, RANKS), Mask.causal())
-    ring = Ring(tiling, grid, gradient_return=GradientReturn.HOME)
+    ring = Ring(tiling, grid, chained=False)
     plans = [[make(rank) for rank in range(RANKS)] for make in (ring.forward, ring.backward)]
     steps = max(len(plan.steps) for plan in plans[1])
     panel = RANKS * ROW + (nodes - 1) * NODE + TITLE

@@ -10,7 +10,6 @@ from megatron_burst.config import (
     Algorithm,
     BurstConfig,
     GradDtype,
-    GradientReturn,
     LayoutName,
 )
 from megatron_burst.tools.flops import attention_flops
@@ -168,7 +167,7 @@ def _steps(configs: Configs, kind: str) -> Iterator[Row]:
 
 
 def _config(configs: Configs, given: Table, *, is_burst: bool) -> BurstConfig:
-    """What a row ran; BurstEngine's gradients return by a chain, half is kept in stripes."""
+    """What a row ran; half is kept in stripes."""
     config = config_of(BurstConfig, configs.published["settings"][given["setting"]])
     if not is_burst:
         return replace(config, recompute_fraction=given.get("fraction"))
@@ -179,7 +178,6 @@ def _config(configs: Configs, given: Table, *, is_burst: bool) -> BurstConfig:
     return replace(
         config,
         grad_dtype=GradDtype.FLOAT32 if wide else GradDtype.MODEL,
-        gradient_return=GradientReturn.CHAIN,
         recompute_fraction=share if share < 1 else None,
         layout=given.get("layout", layout),
     )

@@ -31,7 +31,7 @@ GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (1024, 4096, 16384, 65536)
 SHORT, SHOWN_TOKENS = TOKENS[:2]  # the page speaks of the first apart, and shows the second
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
-BACKWARDS, BLOCKS = (Backward.KV, Backward.QUERY), (1, 2, 4)
+BACKWARDS = Backward.KV, Backward.QUERY
 SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
 type Row = Mapping[str, str]
 
@@ -59,11 +59,11 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
 
 
 def settings() -> dict[str, BurstConfig]:
-    """Each topology, then with each backward and so many blocks a call."""
+    """Each topology, then with each backward."""
     usual = {str(way): BurstConfig(topology=way) for way in FORCED}
     return usual | {
-        f"{way} {kind} {blocks}": BurstConfig(topology=way, backward=kind, blocks_per_call=blocks)
-        for way, kind, blocks in product(FORCED, BACKWARDS, BLOCKS)
+        f"{way} {kind}": BurstConfig(topology=way, backward=kind)
+        for way, kind in product(FORCED, BACKWARDS)
     }
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.mask import Band
 from megatron_burst.plans.plan import Channel
 from megatron_burst.plans.planning import make_layout
 from tests import oracle
@@ -218,17 +218,17 @@ def variants(
 ) -> list[dict[str, Any]]:
     """Every setting that changes what is sent or computed.
 
-    Algorithm `ring` is `burst` with the kv backward; and where all is float32, `grad_dtype` changes
-    nothing.
+    Where all is float32, `grad_dtype` changes nothing.
     """
     algorithms = [
         {"algorithm": "burst", "backward": "kv"},
         {"algorithm": "burst", "backward": "query"},
+        {"algorithm": "ring"},
         {"algorithm": "allgather"},
     ]
-    ways = itertools.product(algorithms, topologies, grad_dtypes, ("chain", "home"))
+    ways = itertools.product(algorithms, topologies, grad_dtypes)
     rings = [
-        {**algorithm, "topology": topology, "grad_dtype": dtype, "gradient_return": way}
-        for algorithm, topology, dtype, way in ways
+        {**algorithm, "topology": topology, "grad_dtype": dtype}
+        for algorithm, topology, dtype in ways
     ]
     return [*rings, {"algorithm": "ulysses"}]

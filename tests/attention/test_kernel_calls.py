@@ -17,7 +17,8 @@ from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import KERNELS, Kernel, TileCall
 from megatron_burst.plans.balance import balanced
 from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.layout import Interval, Layout, segmented_zigzag, zigzag
+from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.layout import Layout, segmented_zigzag, zigzag
 from megatron_burst.plans.plan import Item, Kind
 from tests.fake_ring import EmptyKernel, count
 

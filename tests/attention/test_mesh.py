@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
 from megatron_burst.plans.planning import Choice, choose, make_layout
@@ -137,7 +138,7 @@ def lines_of(team: Team, case: Case) -> list[str]:
     with logged() as lines:
         context = team.context(BurstConfig(**case.config))
         q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
-        context.prepare(q, k, v, case.mask, 1.0)
+        prepare(context, q, k, v, case.mask, 1.0)
     return lines
 
 

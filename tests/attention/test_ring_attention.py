@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.config import GradientReturn, Topology
+from megatron_burst.attention.preparing import prepare
+from megatron_burst.config import Topology
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.plan import Channel, Kind, Plan
@@ -64,6 +65,11 @@ class Place:
         flat = case.config.get("algorithm") == "ulysses"
         topology = Topology.FLAT if flat else Topology(case.config["topology"])
         return choose_grid(topology, [p // self.per_node for p in self.processes])[0]
+
+    def is_chained(self, case: Case) -> bool:
+        """Of baselines, and where every partial would cross the nodes."""
+        several = len({p // self.per_node for p in self.processes}) > 1
+        return case.config["algorithm"] != "burst" or (several and self.grid(case).nodes == 1)
 
 
 ONE_NODE = {f"{p} on a node": Place(range(8 - p, 8), 8, ("flat",)) for p in range(1, 9)}
@@ -157,7 +163,7 @@ def plans_of(case: Case, place: Place, rank: int) -> list[Plan]:
     tiling = Tiling(zigzag(2 * place.ranks * case.chunk, place.ranks), case.mask)
     gather = case.config["algorithm"] == "allgather"
     shared = tiling, place.grid(case)
-    back = Kind(case.config.get("backward", "kv")), GradientReturn(case.config["gradient_return"])
+    back = Kind(case.config.get("backward", "kv")), place.is_chained(case)
     forward = Ring(*shared, gather=gather).forward(rank)
     return [forward, Ring(*shared, *back, gather).backward(rank)]
 
@@ -190,20 +196,18 @@ def ulysses_bytes(case: Case, ranks: int) -> tuple[int, int]:
 HOPS = ["2 nodes x 2", "4 on a node", "2 nodes x 3"]
 
 
-@pytest.mark.parametrize("way", ["chain", "home"])
 @pytest.mark.parametrize("name", slow_if(HOPS[1:], HOPS))
-def test_hops_have_the_number_and_the_bytes_of_the_formulas(
-    workers: WorkerPool, name: str, way: str
-) -> None:
+def test_hops_have_the_number_and_the_bytes_of_the_formulas(workers: WorkerPool, name: str) -> None:
     batch, chunk, (hq, hkv), d, e = 2, 3, (8, 2), 6, 2
     n, place = batch * 2 * chunk, PLACES[name]
-    kinds = [*itertools.product(("kv", "query"), (("float32", 4), ("model", 2)))]
+    rings = ("burst", "kv"), ("burst", "query"), ("ring", "auto")  # the last one by a chain
+    kinds = [*itertools.product(rings, (("float32", 4), ("model", 2)))]
     cases = [
         Case(
             config={
+                "algorithm": algorithm,
                 "backward": backward,
                 "grad_dtype": dtype,
-                "gradient_return": way,
                 "ranks_per_node": place.per_node,
                 "topology": place.topologies[-1],
             },
@@ -213,15 +217,16 @@ def test_hops_have_the_number_and_the_bytes_of_the_formulas(
             dim=d,
             dtype=torch.bfloat16,
         )
-        for backward, (dtype, _) in kinds
+        for (algorithm, backward), (dtype, _) in kinds
     ]
     grid = place.grid(cases[0])
     nodes, length = grid.nodes, grid.ranks_per_node
     within, between = nodes * (length - 1), nodes - 1
-    # A chain ends with one hop more, from the last rank of the owner's node.
-    last = 1 if way == "chain" and nodes > 1 else 0
     answered = run_cases(workers, place.processes, cases)
-    for (backward, (_, g)), answer in zip(kinds, answered, strict=True):
+    for ((algorithm, backward), (_, g)), answer in zip(kinds, answered, strict=True):
+        # A chain ends with one hop more, from the last rank of the owner's node.
+        last = 1 if algorithm == "ring" and nodes > 1 else 0
+        backward = backward.replace("auto", "kv")
         read = {"kv": n * hkv * 2 * d * e, "query": n * hq * (2 * d * e + 8)}
         gradient = {"kv": n * hkv * 2 * d * g, "query": n * hq * d * g}
         for reply in answer.replies:
@@ -308,7 +313,7 @@ def roundings(case: Case, place: Place) -> int:
     """
     grid = place.grid(case)
     double = min(grid.nodes, grid.ranks_per_node) > 1
-    if case.config["gradient_return"] == "home":
+    if not place.is_chained(case):
         return 1 if double else 0
     return (grid.ranks if double else grid.ranks - 1) - grid.nodes
 
@@ -407,7 +412,7 @@ def test_auto_never_sends_more_than_the_cheaper_ring(workers: WorkerPool, where:
 def plan_as_configured(team: Team, case: Case) -> tuple[int, Plan]:
     context = team.context(BurstConfig(**case.config))
     q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
-    return context.rank, context.prepare(q, k, v, case.mask, 1.0).backward_plan
+    return context.rank, prepare(context, q, k, v, case.mask, 1.0).backward_plan
 
 
 @pytest.mark.parametrize(
@@ -428,9 +433,9 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
     place = PLACES[name]
     config = {"algorithm": algorithm, "topology": topology, "ranks_per_node": place.per_node}
     case = Case(config=config)
-    explicit = Case(config={**config, "gradient_return": way})
+    assert place.is_chained(case) == (way == "chain")
     for rank, plan in workers.run(place.processes, plan_as_configured, case):
-        assert plan == plans_of(explicit, place, rank)[1]
+        assert plan == plans_of(case, place, rank)[1]
 
 
 def most_bytes(answer: Answer) -> int:
@@ -449,7 +454,7 @@ def logged_lines(team: Team, case: Case) -> list[str]:
         context = team.context(BurstConfig(**case.config))
         q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
         for _ in range(2):
-            context.prepare(q, k, v, case.mask, 1.0)
+            prepare(context, q, k, v, case.mask, 1.0)
     return lines
 
 
@@ -544,8 +549,9 @@ def test_between_nodes_it_does_so_within_the_node_and_sums_stay_float32(
 def test_what_is_summed_on_the_way_stays_float32(workers: WorkerPool) -> None:
     """Along a chain, and of two tiles with one block."""
     ways: list[dict[str, Any]] = [
-        {"gradient_return": "chain"},
-        {"gradient_return": "chain", "topology": "double", "ranks_per_node": 2},
+        {"algorithm": "ring"},
+        {"algorithm": "ring", "topology": "double", "ranks_per_node": 2},
+        {"backward": "query", "topology": "flat", "ranks_per_node": 2},
         {"layout": "segmented-zigzag"},
     ]
     for way in ways:

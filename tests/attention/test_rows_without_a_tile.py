@@ -11,8 +11,8 @@ from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.rows import device_calls
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Kernel
-from megatron_burst.plans.layout import Interval
-from megatron_burst.plans.mask import Band
+from megatron_burst.plans.band import Band
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
 from megatron_burst.transport.comm import Communicator
 from tests import oracle

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst.attention import context as contexts
+from megatron_burst.attention import preparing
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import (
     KERNELS,
     Kernel,
@@ -190,25 +191,25 @@ def test_where_documents_cut_the_tiles_cudnn_is_passed_over(machine) -> None:
 @pytest.mark.parametrize("documents", [None, (0, 3, 8)])
 def test_a_call_says_whether_there_are_documents(monkeypatch, documents) -> None:
     asked: list[Request] = []
-    monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
+    monkeypatch.setattr(preparing, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal(documents=documents)
     context = BurstContext.create(BurstConfig())
-    monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
-    context.prepare(x, x, x, mask, 1.0)
+    monkeypatch.setattr(preparing, "log_choice", lambda *_: None)
+    prepare(context, x, x, x, mask, 1.0)
     assert [request.has_documents for request in asked] == [documents is not None]
 
 
 def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypatch) -> None:
     asked: list[Request] = []
-    monkeypatch.setattr(contexts, "select_kernel", lambda _, request: asked.append(request))
+    monkeypatch.setattr(preparing, "select_kernel", lambda _, request: asked.append(request))
     x, mask = torch.zeros(1, 8, 2, 8), Mask.causal()
     context = BurstContext.create(BurstConfig())
-    monkeypatch.setattr(contexts, "log_choice", lambda *_: None)
-    scales = [context.prepare(x, x, x, mask, scale).scale for scale in (1.0, 0.5, 1.0)]
+    monkeypatch.setattr(preparing, "log_choice", lambda *_: None)
+    scales = [prepare(context, x, x, x, mask, scale).scale for scale in (1.0, 0.5, 1.0)]
     assert scales == [1.0, 0.5, 1.0] and len(asked) == 1
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for _ in range(2):
-        context.prepare(x, x, x, mask, 1.0)
+        prepare(context, x, x, x, mask, 1.0)
     assert len(asked) == 2
 
 

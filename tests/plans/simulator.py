@@ -3,8 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_burst.plans.layout import joined
+from megatron_burst.plans.cells import Cell, Cells
+from megatron_burst.plans.interval import union_of
 from megatron_burst.plans.plan import (
     Channel,
     Item,
@@ -14,11 +16,22 @@ from megatron_burst.plans.plan import (
     Send,
     Step,
     Tile,
-    by_blocks,
+    Tiles,
 )
 
 type _Sum = Counter[Tile]
-type _Buffer = tuple[Kind, int, int, int]  # with the place in it, and the places
+type _Buffer = tuple[Kind, int]
+
+
+def blocks_of(tiles: Sequence[Tile]) -> list[Tiles]:
+    """Return tiles block by block, in the order of the first of each."""
+    if isinstance(tiles, Tiles):
+        return [tiles]
+    cells = defaultdict[tuple[Any, ...], list[Cell]](list)
+    for tile in tiles:
+        blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
+        cells[blocks].append(Cell(tile.query_rows, tile.key_rows, tile.band))
+    return [Tiles(q, k, Cells.of(some), *parts) for (q, k, *parts), some in cells.items()]
 
 
 def payload(item: Item, sizes: Mapping[Kind, int], local_tokens: int) -> int:
@@ -36,7 +49,7 @@ def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> 
 
 def bytes_held(plan: Plan, sizes: Mapping[Kind, int], backward: bool) -> int:
     """Return the most bytes of buffers and of others' results; each has the size it is sent in."""
-    buffers = sum(sizes[kind] * times for (kind, _), (_, times) in plan.largest_arrivals.items())
+    buffers = sum(sizes[kind] for kind, _ in plan.largest_arrivals)
     sent_as = {send.item.sum: send.item.kind for send in plan.sends}
     sums, most = dict[Item, int](), 0
     landing: dict[int, list[Receive | Send]] = defaultdict(list)
@@ -83,17 +96,6 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
     machine.check_nothing_left()
     _check_tiles(plans, pairs)
     _check_results(machine.ranks, backward)
-
-
-def _buffer_of(receive: Receive) -> _Buffer:
-    return receive.item.kind, receive.buffer, receive.place, receive.places
-
-
-def _overlap(one: _Buffer | None, other: _Buffer | None) -> bool:
-    """Whether what is in one is lost by writing to the other."""
-    if one is None or other is None or one[:2] != other[:2]:
-        return False
-    return one[3] != other[3] or one[2] == other[2]
 
 
 def results_of(tile: Tile, backward: bool) -> tuple[Item, ...]:
@@ -152,12 +154,6 @@ class _Rank:
                 self.unused.discard(item)
             for item in results_of(tile, self.backward):
                 self.sums[item][tile] += 1
-        for some in by_blocks(self.current.tiles, joins=self.plan.chunk > 0):
-            places = [self.blocks[block] for block in some.key_blocks]
-            first = places[0]
-            wanted = [first and (*first[:2], n, len(places)) for n in range(len(places))]
-            if places != wanted:
-                raise self.error(f"reads {some.key_blocks} as one, but they are in {places}")
 
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
@@ -184,12 +180,11 @@ class _Rank:
         return self._fly(_Message(send, self.step, self.sums.pop(item.sum)))
 
     def _receive(self, receive: Receive) -> _Message:
-        buffer = _buffer_of(receive)
-        taken = [m.transfer.item for m in self.flying if _overlap(m.buffer, buffer)]
+        buffer = (receive.item.kind, receive.buffer)
+        taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
         if taken:
             raise self.error(f"receives {receive.item} over {', '.join(map(str, taken))}")
-        held = self.blocks.items()
-        self.blocks = {item: where for item, where in held if not _overlap(where, buffer)}
+        self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
         return self._fly(_Message(receive, self.step, buffer=buffer))
 
     def _fly(self, message: _Message) -> _Message:
@@ -213,7 +208,7 @@ class _Rank:
         item, arrived = receive.item, sent.transfer.item
         if arrived != item:
             raise self.error(f"expects {item} from rank {receive.peer}, gets {arrived}")
-        buffer = _buffer_of(receive)
+        buffer = (item.kind, receive.buffer)
         if not item.kind.is_result:
             if item in self.unused:
                 raise self.error(f"gets {item} twice")
@@ -236,7 +231,7 @@ def _adds_twice(item: Item, tiles: _Sum) -> bool:
     """Whether several tiles added to a row of an item."""
     block = Kind.KV if item.kind is Kind.D_KV else Kind.QUERY
     rows = [tile.rows_of(block) for tile in tiles.elements()]
-    return sum(r.length for r in rows) != sum(r.length for r in joined(rows))
+    return sum(r.length for r in rows) != sum(r.length for r in union_of(rows))
 
 
 @dataclass

@@ -7,21 +7,22 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst.attention import context as contexts
+from megatron_burst.attention import preparing
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.plans.collector import without_collecting
 
 
 def test_it_stands_still_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    choose = contexts.choose
+    choose = preparing.choose
 
     def watched(*arguments: Any, **options: Any) -> Any:
         seen.append(gc.isenabled())
         return choose(*arguments, **options)
 
-    monkeypatch.setattr(contexts, "choose", watched)
+    monkeypatch.setattr(preparing, "choose", watched)
     x = torch.zeros(1, 8, 1, 8)
-    BurstContext.create(BurstConfig()).prepare(x, x, x, Mask.causal(), 1.0)
+    prepare(BurstContext.create(BurstConfig()), x, x, x, Mask.causal(), 1.0)
     assert seen == [False] and gc.isenabled()
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cost import Shape, Traffic, traffic
 from megatron_burst.plans.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.mask import Mask
@@ -18,7 +17,7 @@ from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.simulator import bytes_sent, simulate
 
-CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
+CHAIN, HOME = True, False
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
 SIZES |= {Kind.PARTIAL_D_KV: 11, Kind.PARTIAL_D_QUERY: 5}
 
@@ -112,7 +111,7 @@ def test_traffic_is_that_of_the_busiest_rank_and_nic() -> None:
 @pytest.mark.parametrize("returns", [CHAIN, HOME])
 @pytest.mark.parametrize("kind", [Kind.KV, Kind.QUERY])
 def test_traffic_of_flat_and_double_rings(
-    nodes: int, length: int, returns: GradientReturn, kind: Kind
+    nodes: int, length: int, returns: bool, kind: Kind
 ) -> None:
     ranks = nodes * length
     placed = [rank // length for rank in range(ranks)]
@@ -151,7 +150,7 @@ def test_a_node_is_sent_the_rows_that_it_needs() -> None:
     others = (range(12, 16), range(20, 24)), (range(24, 32),)
     tiling = Tiling(Layout((*shards, *others)), Mask.causal(documents=(0, 8, 16, 24, 32)))
     sizes = {Kind.KV: 8, Kind.D_KV: 80, Kind.PARTIAL_D_KV: 40}
-    sent = dict[GradientReturn, list[Traffic]]()
+    sent = dict[bool, list[Traffic]]()
     for back in (HOME, CHAIN):
         ring = Ring(tiling, Grid(((0, 1), (2, 3))), Kind.KV, back)
         passes = [ring.messages(backward=backward) for backward in (False, True)]

@@ -72,7 +72,7 @@ def test_heads_stay_where_memory_is_short_or_rings_are_asked_for() -> None:
         1,
         "another would hold 96.00 MiB more, and --burst-memory-mb allows 96.00 MiB",
     )
-    for name, value in (("topology", "flat"), ("backward", "kv"), ("blocks_per_call", 2)):
+    for name, value in (("topology", "flat"), ("backward", "kv")):
         asked: dict[str, Any] = {name: value}
         size, why = choose_degree(replace(AUTO, **asked), NODE, shape)
         assert size == 1 and "rings are asked for" in why

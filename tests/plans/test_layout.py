@@ -7,14 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plans.layout import (
-    Interval,
-    Layout,
-    contiguous,
-    segmented_zigzag,
-    striped,
-    zigzag,
-)
+from megatron_burst import BurstConfig
+from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.planning import make_layout
 from tests.tier import examples
 
 MAKERS = {
@@ -34,6 +30,14 @@ def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
         [6, 7, 8, 9],
     ]
     assert (layout.ranks, layout.local_tokens) == (4, 4)
+
+
+@pytest.mark.parametrize(("local", "count"), [(8192, 8), (4096, 4), (2048, 2), (16, 2), (12288, 8)])
+def test_as_many_segments_as_leave_a_chunk_512_rows(local: int, count: int) -> None:
+    config = BurstConfig(layout="segmented-zigzag")
+    assert make_layout(config, 4 * local, 4) == segmented_zigzag([4 * local // count] * count, 4)
+    with pytest.raises(ValueError, match="2 segments, each divisible by 2 x 4 ranks = 8"):
+        make_layout(config, 4 * 8 + 4, 4)
 
 
 def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.config import GradientReturn
+from megatron_burst.plans.band import Band
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Layout, contiguous, zigzag
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
@@ -25,7 +25,7 @@ from tests.tier import is_thorough, slow_if, some
 
 CHUNK = 4
 GQA = Shape(8192, 32, 8, 128, 128, 2, 4, sends_raw=True)  # of a Llama's heads
-RETURNS = (GradientReturn.CHAIN, GradientReturn.HOME)
+RETURNS = (True, False)
 # What is sent and how its gradients return; None: the forward, in which only keys are sent.
 KINDS = [(Kind.KV, None), *itertools.product((Kind.KV, Kind.QUERY), RETURNS)]
 
@@ -41,13 +41,18 @@ def make_grid(nodes: int, ranks_per_node: int, *, shuffled: bool = False) -> Gri
 class Variant:
     grid: Grid
     sent: Kind
-    returns: GradientReturn | None
+    returns: bool | None
     gather: bool = False
 
     def __str__(self) -> str:
         rows = f"{self.grid.nodes}x{self.grid.ranks_per_node}"
         ordered = sum(self.grid.rows, ()) == tuple(range(self.grid.ranks))
-        words = (rows, "" if ordered else "permuted", self.sent, self.returns or "forward")
+        words = (
+            rows,
+            "" if ordered else "permuted",
+            self.sent,
+            {True: "chain", False: "home", None: "forward"}[self.returns],
+        )
         return "-".join(filter(None, (*words, "gather" if self.gather else "")))
 
     @property
@@ -55,7 +60,7 @@ class Variant:
         return self.returns is not None
 
     def ring(self, layout: Layout, mask: Mask) -> Ring:
-        returns = self.returns or GradientReturn.CHAIN
+        returns = self.returns is not False
         return Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
 
     def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
@@ -161,9 +166,9 @@ def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case
     expected[Channel.READ_BETWEEN, kind] = nodes - 1
     if returns is not None:
         # A chain's last sum of a double ring comes from the next node: one hop more, to its owner.
-        more = returns is GradientReturn.CHAIN and nodes > 1 and length > 1
+        more = returns and nodes > 1 and length > 1
         summed = kind.gradient
-        part = summed if returns is GradientReturn.CHAIN else summed.partial
+        part = summed if returns else summed.partial
         of_node = part if length == 1 else summed
         expected[Channel.GRADIENT_WITHIN, part] = nodes * (length - 1) + more
         expected[Channel.GRADIENT_BETWEEN, of_node] = nodes - 1
@@ -283,7 +288,7 @@ def test_only_what_somebody_needs_is_sent(variant: Variant) -> None:
             found = Counter(s.channel for p in plans for s in p.sends if s.item.owner == owner)
             steps = steps_with_work(variant, layout, visible, owner)
             expected = reads_needed(steps)
-            if variant.returns:
+            if variant.returns is not None:
                 length = variant.grid.ranks_per_node
                 expected += gradients_needed(steps, length, variant.grid.nodes, variant.returns)
             assert found == expected, (layout, mask, owner)
@@ -321,18 +326,18 @@ def reads_needed(steps: list[list[int]]) -> Counter[Channel]:
 
 
 def gradients_needed(
-    steps: list[list[int]], length: int, nodes: int, returns: GradientReturn
+    steps: list[list[int]], length: int, nodes: int, returns: bool
 ) -> Counter[Channel]:
     within = between = 0
     for p, work in enumerate(steps):
         if not work:
             continue
-        if returns is GradientReturn.HOME:
+        if not returns:
             within += sum(s > 0 for s in work)
             between += p > 0
         else:  # from the first rank with a part to the node's last; in the owner's node to it
             within += length - 1 - min(work) + (p == 0)
-    if returns is GradientReturn.CHAIN and any(steps[1:]):
+    if returns and any(steps[1:]):
         between = nodes - min(p for p, work in enumerate(steps) if work and p)
         within += length > 1
     return Counter({Channel.GRADIENT_WITHIN: within, Channel.GRADIENT_BETWEEN: between})

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, 
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid
-from tests.plans.simulator import PlanError, simulate
+from tests.plans.simulator import PlanError, blocks_of, simulate
 
 FLAT = Grid(((0, 1, 2, 3),))
 DOUBLE = Grid(((0, 1), (2, 3)))
@@ -26,8 +27,10 @@ def make_plans(backward: bool, grid: Grid = FLAT, gather: bool = False) -> list[
     return [(ring.backward if backward else ring.forward)(rank) for rank in range(4)]
 
 
-def edit(plans: Sequence[Plan], rank: int, step: int, **changes: object) -> list[Plan]:
+def edit(plans: Sequence[Plan], rank: int, step: int, **changes: Any) -> list[Plan]:
     steps = list(plans[rank].steps)
+    if "tiles" in changes:
+        changes["blocks"] = tuple(b for tile in changes.pop("tiles") for b in blocks_of([tile]))
     steps[step] = replace(steps[step], **changes)
     return [replace(p, steps=tuple(steps)) if p.rank == rank else p for p in plans]
 

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_burst.plans.layout import Interval, contiguous, joined, zigzag
-from megatron_burst.plans.mask import Band, Mask
+from megatron_burst.plans.band import Band
+from megatron_burst.plans.interval import Interval, union_of
+from megatron_burst.plans.layout import contiguous, zigzag
+from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Tile, Tiles
 from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from tests.plans.simulator import blocks_of
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)
 LATE_HALF = Interval(4, 8)
@@ -58,7 +61,7 @@ def test_a_document_may_begin_at_any_row(begin: int) -> None:
 
 def test_rows_that_touch_or_overlap_are_sent_as_one() -> None:
     given = [Interval(4, 7), Interval(0, 2), Interval(2, 4), Interval(9, 10), Interval(5, 6)]
-    assert joined(given) == [Interval(0, 7), Interval(9, 10)]
+    assert union_of(given) == [Interval(0, 7), Interval(9, 10)]
 
 
 CAUSAL = [(n, n, Band.CAUSAL) for n in (1, 2, 3, 4, 5, 7, 8, 33)]
@@ -68,7 +71,7 @@ FULL = [(n, keys, Band.FULL) for n in (1, 2, 3, 4, 5, 7, 8, 33) for keys in (1, 
 @pytest.mark.parametrize(("rows", "keys", "band"), CAUSAL + FULL)
 def test_a_half_and_two_quarters_are_the_tile(rows: int, keys: int, band: Band) -> None:
     tile = Tile(3, 5, Interval(10, 10 + rows), Interval(20, 20 + keys), band)
-    parts = half_and_quarters([tile])
+    parts = half_and_quarters(*blocks_of([tile]))
     assert all(len(part) <= 1 for part in parts)
     pieces = [*itertools.chain(*parts)]
     assert {(piece.query_owner, piece.key_owner) for piece in pieces} == {(3, 5)}

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention import preparing
+from megatron_burst.attention.preparing import adopt, plan_ahead, prepare
 from megatron_burst.attention.saved import AttentionMemory
 from tests.workers import Team, WorkerPool
 
@@ -214,11 +216,11 @@ def asked_of(context: BurstContext, documents: tuple[int, ...]) -> list[Any]:
     """What a layer with a window and one without ask, the second in two passes."""
     x, found = torch.zeros(1, TOKENS, 2, 8), []
     mask = Mask.causal(documents=documents)
-    found.append(context.prepare(x, x, x, Mask.causal(window=2, documents=documents), 0.5))
+    found.append(prepare(context, x, x, x, Mask.causal(window=2, documents=documents), 0.5))
     memory = AttentionMemory(0.5)
-    found.append(context.prepare(x, x, x, mask, 1.0, memory=memory))
+    found.append(prepare(context, x, x, x, mask, 1.0, memory=memory))
     memory.save(4, x, x[..., 0].transpose(1, 2))
-    found.append(context.prepare(x, x, x, mask, 1.0, memory=memory))
+    found.append(prepare(context, x, x, x, mask, 1.0, memory=memory))
     return found
 
 
@@ -230,15 +232,15 @@ def test_plans_ahead_are_those_that_layers_ask_for(monkeypatch: pytest.MonkeyPat
     def mask_of(mask: Mask) -> Mask:
         return Mask.causal(window=mask.window, documents=next_ones)
 
-    assert context.plan_ahead(context.kinds, 2 * TOKENS, mask_of, None) == {}, (
+    assert plan_ahead(context, context.kept.document_calls, 2 * TOKENS, mask_of, None) == {}, (
         "a sequence of another length"
     )
-    before = dict(context._calls)
-    plans = context.plan_ahead(context.kinds, TOKENS, mask_of, None)
-    assert len(plans) == 3 and context._calls == before
-    context.adopt(plans)
+    before = dict(context.kept.calls)
+    plans = plan_ahead(context, context.kept.document_calls, TOKENS, mask_of, None)
+    assert len(plans) == 3 and context.kept.calls == before
+    adopt(context, plans)
     expected = asked_of(fresh, next_ones)
-    monkeypatch.setattr(BurstContext, "_plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(preparing, "_plan", lambda *_: pytest.fail("planned again"))
     for call, other in zip(asked_of(context, next_ones), expected, strict=True):
         for name in ("forward_plan", "backward_plan", "scale", "first_saved_row"):
             assert getattr(call, name) == getattr(other, name), name

@@ -52,7 +52,7 @@ from megatron_burst.plugin.hooks.sequence_hooks import (  # noqa: E402
     replace_rotary,
 )
 
-SEGMENTED = BurstConfig(layout="segmented-zigzag", segments=2)
+SEGMENTED = BurstConfig(layout="segmented-zigzag")
 BALANCED = BurstConfig(layout="balanced")
 
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_burst.config import GradientReturn
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
@@ -47,13 +46,13 @@ STRIPED = Tiling(striped(TOKENS, RANKS), Mask.causal())
 TWICE = Tiling(segmented_zigzag([48, 48], RANKS), replace(Mask.causal(), query_stop=48))
 WAYS = {
     "flat": Ring(CAUSAL, FLAT),
-    "flat query home": Ring(CAUSAL, FLAT, Kind.QUERY, GradientReturn.HOME),
+    "flat query home": Ring(CAUSAL, FLAT, Kind.QUERY),
     "double": Ring(CAUSAL, GRID),
-    "double query home": Ring(CAUSAL, GRID, Kind.QUERY, GradientReturn.HOME),
+    "double query home": Ring(CAUSAL, GRID, Kind.QUERY),
     "mesh": Mesh(CAUSAL, FLAT, 2),
     "mesh of queries": Mesh(CAUSAL, FLAT, 3, Kind.QUERY),
     "gathered": Ring(CAUSAL, FLAT, gather=True),
-    "window": Ring(WINDOW, GRID, Kind.QUERY, GradientReturn.HOME),
+    "window": Ring(WINDOW, GRID, Kind.QUERY),
     "direct": Direct(WINDOW, GRID),
     "direct documents": Direct(PACKED, GRID, Kind.QUERY),
     "documents": Ring(PACKED, GRID),

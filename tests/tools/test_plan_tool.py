@@ -396,10 +396,9 @@ def test_an_all_to_all_runs_again_even_where_all_results_are_kept() -> None:
 
 
 def test_flags_from_a_command_line_have_their_types() -> None:
-    flags = asked("--run toy -- --burst-ranks-per-node 4 --burst-segments 4")
+    flags = asked("--run toy -- --burst-ranks-per-node 4")
     found = rank(flags, CONFIGS.cluster("h100"), 4, [])
     assert found[0].load.config.ranks_per_node == 4
-    assert "burst-segments" not in found[0].flags
     assert found[0].command().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")
 
 

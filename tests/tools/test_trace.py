@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def planned(plan: Plan) -> tuple[int, int, int]:
-    calls = sum(len(calls_of(step.tiles)) for step in plan.steps)
+    calls = sum(len(calls_of(step.blocks)) for step in plan.steps)
     return calls, len(plan.sends), len(plan.receives)
 
 
@@ -53,7 +53,7 @@ def profiled(team: Team, settings: dict[str, Any], mask: Mask, directory: Path) 
     sent = context.bytes_sent - sent
     attend()
     profiler.export_chrome_trace(str(directory / f"rank-{team.rank}.json.gz"))
-    (call,) = context._calls.values()
+    (call,) = context.kept.calls.values()
     return {
         "forward": planned(call.forward_plan),
         "backward": planned(call.backward_plan),

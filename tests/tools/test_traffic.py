@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
-from megatron_burst.config import GradientReturn
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.plans.head_parallel import head_groups
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -21,7 +21,7 @@ from tests.plans.simulator import bytes_sent
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 from rows import attention_alone  # noqa: E402
 
-CHAIN, HOME = GradientReturn.CHAIN, GradientReturn.HOME
+CHAIN, HOME = True, False
 GRIDS = [(1, 2), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (3, 2), (2, 8), (4, 3), (3, 5)]
 RINGS = {
     "ring flat": {"algorithm": "ring", "topology": "flat"},
@@ -58,7 +58,7 @@ def blocks(tokens: int, heads: int, kv_heads: int) -> dict[str, int]:
     }
 
 
-def times(nodes: int, length: int, double: bool, returns: GradientReturn | None) -> tuple[int, int]:
+def times(nodes: int, length: int, double: bool, returns: bool | None) -> tuple[int, int]:
     """How many blocks, or with `returns` gradients, leave a rank, and of them its node."""
     ranks = nodes * length
     if double:
@@ -71,10 +71,12 @@ def times(nodes: int, length: int, double: bool, returns: GradientReturn | None)
 
 
 def on_paper(
-    nodes: int, length: int, name: str, returns: GradientReturn, size: dict[str, int]
+    nodes: int, length: int, name: str, size: dict[str, int]
 ) -> tuple[list[int], list[int]]:
     """What a rank sends, and of that to other nodes, forward and backward."""
     block, gradient = ("Q", "dQ") if "query" in name else ("KV", "dKV")
+    leaves_the_node = nodes > 1 and "flat" in name
+    returns = HOME if "burst" in name and not leaves_the_node else CHAIN
     reads = times(nodes, length, "double" in name, None)
     returned = times(nodes, length, "double" in name, returns)
     part = size[gradient] // (1 + (returns is HOME))  # of a tile: in bfloat16
@@ -92,29 +94,25 @@ def counted(load: Workload) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize(("nodes", "length"), GRIDS)
 @pytest.mark.parametrize("kv_heads", [24, 8, 3])
-@pytest.mark.parametrize("returns", [CHAIN, HOME])
-def test_what_plans_send_is_what_the_formulas_say(
-    nodes: int, length: int, kv_heads: int, returns: GradientReturn
-) -> None:
+def test_what_plans_send_is_what_the_formulas_say(nodes: int, length: int, kv_heads: int) -> None:
     size = blocks(TOKENS, 24, kv_heads)
     for name, config in RINGS.items():
-        load = workload(nodes, length, 24, kv_heads, gradient_return=returns, **config)
-        assert counted(load) == on_paper(nodes, length, name, returns, size), name
+        load = workload(nodes, length, 24, kv_heads, **config)
+        assert counted(load) == on_paper(nodes, length, name, size), name
 
 
 @pytest.mark.parametrize(("nodes", "length", "size"), [(1, 4, 2), (2, 2, 2), (2, 8, 4), (3, 4, 2)])
 @pytest.mark.parametrize("kv_heads", [24, 2, 1])
-@pytest.mark.parametrize("returns", [CHAIN, HOME])
 def test_a_hybrid_sends_what_its_rings_and_its_all_to_all_send(
-    nodes: int, length: int, size: int, kv_heads: int, returns: GradientReturn
+    nodes: int, length: int, size: int, kv_heads: int
 ) -> None:
     copied = max(kv_heads, size)
     exchanged = TOKENS * (24 + copied) * 2 * DIM * 2 * (size - 1) // size
     of_ring = blocks(TOKENS * size, 24 // size, copied // size)
     for name in set(RINGS) - {"allgather"}:
-        config = {**RINGS[name], "gradient_return": returns, "head_parallel_size": size}
+        config = {**RINGS[name], "head_parallel_size": size}
         load = workload(nodes, length, 24, kv_heads, **config)
-        expected = on_paper(nodes, length // size, name, returns, of_ring)
+        expected = on_paper(nodes, length // size, name, of_ring)
         expected = [[each[0] + exchanged, each[1]] for each in expected]
         assert list(counted(load)) == expected, name
 
@@ -150,5 +148,5 @@ def test_each_way_is_what_a_context_sends(
             torch.zeros(1, TOKENS, count, DIM, dtype=torch.bfloat16)
             for count in (heads[0], heads[1], heads[1])
         )
-        plan = context.prepare(q, k, v, Mask.causal(), 1.0).backward_plan
+        plan = prepare(context, q, k, v, Mask.causal(), 1.0).backward_plan
         assert counted(load)[1][0] == bytes_sent(plan, ring.shape.item_bytes()), config

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from megatron_burst import pretrain_gpt
-from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention import preparing
 from megatron_burst.transport.agreement import Agreement
 
 
@@ -17,11 +17,11 @@ def main() -> None:
     from megatron_burst.plugin import attach
 
     counts: Counter[str] = Counter()
-    plan, compare = BurstContext._plan, Agreement.compare
+    plan, compare = preparing._plan, Agreement.compare
 
-    def counting_plan(self: BurstContext, asked: Any) -> Any:
+    def counting_plan(context: Any, asked: Any) -> Any:
         counts[threading.current_thread().name] += 1
-        return plan(self, asked)
+        return plan(context, asked)
 
     def counting_comparison(self: Agreement, said: Any, *, waits: bool) -> None:
         planned = counts[threading.current_thread().name]
@@ -29,7 +29,7 @@ def main() -> None:
         counts["before"] = planned
         compare(self, said, waits=waits)
 
-    BurstContext._plan, Agreement.compare = counting_plan, counting_comparison
+    preparing._plan, Agreement.compare = counting_plan, counting_comparison
     if sys.argv.pop() == "asked":
         attach._ahead = lambda *_: None
     pretrain_gpt.main()

@@ -174,7 +174,7 @@ def test_segmented_zigzag(packed_runs: Callable[..., Log], block_mask: str, mask
 def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) -> None:
     flags = f"{DOCUMENTS} {block_mask} {WINDOW}"
     one = packed_runs(1, flags)
-    found = packed_runs(4, f"{flags} {CP2} {PP2} {SEGMENTED} --burst-segments 4")
+    found = packed_runs(4, f"{flags} {CP2} {PP2} {SEGMENTED}")
     report("everything at once", largest_difference(found, one, STEPS), TOLERANCE)
 
 

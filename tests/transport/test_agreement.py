@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention import context as contexts
+from megatron_burst.attention import preparing
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS
 from megatron_burst.kernels.cpu import CpuKernel
@@ -138,7 +138,7 @@ def takes_another_kernel(team: Team) -> str:
     context = team.context(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         if team.rank == 1:
-            patch.setattr(contexts, "select_kernel", lambda *_: KERNELS["reference"])
+            patch.setattr(preparing, "select_kernel", lambda *_: KERNELS["reference"])
         return error_of(lambda: call(context))
 
 
@@ -173,8 +173,8 @@ def cannot_alone(team: Team, how: str) -> tuple[str, float]:
         elif team.rank == 1 and how != "before it calls":
             odd = {} if how == "at first" else {"softmax_scale": 0.5}
             error = ValueError("no kernel here")
-            patch.setattr(contexts, "select_kernel", lambda *_: raised(error))
-            patch.setattr(BurstContext, "_call", BurstContext._plan)
+            patch.setattr(preparing, "select_kernel", lambda *_: raised(error))
+            patch.setattr(preparing, "_call", preparing._plan)
         text = error_of(lambda: in_a_layer(context, how, team.rank, odd))
     call(context)
     return text, time.monotonic() - began

@@ -188,26 +188,13 @@ class OnNccl:
         return self
 
 
-@pytest.mark.parametrize(
-    ("asked", "given", "adopted", "high"),
-    [
-        (False, False, True, False),
-        (True, False, False, True),
-        (True, True, True, True),
-        (False, True, True, True),  # as Megatron's --high-priority-stream-groups wants it
-    ],
-)
+@pytest.mark.parametrize("high", [False, True])  # as --high-priority-stream-groups makes it
 @pytest.mark.parametrize("in_hierarchy", [False, True])  # whose names are cp, and hcp
-def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
-    monkeypatch: pytest.MonkeyPatch,
-    asked: bool,
-    given: bool,
-    adopted: bool,
-    high: bool,
-    in_hierarchy: bool,
+def test_streams_have_high_priority_as_the_callers_group(
+    monkeypatch: pytest.MonkeyPatch, high: bool, in_hierarchy: bool
 ) -> None:
-    hierarchy = [OnNccl(given) for _ in range(2)]
-    group = OnNccl(given and not in_hierarchy)
+    hierarchy = [OnNccl(high) for _ in range(2)]
+    group = OnNccl(high and not in_hierarchy)
     made: list[SimpleNamespace] = []
 
     def new_group(ranks: object, limit: object = None, **kwargs: object) -> SimpleNamespace:
@@ -219,30 +206,16 @@ def test_streams_have_high_priority_as_asked_or_as_the_callers_group(
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
-    config, grid = BurstConfig(high_priority_streams=asked), Grid(((0, 1), (2, 3)))
+    config, grid = BurstConfig(), Grid(((0, 1), (2, 3)))
     found = make_groups(config, group, grid, hierarchy if in_hierarchy else None)
     callers = hierarchy if in_hierarchy else [group]
     channels = list(found.channels.values())
     assert set(found.channels) == {*WITHIN, *BETWEEN}
-    assert [any(g is c for c in channels) for g in callers] == [adopted] * len(callers)
+    assert [any(g is c for c in channels) for g in callers] == [True] * len(callers)
     options = [group.pg_options for group in channels if group not in callers]
-    assert len(options) == 4 - adopted * len(callers)
+    assert len(options) == 4 - len(callers)
     assert [o is not None and o.is_high_priority_stream for o in options] == [high] * len(options)
     assert len({id(o) for o in options if o}) == high * len(options), "torch writes into each"
-
-
-def priority_on_gloo(team: Team) -> str:
-    try:
-        team_groups = BurstConfig(high_priority_streams=True), team.group, flat_grid(2), None
-        make_groups(*team_groups)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_gloo_has_no_streams_to_give_priority(workers: WorkerPool) -> None:
-    text = "--burst-high-priority-streams is for NCCL, and the backend is gloo: drop it"
-    assert workers.run(2, priority_on_gloo) == [text] * 2
 
 
 def refused(_: Team) -> str:

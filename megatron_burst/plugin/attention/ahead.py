@@ -22,7 +22,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
-from megatron_burst.attention.context import BurstContext, Kinds, Plans
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.kept import DocumentCalls
+from megatron_burst.attention.preparing import Plans, adopt
 from megatron_burst.plugin.attention.documents import PackedDocuments, digest_of, with_tensors
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.transport.groups import make_gloo_group
@@ -110,7 +112,7 @@ class Ahead:
             return read(packed)
         documents, planned = found.result()
         for context, plans in planned:
-            context.adopt(plans)
+            adopt(context, plans)
         return with_tensors(documents, packed)
 
     def packed(self, item: Mapping[str, Any]) -> PackedSeqParams:
@@ -159,7 +161,7 @@ class Ahead:
                 done.set_exception(error)
 
     def _prepare(
-        self, items: list[dict[str, Any]], read: Read, kinds: dict[BurstContext, Kinds]
+        self, items: list[dict[str, Any]], read: Read, kinds: dict[BurstContext, DocumentCalls]
     ) -> _Prepared:
         """Read and plan what the source has announced; where one rank cannot, none may take it."""
         ours = [self.packed(flatten_batch_for_packed_sequences(item)) for item in items]
@@ -204,7 +206,7 @@ class Ahead:
         return "; ".join(f"rank {rank}: {text}" for rank, text in said if text)
 
     def _plan(
-        self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, Kinds]
+        self, packed: PackedSeqParams, read: Read, kinds: dict[BurstContext, DocumentCalls]
     ) -> Future[_Planned]:
         planned: Future[_Planned] = Future()
         try:

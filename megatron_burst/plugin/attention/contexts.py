@@ -56,5 +56,5 @@ class Contexts:
     @property
     def means(self) -> Means:
         """Of the context whose ranks have the most uneven work."""
-        every = (context.means for context in self)
+        every = (context.kept.means for context in self)
         return max(every, key=attrgetter("imbalance"), default=Means())

@@ -14,7 +14,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.attention.keys import ExpandedLatents, expand
 from megatron_burst.attention.verify import Finding, compare
-from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.interval import Interval
 from megatron_burst.plans.plan import Item, Kind
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.tools import verify
@@ -33,10 +33,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "topology": "flat",
         "grad_dtype": "model",
     },
-    "kv ring, gradients by a chain": _KV | {"gradient_return": "chain"},
-    "kv ring, four blocks a call": {**_KV, "blocks_per_call": 4},
     "mesh": {"topology": "mesh"},
-    "mesh, four blocks a call": {"backward": "kv", "topology": "mesh", "blocks_per_call": 4},
     "auto": {},  # under documents and block masks a direct exchange
     "ring": {"algorithm": "ring"},
     "allgather": {"algorithm": "allgather"},
@@ -69,8 +66,6 @@ def check(device: Device) -> Iterator[Check]:
 
 
 def _placed(setting: str, ranks: int, per_node: int) -> tuple[int, ...]:
-    if setting == "mesh, four blocks a call":  # of two that come to each of a node's ranks
-        ranks, per_node = 12, 3
     nodes = tuple(rank // per_node for rank in range(ranks))
     # A mesh has at least two rows and two columns.
     return tuple(range(4)) if setting == "mesh" and nodes[-1] < 3 else nodes

@@ -15,7 +15,7 @@ from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
-_CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", "burst-segments", _FRACTION)
+_CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", _FRACTION)
 _FINALISTS = 4
 
 

@@ -98,8 +98,7 @@ def _tiling(layout: Layout, mask: Mask) -> Tiling:
 def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     """Return the kinds of what ranks have of others in the backward: buffers, and sums.
 
-    Ranks that send, receive and compute in the same steps have the same; where a call takes several
-    blocks, those in one place of their nodes.
+    Ranks that send, receive and compute in the same steps have the same.
     """
     choice, shape = chosen(ring)
     schedule, sizes = choice.backward[0].schedule, shape.item_bytes()
@@ -110,9 +109,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
             rows.append(np.zeros(ends.shape, bool))
             np.put_along_axis(rows[-1], ends, loads.sizes > 0, axis=1)
     alike = np.packbits(np.concatenate(rows), axis=0).T
-    place = {rank: place for row in ring.grid.rows for place, rank in enumerate(row)}
-    several = schedule.blocks_per_call > 1
-    ranks = {(steps.tobytes(), several and place[r]): r for r, steps in enumerate(alike)}.values()
+    ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
     return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
 

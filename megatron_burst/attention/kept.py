@@ -1,0 +1,55 @@
+"""What calls of one group leave for the next ones."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from megatron_burst.attention.asked import Asked
+from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.head_exchange import HeadExchange
+from megatron_burst.attention.log import Means
+from megatron_burst.kernels import Kernel
+from megatron_burst.plans.layout import Layout
+
+_KEPT = 64  # more than the masks of one step
+
+
+class Recent[Key: Hashable, Value](dict[Key, Value]):
+    """The last values that were asked for: with documents every batch has its own mask."""
+
+    def recall(self, key: Key, make: Callable[[], Value]) -> Value:
+        """Return what is kept, or make it."""
+        found = self.pop(key, None)
+        return self.keep(key, make() if found is None else found)
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """Put a value last, forget the first, and return it."""
+        self[key] = value
+        if len(self) > _KEPT:
+            del self[next(iter(self))]
+        return value
+
+
+type DocumentCalls = tuple[tuple[Asked, float | None], ...]
+"""What calls with documents ask for, but the documents, and which fraction they recompute."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """What calls of one group leave for the next ones."""
+
+    calls: Recent[Asked, AttentionCall] = field(default_factory=Recent)
+    ready: Recent[tuple[object, ...], AttentionCall] = field(default_factory=Recent)
+    """With their scale and pass."""
+    exchanges: Recent[int | Layout, HeadExchange] = field(default_factory=Recent)
+    with_documents: Recent[tuple[Asked, float | None], None] = field(default_factory=Recent)
+    means: Means = field(default_factory=Means)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of the last call."""
+        return next(reversed(self.ready.values())).kernel
+
+    @property
+    def document_calls(self) -> DocumentCalls:
+        """What calls with documents have asked for so far: at one point, of all ranks the same."""
+        return tuple(self.with_documents)
