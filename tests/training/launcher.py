@@ -56,11 +56,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_BURST_CPU": "1"}
 
 
-def train(directory: Path, ranks: int, *flags: str, timeout: float = LONGEST) -> Log:
+def train(
+    directory: Path,
+    ranks: int,
+    *flags: str,
+    timeout: float = LONGEST,
+    module: str = "megatron_burst.pretrain_gpt",
+) -> Log:
     """Run a job to its end and return its log; AssertionError with what it printed if it fails."""
     tensorboard = directory / "tensorboard"
     flags = ("--tensorboard-dir", str(tensorboard), *flags)
-    text = run_module("megatron_burst.pretrain_gpt", directory, ranks, *flags, timeout=timeout)
+    text = run_module(module, directory, ranks, *flags, timeout=timeout)
     scalars = read_scalars(tensorboard)
     return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
 
