@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""Measures the memory that a training on one rank really takes: what a saving saves, and a limit.
+
+    python scripts/bench/memory.py [--steps 20]
+
+Hybrid models without M layers on the CPU platform, a process for each training, float32, attention
+under a window, for that of so many tokens would take a CPU hours:
+
+* 65536 tokens with and without --mlp-chunks: the peak of resident memory, beside the peak that
+  LiveBytes counts over the tensors of the same training.
+* 131072 tokens under a limit: what does not fit ends in torch's allocator, what fits trains for
+  --steps steps. The limit is RLIMIT_DATA, on the private memory that a process may write to,
+  touched or not: harder than one on resident memory, and any user may set it.
+
+--recompute-offload is left out: the memory of a CPU is the host's, so that the copy counts as well.
+"""
+
+import argparse
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from harness import MIB, Flags, Row, origin, progress, publish, table
+
+GIB = 2**30
+MODULE = ("-m", "megatron_burst.pretrain")
+COUNTED = """
+from megatron_burst.pretrain import main
+from megatron_burst.tools.live_bytes import LiveBytes
+with LiveBytes() as live:
+    main()
+print("counted peak:", live.peak, flush=True)
+"""
+COMMON = """
+    --disable-bias-linear --swiglu --position-embedding-type rope --normalization RMSNorm
+    --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257
+    --null-tokenizer-eod-id 256 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3
+    --lr-decay-style constant --split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --context-parallel-algo burst --window-size 127,0
+"""
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LOSS, MLP = "--lm-head-loss chunked", "--mlp-chunks auto"
+SAVINGS = {
+    "none": "",
+    "recompute": RECOMPUTE,
+    "recompute, chunked loss": f"{RECOMPUTE} {LOSS}",
+    "recompute, MLPs in chunks": f"{RECOMPUTE} {MLP}",
+    "recompute, chunked loss, MLPs in chunks": f"{RECOMPUTE} {LOSS} {MLP}",
+}
+# Where an MLP is widest: 3.5 times as wide as the hidden states, as an 8B model's.
+SAVED = f"--hybrid-layer-pattern *-*- --num-attention-heads 4 --train-iters 2 {RECOMPUTE} {LOSS}"
+# So wide, with so large a vocabulary, that little work takes much memory.
+LIMITED = """
+    --hybrid-layer-pattern *- --num-attention-heads 1 --hidden-size 32 --ffn-hidden-size 2048
+    --make-vocab-size-divisible-by 8192
+"""
+
+
+class Training(NamedTuple):
+    """What a training left behind."""
+
+    failed: bool
+    resident: int  # bytes, at most
+    losses: list[float]
+    text: str
+
+
+def train(flags: str, tokens: int, how: Sequence[str] = MODULE, limit: int = 0) -> Training:
+    """Run a training in a process of its own, under a limit in bytes if it has one."""
+    shape = f"--seq-length {tokens} --max-position-embeddings {tokens}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    own = {"MEGATRON_BURST_CPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    # Large blocks go back to the system when they are freed, so that what is resident lives.
+    own |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    bound = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit)) if limit else None
+    line = [sys.executable, *how, *COMMON.split(), *shape.split(), *flags.split()]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            line, stdout=log, stderr=log, env=os.environ | own, preexec_fn=bound
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        log.seek(0)
+        text = log.read()
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
+    if status and not (limit and "can't allocate memory" in text):
+        sys.exit(f"a training failed:\n{text[-4000:]}")
+    return Training(status != 0, used.ru_maxrss * 1024, losses, text)
+
+
+def saved(args: argparse.Namespace, data: str) -> Iterator[Row]:
+    """Yield what MLPs in chunks save, resident and counted."""
+    width = f"--hidden-size {args.hidden} --ffn-hidden-size {7 * args.hidden // 2}"
+    for name, more in {"whole": "", "in chunks": MLP}.items():
+        progress(f"{args.tokens} tokens, MLPs {name}")
+        flags = f"{data} {SAVED} {width} {more}"
+        counted = train(flags, args.tokens, ("-c", COUNTED)).text
+        (peak,) = re.findall(r"counted peak: (\d+)", counted)
+        measured = train(flags, args.tokens).resident
+        yield {"mlp": name, "tokens": args.tokens, "resident": measured, "counted": int(peak)}
+
+
+def limited(args: argparse.Namespace, data: str) -> Iterator[Row]:
+    """Yield how trainings end under the limit."""
+    for name, savings in SAVINGS.items():
+        progress(f"{args.limited_tokens} tokens within {args.limit} MiB, savings: {name}")
+        flags = f"{data} {LIMITED} {savings} --train-iters {args.steps}"
+        ended = train(flags, args.limited_tokens, limit=args.limit * MIB)
+        yield {
+            "savings": name,
+            "tokens": args.limited_tokens,
+            "limit": args.limit * MIB,
+            "fits": not ended.failed,
+            "steps": len(ended.losses),
+            "resident": ended.resident,
+            "first_loss": ended.losses[0] if ended.losses else "",
+            "last_loss": ended.losses[-1] if ended.losses else "",
+        }
+
+
+PAGE = """
+# Memory that a training on one rank takes
+
+Trainings on the CPU platform, float32, of hybrid models without M layers, attention under a window
+of 128 tokens. Resident is the largest resident memory of the process, with Python, its libraries
+and the optimizer.
+
+## MLPs in chunks
+
+{tokens} tokens, pattern `*-*-`, hidden size {hidden}, MLPs gated and 3.5 times as wide, full
+recompute and the chunked loss in both. Counted is the largest sum of the bytes of living tensors.
+
+{chunks}
+
+## A limit
+
+{limited_tokens} tokens, pattern `*-`, hidden size 32, MLP gated and 2048 wide, 8192 rows of
+vocabulary, {steps} steps within {limit} MiB of RLIMIT_DATA: private memory that the process may
+write to, touched or not. What does not fit ends with torch's "can't allocate memory".
+
+{limits}
+
+`--recompute-offload` is not among the savings: a CPU's memory is the host's, so that copies there
+count as well.
+"""
+
+
+def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
+    made = Flags(__doc__)
+    numbers = {"tokens": 65536, "hidden": 128, "limited-tokens": 131072, "limit": 8192, "steps": 20}
+    for name, number in numbers.items():
+        made.add_argument(f"--{name}", type=int, default=number)
+    return made.read(given)
+
+
+def main() -> None:
+    args = flags()
+    here = origin()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = [sys.executable, "-m", "megatron_burst", "corpus", "--output", folder]
+        subprocess.run(corpus, check=True, stdout=subprocess.DEVNULL)
+        data = f"--data-path {folder}/corpus --data-cache-path {folder}"
+        chunks, limits = [*saved(args, data)], [*limited(args, data)]
+    publish(
+        args,
+        "memory",
+        PAGE,
+        [*chunks, *limits],
+        here,
+        chunks=_chunks(chunks),
+        limits=_limits(limits),
+    )
+
+
+def _chunks(rows: Sequence[Row]) -> str:
+    whole, cut = rows
+    lines = [
+        [row["mlp"], *(f"{row[n] / MIB:.0f}" for n in ("resident", "counted"))] for row in rows
+    ]
+    resident, counted = (whole[name] - cut[name] for name in ("resident", "counted"))
+    lines.append(["saved", f"{resident / MIB:.0f}", f"{counted / MIB:.0f}"])
+    made = table(["MLPs", "MiB resident", "MiB counted"], lines)
+    return f"{made}\n\nMeasured against counted: {resident / counted - 1:+.1%} apart."
+
+
+def _limits(rows: Sequence[Row]) -> str:
+    def cells(row: Row) -> Iterator[str]:
+        yield row["savings"]
+        yield "fits" if row["fits"] else "does not fit"
+        yield str(row["steps"])
+        yield f"{row['resident'] / GIB:.1f}"
+        yield f"{row['first_loss']:.3f} to {row['last_loss']:.3f}" if row["steps"] else ""
+
+    head = ["savings", "within the limit", "steps", "GiB resident", "loss"]
+    return table(head, map(cells, rows), words=2)
+
+
+if __name__ == "__main__":
+    main()
