@@ -33,7 +33,7 @@ from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.cpu import platform as cpu_platform
 from megatron_burst.plugin.files import complete_checkpoints, data_indices
 from megatron_burst.plugin.files.data_files import check_data_files
-from megatron_burst.plugin.hooks.host_room import HostRoom
+from megatron_burst.plugin.hooks.host_room import HostRoom, optimizer_share
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
@@ -231,7 +231,7 @@ def _hooks(
         if shared.config.recompute_offload:
             tokens = tokens_of_rank(args)
             assert tokens is not None
-            yield HostRoom(tokens, shared.config.recompute_fraction)
+            yield HostRoom(tokens, shared.config.recompute_fraction, optimizer_share(args))
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers

@@ -12,7 +12,8 @@ under a window, for that of so many tokens would take a CPU hours:
   --steps steps. The limit is RLIMIT_DATA, on the private memory that a process may write to,
   touched or not: harder than one on resident memory, and any user may set it.
 
---recompute-offload is left out: the memory of a CPU is the host's, so that the copy counts as well.
+With --jobs several trainings run at the same time; no time is measured. --recompute-offload is left
+out: the memory of a CPU is the host's, so that the copy counts as well.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -47,6 +49,7 @@ COMMON = """
 """
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOSS, MLP = "--lm-head-loss chunked", "--mlp-chunks auto"
+MLPS = {"whole": "", "in chunks": MLP}
 SAVINGS = {
     "none": "",
     "recompute": RECOMPUTE,
@@ -55,11 +58,11 @@ SAVINGS = {
     "recompute, chunked loss, MLPs in chunks": f"{RECOMPUTE} {LOSS} {MLP}",
 }
 # Where an MLP is widest: 3.5 times as wide as the hidden states, as an 8B model's.
-SAVED = f"--hybrid-layer-pattern *-*- --num-attention-heads 4 --train-iters 2 {RECOMPUTE} {LOSS}"
+SAVED = f"--hybrid-layer-pattern *-*- --num-attention-heads 4 --train-iters 1 {RECOMPUTE} {LOSS}"
 # So wide, with so large a vocabulary, that little work takes much memory.
 LIMITED = """
     --hybrid-layer-pattern *- --num-attention-heads 1 --hidden-size 32 --ffn-hidden-size 2048
-    --make-vocab-size-divisible-by 8192
+    --make-vocab-size-divisible-by 4096
 """
 
 
@@ -97,34 +100,32 @@ def train(flags: str, tokens: int, how: Sequence[str] = MODULE, limit: int = 0) 
     return Training(status != 0, used.ru_maxrss * 1024, losses, text)
 
 
-def saved(args: argparse.Namespace, data: str) -> Iterator[Row]:
-    """Yield what MLPs in chunks save, resident and counted."""
+def saved(args: argparse.Namespace, data: str, name: str) -> Row:
+    """Return the memory of a training with MLPs `name`, resident and counted."""
     width = f"--hidden-size {args.hidden} --ffn-hidden-size {7 * args.hidden // 2}"
-    for name, more in {"whole": "", "in chunks": MLP}.items():
-        progress(f"{args.tokens} tokens, MLPs {name}")
-        flags = f"{data} {SAVED} {width} {more}"
-        counted = train(flags, args.tokens, ("-c", COUNTED)).text
-        (peak,) = re.findall(r"counted peak: (\d+)", counted)
-        measured = train(flags, args.tokens).resident
-        yield {"mlp": name, "tokens": args.tokens, "resident": measured, "counted": int(peak)}
+    flags = f"{data} {SAVED} {width} {MLPS[name]}"
+    counted = train(flags, args.tokens, ("-c", COUNTED)).text
+    (peak,) = re.findall(r"counted peak: (\d+)", counted)
+    measured = train(flags, args.tokens).resident
+    progress(f"{args.tokens} tokens, MLPs {name}: {measured / MIB:.0f} MiB, counted {peak}")
+    return {"mlp": name, "tokens": args.tokens, "resident": measured, "counted": int(peak)}
 
 
-def limited(args: argparse.Namespace, data: str) -> Iterator[Row]:
-    """Yield how trainings end under the limit."""
-    for name, savings in SAVINGS.items():
-        progress(f"{args.limited_tokens} tokens within {args.limit} MiB, savings: {name}")
-        flags = f"{data} {LIMITED} {savings} --train-iters {args.steps}"
-        ended = train(flags, args.limited_tokens, limit=args.limit * MIB)
-        yield {
-            "savings": name,
-            "tokens": args.limited_tokens,
-            "limit": args.limit * MIB,
-            "fits": not ended.failed,
-            "steps": len(ended.losses),
-            "resident": ended.resident,
-            "first_loss": ended.losses[0] if ended.losses else "",
-            "last_loss": ended.losses[-1] if ended.losses else "",
-        }
+def limited(args: argparse.Namespace, data: str, name: str) -> Row:
+    """Return how a training with these savings ends under the limit."""
+    flags = f"{data} {LIMITED} {SAVINGS[name]} --train-iters {args.steps}"
+    ended = train(flags, args.limited_tokens, limit=args.limit * MIB)
+    progress(f"{args.limited_tokens} tokens, savings: {name}: {len(ended.losses)} steps")
+    return {
+        "savings": name,
+        "tokens": args.limited_tokens,
+        "limit": args.limit * MIB,
+        "fits": not ended.failed,
+        "steps": len(ended.losses),
+        "resident": ended.resident,
+        "first_loss": ended.losses[0] if ended.losses else "",
+        "last_loss": ended.losses[-1] if ended.losses else "",
+    }
 
 
 PAGE = """
@@ -143,7 +144,7 @@ recompute and the chunked loss in both. Counted is the largest sum of the bytes 
 
 ## A limit
 
-{limited_tokens} tokens, pattern `*-`, hidden size 32, MLP gated and 2048 wide, 8192 rows of
+{limited_tokens} tokens, pattern `*-`, hidden size 32, MLP gated and 2048 wide, 4096 rows of
 vocabulary, {steps} steps within {limit} MiB of RLIMIT_DATA: private memory that the process may
 write to, touched or not. What does not fit ends with torch's "can't allocate memory".
 
@@ -157,6 +158,7 @@ count as well.
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = Flags(__doc__)
     numbers = {"tokens": 65536, "hidden": 128, "limited-tokens": 131072, "limit": 8192, "steps": 20}
+    numbers |= {"jobs": 1}
     for name, number in numbers.items():
         made.add_argument(f"--{name}", type=int, default=number)
     return made.read(given)
@@ -169,16 +171,12 @@ def main() -> None:
         corpus = [sys.executable, "-m", "megatron_burst", "corpus", "--output", folder]
         subprocess.run(corpus, check=True, stdout=subprocess.DEVNULL)
         data = f"--data-path {folder}/corpus --data-cache-path {folder}"
-        chunks, limits = [*saved(args, data)], [*limited(args, data)]
-    publish(
-        args,
-        "memory",
-        PAGE,
-        [*chunks, *limits],
-        here,
-        chunks=_chunks(chunks),
-        limits=_limits(limits),
-    )
+        with ThreadPoolExecutor(args.jobs) as pool:
+            limits = [pool.submit(limited, args, data, name) for name in reversed(SAVINGS)]
+            chunks = [pool.submit(saved, args, data, name) for name in MLPS]
+            rows = [each.result() for each in (*chunks, *reversed(limits))]
+    tables = {"chunks": _chunks(rows[: len(MLPS)]), "limits": _limits(rows[len(MLPS) :])}
+    publish(args, "memory", PAGE, rows, here, **tables)
 
 
 def _chunks(rows: Sequence[Row]) -> str:
