@@ -12,11 +12,13 @@ under a window, for that of so many tokens would take a CPU hours:
   --steps steps. The limit is RLIMIT_DATA, on the private memory that a process may write to,
   touched or not: harder than one on resident memory, and any user may set it.
 
-With --jobs several trainings run at the same time; no time is measured. --recompute-offload is left
-out: the memory of a CPU is the host's, so that the copy counts as well.
+No time is measured, so the machine may be busy; what is finished is kept in --runs, and an
+interrupted series goes on. --recompute-offload is left out:
+the memory of a CPU is the host's, so that the copy counts as well.
 """
 
 import argparse
+import json
 import os
 import re
 import resource
@@ -24,9 +26,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from harness import MIB, Flags, Row, origin, progress, publish, table
@@ -100,6 +102,17 @@ def train(flags: str, tokens: int, how: Sequence[str] = MODULE, limit: int = 0) 
     return Training(status != 0, used.ru_maxrss * 1024, losses, text)
 
 
+def kept(folder: Path, name: str, measure: Callable[[], Row]) -> Row:
+    """Return what was measured before, if it was."""
+    file = folder / f"{re.sub(r'[^a-z]+', '-', name.lower())}.json"
+    if not file.exists():
+        row = measure()
+        progress(f"{name}: {row}")
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(row))
+    return dict(json.loads(file.read_text()))
+
+
 def saved(args: argparse.Namespace, data: str, name: str) -> Row:
     """Return the memory of a training with MLPs `name`, resident and counted."""
     width = f"--hidden-size {args.hidden} --ffn-hidden-size {7 * args.hidden // 2}"
@@ -107,7 +120,6 @@ def saved(args: argparse.Namespace, data: str, name: str) -> Row:
     counted = train(flags, args.tokens, ("-c", COUNTED)).text
     (peak,) = re.findall(r"counted peak: (\d+)", counted)
     measured = train(flags, args.tokens).resident
-    progress(f"{args.tokens} tokens, MLPs {name}: {measured / MIB:.0f} MiB, counted {peak}")
     return {"mlp": name, "tokens": args.tokens, "resident": measured, "counted": int(peak)}
 
 
@@ -115,7 +127,6 @@ def limited(args: argparse.Namespace, data: str, name: str) -> Row:
     """Return how a training with these savings ends under the limit."""
     flags = f"{data} {LIMITED} {SAVINGS[name]} --train-iters {args.steps}"
     ended = train(flags, args.limited_tokens, limit=args.limit * MIB)
-    progress(f"{args.limited_tokens} tokens, savings: {name}: {len(ended.losses)} steps")
     return {
         "savings": name,
         "tokens": args.limited_tokens,
@@ -158,9 +169,9 @@ count as well.
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = Flags(__doc__)
     numbers = {"tokens": 65536, "hidden": 128, "limited-tokens": 131072, "limit": 8192, "steps": 20}
-    numbers |= {"jobs": 1}
     for name, number in numbers.items():
         made.add_argument(f"--{name}", type=int, default=number)
+    made.add_argument("--runs", type=Path, default=Path("runs/memory"))
     return made.read(given)
 
 
@@ -171,10 +182,9 @@ def main() -> None:
         corpus = [sys.executable, "-m", "megatron_burst", "corpus", "--output", folder]
         subprocess.run(corpus, check=True, stdout=subprocess.DEVNULL)
         data = f"--data-path {folder}/corpus --data-cache-path {folder}"
-        with ThreadPoolExecutor(args.jobs) as pool:
-            limits = [pool.submit(limited, args, data, name) for name in reversed(SAVINGS)]
-            chunks = [pool.submit(saved, args, data, name) for name in MLPS]
-            rows = [each.result() for each in (*chunks, *reversed(limits))]
+        measures = {f"MLPs {name}": partial(saved, args, data, name) for name in MLPS}
+        measures |= {f"limit, {name}": partial(limited, args, data, name) for name in SAVINGS}
+        rows = [kept(args.runs, name, measure) for name, measure in measures.items()]
     tables = {"chunks": _chunks(rows[: len(MLPS)]), "limits": _limits(rows[len(MLPS) :])}
     publish(args, "memory", PAGE, rows, here, **tables)
 

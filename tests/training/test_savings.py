@@ -104,3 +104,14 @@ def test_an_interrupted_training_goes_on_with_and_without(
     assert resumed.grad_norms == {step: expected.grad_norms[step] for step in rest}
     without = train(tmp_path / "none", 2, *flags, *load)
     report("resumed without", largest_difference(without, expected, rest), allowed(1e-5))
+
+
+@pytest.mark.slow
+def test_exceptions_leave_nothing_behind(tmp_path: Path, data: tuple[str, ...]) -> None:
+    flags = (*data, *BURST, PER_TOKEN, *GATED.split(), *SAVINGS.split(), "0.5")
+    expected = train(tmp_path / "whole", 1, *flags)
+    module = "tests.training.exceptions_in_the_middle"
+    found = train(tmp_path / "failing", 1, *flags, module=module)
+    micro_batches = 2 * len(STEPS)
+    assert f"failed: {4 * micro_batches} left: 0" in found.text
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
