@@ -56,7 +56,6 @@ SAVINGS = {
     "none": "",
     "recompute": RECOMPUTE,
     "recompute, chunked loss": f"{RECOMPUTE} {LOSS}",
-    "recompute, MLPs in chunks": f"{RECOMPUTE} {MLP}",
     "recompute, chunked loss, MLPs in chunks": f"{RECOMPUTE} {LOSS} {MLP}",
 }
 # Where an MLP is widest: 3.5 times as wide as the hidden states, as an 8B model's.
