@@ -191,10 +191,10 @@ def main() -> None:
 def _chunks(rows: Sequence[Row]) -> str:
     whole, cut = rows
     lines = [
-        [row["mlp"], *(f"{row[n] / MIB:.0f}" for n in ("resident", "counted"))] for row in rows
+        [row["mlp"], *(f"{row[n] / MIB:.1f}" for n in ("resident", "counted"))] for row in rows
     ]
     resident, counted = (whole[name] - cut[name] for name in ("resident", "counted"))
-    lines.append(["saved", f"{resident / MIB:.0f}", f"{counted / MIB:.0f}"])
+    lines.append(["saved", f"{resident / MIB:.1f}", f"{counted / MIB:.1f}"])
     made = table(["MLPs", "MiB resident", "MiB counted"], lines)
     return f"{made}\n\nMeasured against counted: {resident / counted - 1:+.1%} apart."
 
