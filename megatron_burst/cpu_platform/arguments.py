@@ -53,7 +53,6 @@ CPU_LIMITS: Mapping[str, str] = {
     "apply_rope_fusion": "pass --no-rope-fusion",
     "no_persist_layer_norm": "pass --no-persist-layer-norm",
     "tp_comm_overlap": "it is TransformerEngine's: drop --tp-comm-overlap",
-    "use_torch_fsdp2": "use --use-megatron-fsdp or --use-distributed-optimizer instead",
     "nccl_ub": "drop --use-nccl-ub",
     "use_sharp": "drop --use-sharp",
     "cpu_offloading_num_layers": "memory is the CPU's already: drop it",

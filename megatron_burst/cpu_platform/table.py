@@ -160,6 +160,15 @@ def thd_get_partitioned_indices(
     return places - start + start * ranks + half * chunks_before
 
 
+def mesh_of_the_cpu(mesh: Any) -> Any:
+    """Meshes that FSDP makes of process groups, which it says are CUDA's."""
+
+    def from_group(group: Any, *_: str, **more: Any) -> Any:
+        return mesh.from_group(group, **more | {"device_type": "cpu"})
+
+    return SimpleNamespace(from_group=from_group)
+
+
 def of_local_layers(stack_spec: Any) -> Any:
     """Megatron's stack spec of a hybrid model, which is TransformerEngine's, of local layers."""
     from megatron_burst.plugin.local_layers import local_stack_spec  # imports Megatron
@@ -244,9 +253,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     f"{_FSDP}.mcore_fsdp_adapter:torch": torch_of_the_cpu,
     f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch": torch_of_the_cpu,
     f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer:torch": torch_of_the_cpu,
-    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": lambda mesh: SimpleNamespace(
-        from_group=lambda *args, **named: mesh.from_group(*args, **named | {"device_type": "cpu"})
-    ),
+    f"{_FSDP}.mcore_fsdp_adapter:DeviceMesh": mesh_of_the_cpu,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel:DeviceMesh": mesh_of_the_cpu,
     # Megatron's defaults ask for NCCL and for fused CUDA kernels.
     "megatron.training.arguments:parse_args": lambda parse_args: around_parse_args(
         parse_args, set_cpu_defaults, check_cpu_arguments

@@ -29,7 +29,7 @@ from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
-from megatron_burst.plugin.hooks.host_room import HostRoom
+from megatron_burst.plugin.hooks.host_room import HostRoom, optimizer_share
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
@@ -223,7 +223,7 @@ def _hooks(
             yield RecomputeHooks(shared.checkpoints)
         if shared.config.recompute_offload:
             assert asked.tokens is not None
-            yield HostRoom(asked.tokens, shared.config.recompute_fraction)
+            yield HostRoom(asked.tokens, shared.config.recompute_fraction, optimizer_share(args))
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers

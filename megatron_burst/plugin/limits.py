@@ -128,7 +128,6 @@ LM_HEAD_LIMITS = with_remedies(
     cross_entropy_loss_fusion="it chooses among Megatron's own losses",
     overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
-    use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
     cuda_graph_impl=(
         "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
         "full_iteration"
@@ -149,7 +148,6 @@ MLP_LIMITS = with_remedies(
     delay_wgrad_compute="gradients of weights come behind the chunks that sum them",
     tp_comm_overlap="its buffers are made for all tokens of a rank",
     use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",
-    use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
     overlap_moe_expert_parallel_comm="its schedule runs the parts of a layer by itself",
     cuda_graph_impl="chunks were not shown to be right in a graph",
     moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",

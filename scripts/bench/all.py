@@ -58,6 +58,8 @@ STEPS = {
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
     "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),
+    "mlp_chunks": _measured("mlp_chunks", 1, "--repetitions 15"),
+    "memory": _measured("memory", 20),
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),

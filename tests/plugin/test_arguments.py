@@ -911,7 +911,6 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
-    "use_torch_fsdp2": "--use-torch-fsdp2",
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",
     "save_activations_interval": "--save-activations-interval 2",

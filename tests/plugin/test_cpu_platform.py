@@ -200,7 +200,6 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--transformer-impl transformer_engine", "--transformer-impl local"),
         ("--distributed-backend nccl", "--distributed-backend gloo"),
         ("--fp8-format e4m3", "drop --fp8-format"),
-        ("--use-torch-fsdp2", "--use-megatron-fsdp or --use-distributed-optimizer instead"),
         ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),

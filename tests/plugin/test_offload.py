@@ -175,6 +175,32 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(host_room, "available_bytes", lambda gib=gib: gib * 2**30)
         with nullcontext() if fits else pytest.raises(ValueError, match="8 ranks on this node 256"):
             host_room.HostRoom(131072, None)([model(32)])
+    room = host_room.HostRoom(131072, None)
+    first, second = model(16), model(16)  # virtual stages, that come one by one
+    first.vp_stage, second.vp_stage = 0, 1
+    monkeypatch.setattr(host_room, "available_bytes", lambda: 255 * 2**30)
+    for _ in range(2):  # as often as a model is built
+        room([first])
+        with pytest.raises(ValueError, match="8 ranks on this node 256"):
+            room([second])
+    weights = model(1)
+    weights.dense = torch.nn.Parameter(torch.empty(2**30, device="meta"))
+    weights.expert = torch.nn.Parameter(torch.empty(2**28, device="meta"))
+    weights.expert.allreduce = False
+    given = SimpleNamespace(
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=0.5,
+        use_distributed_optimizer=True,
+        world_size=32,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+    share = host_room.optimizer_share(given)  # 16 / 8 / 2 GiB, 4 / 4 / 2 GiB; inputs of 1 GiB
+    with pytest.raises(ValueError, match=r"puts 2\.5 GiB .* node 20\.0 .*offload \(1\.5 GiB"):
+        monkeypatch.setattr(host_room, "available_bytes", lambda: 19 * 2**30)
+        host_room.HostRoom(131072, None, share)([weights])
     assert host_room.offloaded_bytes(model(32), 131072, None) == 32 * 2**30
     spread = model(32, tensor_model_parallel_size=2, sequence_parallel=True)
     assert host_room.offloaded_bytes(spread, 131072, None) == 16 * 2**30

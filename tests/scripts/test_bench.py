@@ -94,6 +94,38 @@ def test_more_is_stored_the_less_is_recomputed(
     assert "no recompute" in (tmp_path / "figure.svg").read_text()
 
 
+def test_mlps_in_chunks_are_timed_whole_and_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.core")
+    import mlp_chunks
+
+    command = "--tokens 64 --hidden 16 --chunks 2 --repetitions 1"
+    page, rows = run(mlp_chunks, monkeypatch, tmp_path / "page.md", command)
+    assert [(row["held"], row["chunks"]) for row in rows] == [
+        (held, chunks) for held in ("one layer", "two layers") for chunks in ("0", "2")
+    ]
+    assert "| one layer |" in page
+
+
+@pytest.mark.slow
+def test_memory_of_trainings_and_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    import memory
+
+    monkeypatch.setattr(memory, "SAVINGS", {"none": "", "all": memory.SAVINGS.popitem()[1]})
+    # The logits and the wide MLP of so many tokens need more than the limit.
+    command = "--tokens 4096 --hidden 32 --limited-tokens 16384 --limit 1800 --steps 1 --runs"
+    runs = str(tmp_path / "runs")
+    page, rows = run(memory, monkeypatch, tmp_path / "page.md", command, runs)
+    whole, cut, none, everything = rows
+    assert int(whole["counted"]) > int(cut["counted"]) > 0
+    assert (none["fits"], everything["fits"]) == ("False", "True")
+    assert "| none | does not fit | 0 |" in page
+    again, _ = run(memory, monkeypatch, tmp_path / "page.md", command, runs)  # of what is kept
+    assert "| all | fits | 1 |" in again
+
+
 def test_attention_has_a_row_for_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

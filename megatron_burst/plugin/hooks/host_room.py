@@ -15,6 +15,7 @@ from megatron_burst.plugin.models import need_language_models
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GIB = 2**30
+_OPTIMIZER = 16  # bytes of a weight: four numbers in float32
 
 
 class HostRoom:
@@ -23,30 +24,69 @@ class HostRoom:
     Args:
         tokens: of a micro-batch on this rank.
         fraction: of attention that is recomputed; None: all.
+        hosted: the share of the optimizer that is there, of experts' weights and of others.
     """
 
-    def __init__(self, tokens: int, fraction: float | None) -> None:
-        self._tokens, self._fraction = tokens, fraction
+    def __init__(
+        self, tokens: int, fraction: float | None, hosted: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        self._tokens, self._fraction, self._hosted = tokens, fraction, hosted
+        self._stages: list[Any] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Count what the parts of the model on this rank put there, and return them.
+
+        Virtual stages may come one by one; those that were here before are counted, too.
 
         Raises:
             ValueError: with the numbers and what to change, or for a model without such layers.
         """
         need_language_models("--recompute-offload", models)
-        waiting = models[0].config.pipeline_model_parallel_size
-        waiting *= 1 + 1 / len(models) if len(models) > 1 else 1  # interleaved: a longer warm-up
-        needed = sum(offloaded_bytes(model, self._tokens, self._fraction) for model in models)
-        needed *= min(waiting, get_num_microbatches()) / _GIB
+        if not getattr(models[0], "vp_stage", None):
+            self._stages.clear()
+        self._stages += models
+        needed = self._needed() / _GIB
         ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes() / _GIB
         text = (
             f"--recompute-offload puts {needed:.1f} GiB of a rank into the host's memory, of "
             f"{ranks} ranks on this node {ranks * needed:.1f} GiB, and {there:.1f} GiB are "
             "available: give the job more memory or more nodes, or drop --recompute-offload"
         )
+        if hosted := sum(optimizer_bytes(model, self._hosted) for model in self._stages):
+            text += f" or --optimizer-cpu-offload ({hosted / _GIB:.1f} GiB of a rank are its)"
         refuse((ranks * needed > there, text))
         return models
+
+    def _needed(self) -> float:
+        config, virtual = self._stages[0].config, len(self._stages)
+        waiting = config.pipeline_model_parallel_size
+        waiting *= 1 + 1 / virtual if virtual > 1 else 1  # interleaved: a longer warm-up
+        bytes_ = sum(offloaded_bytes(each, self._tokens, self._fraction) for each in self._stages)
+        hosted = sum(optimizer_bytes(each, self._hosted) for each in self._stages)
+        return bytes_ * min(waiting, get_num_microbatches()) + hosted
+
+
+def optimizer_share(args: Any) -> tuple[float, float]:
+    """Return how much of the optimizer of a rank's weights --optimizer-cpu-offload puts there.
+
+    Of experts' weights and of others, which the distributed optimizer shards over other ranks.
+    """
+    if not args.optimizer_cpu_offload:
+        return 0.0, 0.0
+    share: float = args.optimizer_offload_fraction
+    if not args.use_distributed_optimizer:
+        return share, share
+    stage = args.world_size // args.pipeline_model_parallel_size
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return share * experts / stage, share * args.tensor_model_parallel_size / stage
+
+
+def optimizer_bytes(model: Any, hosted: tuple[float, float]) -> float:
+    """Return the bytes there of a copy of the weights, their gradients and Adam's two moments."""
+    return sum(
+        weight.numel() * hosted[getattr(weight, "allreduce", True)] * _OPTIMIZER
+        for weight in model.parameters()
+    )
 
 
 def offloaded_bytes(model: Any, tokens: int, fraction: float | None) -> float:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_burst.config import LmHeadConfig
 from megatron_burst.kernels.in_triton import why_plain
@@ -164,17 +165,17 @@ class ChunkedLoss:
     def hand_on(
         self,
         input_: Tensor,
-        weight: Tensor | None = None,
+        weight: Tensor | UnmadeLogits | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
-        """Stand in for the output layer's `forward`.
+        """Stand in for the output layer's `forward`; with logits that it handed on, for the loss.
 
         Raises:
             ValueError: gathered logits, of which Megatron's loss on several ranks is wrong, too.
         """
         layer = self._layer
-        if isinstance(input_, UnmadeLogits):
-            return self._made(input_), None
+        if isinstance(weight, UnmadeLogits):
+            return self._made(weight, input_), None
         if not self._has_labels:
             return self._make_logits(input_, weight, runtime_gather_output)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -188,17 +189,19 @@ class ChunkedLoss:
     def losses(self, labels: Tensor, logits: Any) -> Tensor:
         """Stand in for `compute_language_model_loss`: no mask, no mean.
 
-        Labels may be anything where the caller masks their losses, as in Megatron. Under
-        Megatron-FSDP the output layer is called once more, for its hooks gather the weight before
-        a call, and before the backward of what that returns.
+        Labels may be anything where the caller masks their losses, as in Megatron. Where FSDP
+        shards the output layer it is called once more, for its hooks gather the weight before a
+        call, and before the backward of what that returns.
         """
         if not isinstance(logits, UnmadeLogits):
             return self._megatrons(labels, logits)
         logits.labels = labels
-        losses: Tensor = self._layer(logits)[0] if is_sharded(logits.weight) else self._made(logits)
-        return losses
+        if is_sharded(logits.weight) or isinstance(self._layer, FSDPModule):
+            losses: Tensor = self._layer(logits.hidden, logits)[0]
+            return losses
+        return self._made(logits, logits.hidden)
 
-    def _made(self, logits: UnmadeLogits) -> Tensor:
+    def _made(self, logits: UnmadeLogits, hidden: Tensor) -> Tensor:
         call = Call(
             ignore_index=IGNORED,
             logit_scale=logits.scale,
@@ -211,7 +214,7 @@ class ChunkedLoss:
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
         assert logits.labels is not None
-        return apply(logits.hidden, logits.weight, logits.labels.t(), call).t().contiguous()
+        return apply(hidden, logits.weight, logits.labels.t(), call).t().contiguous()
 
     def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
         plain = why_plain(weight.device, weight.dtype)

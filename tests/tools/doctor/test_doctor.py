@@ -182,7 +182,7 @@ def test_torchrun_and_options_that_contradict(
 def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     python = [sys.executable, "-m", "megatron_burst", "doctor", "--json", "--"]
     torchrun = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_burst.pretrain_gpt"]
-    words = [*MODEL, *BURST, "--context-parallel-size", "2", "--use-torch-fsdp2"]
+    words = [*MODEL, *BURST, "--context-parallel-size", "2", "--use-sharp"]
     environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         [*python, *torchrun, *words], capture_output=True, text=True, env=environment, timeout=200
@@ -191,7 +191,7 @@ def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
     assert ended.returncode == 1 and ended.stderr == ""
     assert report["target"] == "on this machine (cpu): 1 x 2 ranks"
     (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert error.startswith("this cannot run on a CPU:") and "use_torch_fsdp2 = True" in error
+    assert error.startswith("this cannot run on a CPU:") and "use_sharp = True" in error
 
 
 def test_cpus_of_several_nodes_have_to_be_asked_for(
