@@ -11,7 +11,6 @@ kernels and the chunks of heads. What is in the host's memory is a fake CUDA ten
 """
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles functions while it is imported
 
 import torch
 import torch.distributed as dist
@@ -311,6 +308,7 @@ def _as_on_a_gpu(settings: Settings) -> Iterator[None]:
             context_parallel_size=world, create_gloo_process_groups=False
         )
         patches.callback(parallel_state.destroy_model_parallel)
+        patches.enter_context(torch._dynamo.config.patch(disable=True))
         random, done = tensor_parallel.random, _AllIsDone()
         put(torch.cuda, current_device=lambda: torch.device("cpu"), manual_seed=lambda _: None)
         put(torch.cuda, Stream=lambda _: done, stream=lambda _: done)

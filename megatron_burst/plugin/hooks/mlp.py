@@ -1,9 +1,4 @@
-"""A layer's MLP in chunks of tokens: what lives between its two products is one chunk's.
-
-A checkpoint around each chunk, as Megatron's are, would run the hook of a weight once a chunk, and
-Megatron's data parallelism would reduce the gradient after the first. Here one autograd function
-holds all chunks, so that a weight's hook runs once a layer.
-"""
+"""A layer's MLP in chunks of tokens: what lives between its two products is one chunk's."""
 
 import logging
 import math
@@ -15,13 +10,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_burst.config import MlpConfig
-from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
 from megatron_burst.plugin.models import need_language_models
+from megatron_burst.plugin.row_chunks import InChunks
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +87,7 @@ class ChunkedMlp:
         sizes = hidden.shape[:-1].numel(), hidden.shape[-1], self._between
         tokens = math.ceil(len(hidden) / (self._chunks or choose_mlp_chunks(*sizes)))
         weights = [weight for weight in self._mlp.parameters() if weight.requires_grad]
-        output = _InChunks.apply(hidden, self, tokens, *weights)
+        output = InChunks.apply(hidden, self.run, tokens, self.output_is_idle, *weights)
         return (output, self._bias) if self._returns_bias else output
 
     @property
@@ -120,74 +114,3 @@ class ChunkedMlp:
             )
         self._bias = bias
         return output
-
-
-class _InChunks(torch.autograd.Function):
-    """The MLP chunk by chunk; the backward computes each chunk again."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mlp: ChunkedMlp, tokens: int, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.mlp, ctx.tokens, ctx.weights = mlp, tokens, weights
-        if mlp.output_is_idle:  # no memory, and loud where it is read after all
-            return hidden.new_full((), math.nan).expand(hidden.shape)
-        pieces = hidden.split(tokens)
-        first = mlp.run(pieces[0])
-        if len(pieces) == 1:
-            return first
-        output = first.new_empty(len(hidden), *first.shape[1:])
-        parts = output.split(tokens)
-        parts[0].copy_(first)
-        del first
-        for part, piece in zip(parts[1:], pieces[1:], strict=True):
-            part.copy_(mlp.run(piece))
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        asks = ctx.needs_input_grad[0]
-        d_hidden = torch.empty_like(hidden) if asks else None
-        sums = [_WeightGradient(weight) for weight in ctx.weights]
-        for start in range(0, len(hidden), ctx.tokens):
-            rows = slice(start, start + ctx.tokens)
-            piece = hidden[rows].detach().requires_grad_(asks)
-            with torch.enable_grad():
-                output = ctx.mlp.run(piece)
-            wanted = [piece] * asks + [*ctx.weights]
-            found = [*torch.autograd.grad(output, wanted, d_output[rows], allow_unused=True)]
-            if d_hidden is not None:
-                d_hidden[rows] = found.pop(0)
-            for each, gradient in zip(sums, found, strict=True):
-                each.add(gradient)
-        return d_hidden, None, None, *(each.result() for each in sums)
-
-
-class _WeightGradient:
-    """The gradient of one weight, summed over chunks in float32 (float64 for float64).
-
-    Under gradient accumulation fusion the layer has added a chunk's to `main_grad` by itself, set
-    `grad_added_to_main_grad`, and returned a tensor without meaning, of which the last goes on.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._sum: Tensor | None = None
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = False
-
-    def add(self, gradient: Tensor | None) -> None:
-        """Add a chunk's gradient; None where the weight has no part in the output."""
-        if gradient is None:
-            return
-        if getattr(self._weight, "grad_added_to_main_grad", False):
-            self._sum = gradient
-        elif self._sum is None:
-            self._sum = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
-        else:
-            self._sum += gradient
-
-    def result(self) -> Tensor | None:
-        """Return what the weight's hook is given."""
-        return None if self._sum is None else self._sum.to(self._weight.dtype)
