@@ -33,6 +33,8 @@ def run(
         compute: makes a kernel call, of which it is told whether to leave room for messages.
     """
     blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
+    for item in {send.item for send in plan.sends} & {*blocks}:  # messages are contiguous
+        blocks[item] = tuple(t.contiguous() for t in blocks[item])
     blocks |= _parts_to_send(plan, blocks, call.parts)
 
     def template(item: Item) -> Block:

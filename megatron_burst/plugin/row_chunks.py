@@ -16,6 +16,19 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.kernels.dtypes import accumulation_dtype
 
 
+def is_in_backward() -> bool:
+    """Whether this is called inside of a backward, as the replay of a checkpoint is."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def unmade(like: Tensor) -> Tensor:
+    """Return what stands in for a tensor nobody reads: no memory, and NaN if it is read after all.
+
+    Of the same shape and dtype.
+    """
+    return like.new_full((), math.nan).expand(like.shape)
+
+
 class InChunks(torch.autograd.Function):
     """Equals `run(hidden)`, some rows at a time; the backward computes each chunk again.
 
@@ -38,8 +51,8 @@ class InChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.run, ctx.rows, ctx.weights = run, rows, weights
-        if is_idle:  # no memory, and loud where it is read after all
-            return hidden.new_full((), math.nan).expand(hidden.shape)
+        if is_idle:
+            return unmade(hidden)
         pieces = hidden.split(rows)
         first = run(pieces[0])
         if len(pieces) == 1:

@@ -42,12 +42,14 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import block_spec
+from megatron_burst.plugin.row_chunks import is_in_backward
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.tools.one_rank import Silence, context_of
 from megatron_burst.transport.host import PinnedBuffers
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder
-PHASES = "forward", "loss", "backward"
+# The last two are of a layer's backward: its replay with the MLP's backward, and then attention's.
+PHASES = "forward", "loss", "mlp", "attention"
 _HOST = "cuda"  # of tensors in its memory
 
 
@@ -88,7 +90,7 @@ class StepMemory:
 
 
 def measure(settings: Settings) -> StepMemory:
-    """Count a step: its forward, the loss with its backward, and the backward of the layers."""
+    """Count a step; the loss is with its backward."""
     unknown = settings.savings - {*SAVINGS}
     if unknown:
         raise ValueError(f"no such savings: {', '.join(unknown)}; there are {', '.join(SAVINGS)}")
@@ -170,14 +172,20 @@ def _caller() -> str:
 
 
 def _watch(model: Any, live: _Phases) -> None:
-    """Say when phases begin: the loss behind the decoder, the backward with its last layer."""
+    """Say when phases begin: the loss behind the decoder, the others where a layer is replayed."""
 
     def replayed(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            live.begin("backward")
+        if is_in_backward():
+            live.begin("mlp")
+
+    def attended(_: Any, __: Any, output: Tensor) -> None:
+        if is_in_backward():
+            output.register_hook(lambda _: live.begin("attention"))
 
     model.decoder.register_forward_hook(lambda *_: live.begin("loss"))
-    model.decoder.layers[-1].register_forward_pre_hook(replayed)
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(replayed)
+        layer.self_attention.core_attention.register_forward_hook(attended)
 
 
 def _model(settings: Settings) -> Any:
@@ -354,7 +362,7 @@ def _report(settings: Settings, makers: int) -> None:
     )
     for phase in PHASES:
         share = f"{more[phase] / settings.x:.2f} x a layer more"
-        print(f"  {phase:9}{found.in_x(phase):7.2f} x, {share}")
+        print(f"  {phase:10}{found.in_x(phase):7.2f} x, {share}")
         for name, size in found.makers[phase].most_common(makers):
             print(f"    {size / settings.x:9.2f} x  {name}")
 

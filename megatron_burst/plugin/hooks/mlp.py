@@ -2,10 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -15,7 +14,7 @@ from megatron_burst.config import MlpConfig
 from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
 from megatron_burst.plugin.models import need_language_models
-from megatron_burst.plugin.row_chunks import InChunks
+from megatron_burst.plugin.row_chunks import InChunks, is_in_backward, unmade
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +37,41 @@ class ChunkedMlps:
             refuse_all(
                 "--mlp-chunks cannot run this", beyond(MLP_LIMITS, model.config, MLP_WORKING)
             )
-            found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model)]
+            replayed = _replayed_alone(model)
+            found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
+            for layer in replayed:
+                layer.register_forward_hook(_forget_output)
             logger.info("--mlp-chunks %s: %d MLPs", self._config.chunks or "auto", len(found))
         return models
 
 
-def _mlps(model: Any) -> Iterator[tuple[MLP, bool]]:
+def _mlps(model: Any, replayed: Sequence[Any]) -> Iterator[tuple[MLP, bool]]:
     """Yield the MLPs of a model, and whether their output is read when their layer is replayed.
 
     A dense MLP's is added to the residual, and a sum's gradient needs neither summand; only where
     a checkpoint holds one layer, of the decoder's, is nothing behind that sum.
     """
-    replayed = {id(layer) for layer in model.decoder.layers if _is_checkpointed_alone(model.config)}
+    alone = {id(layer) for layer in replayed}
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
             if isinstance(layer.mlp, MLP):
-                yield layer.mlp, id(layer) not in replayed
+                yield layer.mlp, id(layer) not in alone
             elif isinstance(shared := getattr(layer.mlp, "shared_experts", None), MLP):
                 yield shared, True
 
 
-def _is_checkpointed_alone(config: TransformerConfig) -> bool:
-    """Whether every checkpoint of a full recompute holds one layer."""
+def _replayed_alone(model: Any) -> Sequence[Any]:
+    """Return the decoder's layers if every checkpoint of a full recompute holds one of them."""
+    config: TransformerConfig = model.config
     alone = config.recompute_method == "block" or config.recompute_num_layers == 1
-    return config.recompute_granularity == "full" and alone
+    return model.decoder.layers if config.recompute_granularity == "full" and alone else ()
+
+
+def _forget_output(_: Any, __: Any, output: Any) -> None:
+    """Free what a layer's replay returns: its gradient is taken, and its values nobody reads."""
+    if is_in_backward():
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        hidden.data = unmade(hidden)
 
 
 class ChunkedMlp:
@@ -100,7 +110,7 @@ class ChunkedMlp:
     @property
     def output_is_idle(self) -> bool:
         """Whether this call replays a checkpoint, inside a backward, that does not read it."""
-        return not self._output_is_read and torch._C._current_graph_task_id() != -1
+        return not self._output_is_read and is_in_backward()
 
     def run(self, piece: Tensor) -> Tensor:
         """Return the output of the MLP for some tokens, without the bias that comes beside it."""
