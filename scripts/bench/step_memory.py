@@ -23,8 +23,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,6 +69,8 @@ class Settings:
     kv_heads: int = 8
     vocabulary: int = 128256
     savings: frozenset[str] = frozenset()  # of SAVINGS
+    head_chunks: int | None = None  # with that saving; None: as `auto` has it on a GPU
+    fused: bool = False  # saves what the fused layers of TransformerEngine save, by their sources
 
     @property
     def x(self) -> int:
@@ -192,9 +197,9 @@ def _model(settings: Settings) -> Any:
     """Build the model as our flags do; its gradients go to `main_grad`, as Megatron's DDP does."""
     has = settings.savings.__contains__
     chunks = 1
-    if has("head_chunks"):  # as `auto` has it on a GPU
+    if has("head_chunks"):
         sizes = settings.tokens, settings.heads, settings.kv_heads
-        chunks = choose_head_chunks(BurstConfig(), *sizes)
+        chunks = choose_head_chunks(BurstConfig(head_chunks=settings.head_chunks), *sizes)
     config = _config(settings)
     shared = _Shared(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
     shared.context = _context(settings, shared.config)
@@ -213,6 +218,9 @@ def _model(settings: Settings) -> Any:
         weight.main_grad = torch.empty(weight.shape)
         weight.grad_added_to_main_grad = False
         weight.register_post_accumulate_grad_hook(_drop)
+    if settings.fused:
+        for layer in model.decoder.layers:
+            _fuse_norms(layer)
     if has("offload"):
         OffloadInputs(None)([model])
     if has("chunked_loss"):
@@ -220,6 +228,45 @@ def _model(settings: Settings) -> Any:
     if has("mlp"):
         ChunkedMlps(MlpConfig(chunks=None))([model])
     return model
+
+
+def _fuse_norms(layer: Any) -> None:
+    """Make norms part of the products behind them, in the MLP's chunks then, too.
+
+    In the place of attention's, which saves its norm's input and output, these save one each.
+    """
+    places = ("input_layernorm", layer.self_attention.linear_qkv)
+    for name, linear in (places, ("pre_mlp_layernorm", layer.mlp.linear_fc1)):
+        norm, multiply = getattr(layer, name), linear.forward
+        setattr(layer, name, IdentityOp())
+        linear.norm = norm  # whose parameter is the MLP's then
+        linear.forward = lambda x, norm=norm, multiply=multiply: multiply(norm(x))
+
+
+class _Rotated(torch.autograd.Function):
+    """Rotary embeddings of one kernel: it saves their angles alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor, **_: Any) -> Tensor:
+        ctx.save_for_backward(angles)
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(gradient.shape), None
+
+
+def _rotated(x: Tensor, angles: Tensor, **_: Any) -> Tensor:
+    return _Rotated.apply(x, angles)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    """Stand in for what Megatron compiles to one kernel; so does the next."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _swiglu_back(_: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _drop(weight: Tensor) -> None:
@@ -245,7 +292,7 @@ def _config(settings: Settings) -> TransformerConfig:
         bias_activation_fusion=True,
         bf16=True,
         params_dtype=torch.bfloat16,
-        apply_rope_fusion=False,
+        apply_rope_fusion=settings.fused,
         use_cpu_initialization=True,
         perform_initialization=False,
         recompute_granularity="full",
@@ -329,6 +376,9 @@ def _as_on_a_gpu(settings: Settings) -> Iterator[None]:
         put(PinnedBuffers, take=_in_the_host, give=lambda *_: None)
         put(contexts, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)
         put(in_triton, why_plain=lambda *_: "")
+        if settings.fused:
+            put(rope_utils, fused_apply_rotary_pos_emb=_rotated)
+            put(fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
         yield
 
 
@@ -344,6 +394,8 @@ def main() -> None:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=getattr(Settings, name))
     parser.add_argument("--save", nargs="*", choices=[*SAVINGS, "all"], help="none: every rung")
+    parser.add_argument("--head-chunks", type=int, help="with that saving; default: auto's")
+    parser.add_argument("--fused", action="store_true", help="as TransformerEngine's layers save")
     parser.add_argument("--makers", type=int, default=0, help="how many lines of what lives then")
     args = vars(parser.parse_args())
     asked, most = args.pop("save"), args.pop("makers")
