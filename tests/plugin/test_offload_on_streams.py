@@ -57,34 +57,42 @@ class Inputs:
         return sum(not torch.UntypedStorage._expired(reference) for reference in self._seen)
 
 
-def train(patch: pytest.MonkeyPatch) -> tuple[Streams, list[int], list[int]]:
-    """Train; return at the start of each layer's passes how many inputs are on the card, and how
-    many copies are under way that nothing has waited for."""
-    streams, inputs, alive, under_way = Streams(card="cpu"), Inputs(patch), [], []
+def train(patch: pytest.MonkeyPatch) -> tuple[Streams, int, dict[str, list[int]]]:
+    """Train; return how many inputs were on the card, and where layers begin and differentiate
+    their projections of queries, how many copies are under way that nothing has waited for."""
+    streams, inputs, alive = Streams(card="cpu"), Inputs(patch), []
+    under_way: dict[str, list[int]] = {"begins": [], "projects back": []}
 
-    def look(*_: Any) -> None:
+    def look(where: str) -> None:
         alive.append(inputs.alive)
         side = streams.made[0] if streams.made else Stream()
-        under_way.append(side.clock[side] - streams.default.clock[side])
+        under_way[where].append(side.clock[side] - streams.default.clock[side])
+
+    def projected(_: Any, __: Any, output: Any) -> None:
+        if output[0].requires_grad:
+            output[0].register_hook(lambda _: look("projects back"))
 
     with as_on_a_gpu(SMALL), streams.recording():
         model = model_of(SMALL)
         for layer in model.decoder.layers:
-            layer.register_forward_pre_hook(look)
+            layer.register_forward_pre_hook(lambda *_: look("begins"))
+            layer.self_attention.linear_qkv.register_forward_hook(projected)
         tokens = torch.zeros(1, SMALL.tokens, dtype=torch.long)
         for _ in range(STEPS):
             model(tokens, tokens, None, labels=tokens).sum().backward()
-    return streams, alive, under_way
+    return streams, max(alive), under_way
 
 
 def test_inputs_leave_and_come_back_beside_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, alive, under_way = train(monkeypatch)
+    streams, most, under_way = train(monkeypatch)
     assert len(streams.made) == 1
     a_step = LAYERS * ["to the host"] + (LAYERS - 1) * ["to the device"]
     assert streams.copies == STEPS * a_step
-    assert max(alive) == 2
-    # Forward: the input before this layer's is leaving. Backward: that of the layer before comes.
-    assert under_way == STEPS * [0, *(LAYERS - 1) * [1], *(LAYERS - 1) * [1], 0]
+    assert most == 2
+    # In the forward the input of the layer before is leaving. In the backward it comes behind
+    # attention, and is waited for before its layer begins.
+    assert under_way["begins"] == STEPS * [0, *(LAYERS - 1) * [1], *LAYERS * [0]]
+    assert under_way["projects back"] == STEPS * [*(LAYERS - 1) * [1], 0]
 
 
 @pytest.mark.parametrize("step", ["wait_stream", "wait_event"])

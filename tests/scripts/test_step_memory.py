@@ -14,18 +14,24 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 from step_memory import PHASES, SAVINGS, Settings, measure, shares  # noqa: E402
 
 RUNGS = {  # savings, in order: at four layers
-    0: (20.06, 103.00, 43.20),
-    1: (20.06, 16.06, 43.20),
-    2: (19.06, 13.06, 41.20),
-    3: (12.09, 13.06, 23.70),
-    4: (10.21, 13.06, 23.70),
+    0: (20.06, 100.00, 36.20, 17.97),
+    1: (20.06, 8.72, 36.20, 17.97),
+    2: (19.06, 5.72, 33.20, 14.97),
+    3: (12.09, 5.72, 11.22, 13.97),
+    4: (10.21, 5.72, 11.01, 10.91),
 }
+FUSED = (9.21, 5.72, 9.60, 10.78)
 
 
 @pytest.mark.parametrize("rung", [0, 4])
 def test_the_peaks_of_a_step(rung: int) -> None:
     found = measure(Settings(savings=frozenset(SAVINGS[:rung])))
     assert [round(found.in_x(phase), 2) for phase in PHASES] == [*RUNGS[rung]]
+
+
+def test_the_peaks_with_what_transformer_engine_fuses() -> None:
+    found = measure(Settings(savings=frozenset(SAVINGS), fused=True))
+    assert [round(found.in_x(phase), 2) for phase in PHASES] == [*FUSED]
 
 
 @pytest.mark.slow
