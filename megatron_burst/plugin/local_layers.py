@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
-from megatron_burst.plugin.row_chunks import InChunks
+from megatron_burst.plugin.row_chunks import in_row_chunks
 
 _NORM_NUMBERS = 2**24  # of a block of rows
 
@@ -42,7 +42,7 @@ class RMSNormByRows(torch.nn.RMSNorm):
         rows = max(1, _NORM_NUMBERS // max(1, x[:1].numel()))
         if x.is_cuda or len(x) <= rows:
             return super().forward(x)
-        return InChunks.apply(x, super().forward, rows, False, self.weight)
+        return in_row_chunks(x, super().forward, rows, [self.weight])
 
 
 class SequenceParallelNorm:

@@ -6,7 +6,7 @@ holds all chunks, so that a weight's hook runs once.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,17 +29,28 @@ def unmade(like: Tensor) -> Tensor:
     return like.new_full((), math.nan).expand(like.shape)
 
 
-class InChunks(torch.autograd.Function):
-    """Equals `run(hidden)`, some rows at a time; the backward computes each chunk again.
+def in_row_chunks(
+    hidden: Tensor,
+    run: Callable[[Tensor], Tensor],
+    rows: int,
+    weights: Iterable[Tensor],
+    *,
+    is_idle: bool = False,
+) -> Tensor:
+    """Return `run(hidden)`, of some rows at a time; the backward computes each chunk again.
 
     Args:
         hidden: [rows, ...].
         run: a function of these and of `weights` in which no row depends on another.
         rows: of a chunk.
+        weights: what is differentiated beside `hidden`; of the others there is no gradient.
         is_idle: whether nobody reads what it returns; then it is NaN, of `hidden`'s shape.
-        weights: what is differentiated beside `hidden`.
     """
+    wanted = [weight for weight in weights if weight.requires_grad]
+    return _InChunks.apply(hidden, run, rows, is_idle, *wanted)
 
+
+class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

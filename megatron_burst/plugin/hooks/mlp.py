@@ -14,7 +14,7 @@ from megatron_burst.config import MlpConfig
 from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
 from megatron_burst.plugin.models import need_language_models
-from megatron_burst.plugin.row_chunks import InChunks, is_in_backward, unmade
+from megatron_burst.plugin.row_chunks import in_row_chunks, is_in_backward, unmade
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class ChunkedMlp:
         """Return what the MLP returns for hidden states [tokens, batch, hidden]."""
         sizes = hidden.shape[:-1].numel(), hidden.shape[-1], self._between
         tokens = math.ceil(len(hidden) / (self._chunks or choose_mlp_chunks(*sizes)))
-        weights = [weight for weight in self._mlp.parameters() if weight.requires_grad]
-        output = InChunks.apply(hidden, self.run, tokens, self.output_is_idle, *weights)
+        weights, is_idle = self._mlp.parameters(), self.output_is_idle
+        output = in_row_chunks(hidden, self.run, tokens, weights, is_idle=is_idle)
         return (output, self._bias) if self._returns_bias else output
 
     @property
