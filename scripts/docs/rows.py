@@ -188,7 +188,10 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
     number, unit = given.get("tokens", "1M")[:-1], given.get("tokens", "1M")[-1]
     return Workload(
         model=model_of(configs.model(given["model"])),
-        cluster=configs.cluster(given["cluster"], **dict(rates)),
+        cluster=replace(
+            configs.cluster(given["cluster"], **dict(rates)),
+            working_set=configs.constant("working_set"),
+        ),
         gpus=given["gpus"],
         tensor=tensor,
         context=context,

@@ -54,7 +54,7 @@ class Cluster:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
-    working_set: float = 1.0  # bytes of attention at work for each that is counted
+    working_set: float = 1.0  # bytes of attention at work for each that is counted, of other code
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""
@@ -95,7 +95,6 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         grain=KEYS_A_CALL,
         head_grain=_HEAD_GRAIN,
         traffic=constant("traffic"),
-        working_set=constant("working_set"),
     )
 
 

@@ -1,11 +1,10 @@
 """The memory of one GPU in a training step, counted part by part, at its two peaks."""
 
 from dataclasses import dataclass
-from math import ceil
 
-from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.states import gathered, states
+from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Workload
 
 GIB = 2**30
@@ -78,7 +77,10 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     saved = 0.0 if fraction is None or not load.recompute else 1 - fraction
     kept = 0.0 if load.config.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
-    of_loss = load.loss_bytes if load.chunked_loss else logits
+    # The last layer's output and its norm, and with the loss's chunks their gradient.
+    hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
+    hidden //= tensor if load.sequence_parallel else 1
+    of_loss = hidden + (load.loss_bytes if load.chunked_loss else logits)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -86,7 +88,7 @@ def _of_stage(load: Workload, stage: int) -> Memory:
         gathered=gathered(load),
         inputs=int(_stored(load) * _in_flight(load, stage) / load.pipeline),
         saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
-        layer=_working_set(load),
+        layer=working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
     )
 
@@ -119,7 +121,8 @@ def _stored(load: Workload) -> int:
     """
     model, a_token = load.model, load.local_tokens * load.element_bytes
     if load.offload_inputs:
-        return 2 * a_token * model.hidden // load.tensor  # one that is used, one on its way
+        # The next is on its way when the layer's own attention is over.
+        return a_token * model.hidden // (load.tensor if load.sequence_parallel else 1)
     if load.recompute:
         return _inputs(load)
     return int(a_token * sum(_saved(load, name) * p.count for name, p in model.parts.items()))
@@ -148,31 +151,3 @@ def _saved(load: Workload, name: str) -> float:
     if "layernorm" in modules:
         around -= model.hidden
     return around / (load.tensor if load.sequence_parallel else 1) + inside / load.tensor
-
-
-def _working_set(load: Workload) -> int:
-    """The tensors of one layer in its backward: at its MLP or, when that is done, at attention.
-
-    There they are the buffers of its plan, and float32 sums of dQ, dK and dV; where it cuts its
-    heads in chunks, those of one, with copies of what it reads, and what the sums before became.
-    """
-    a_token, shape = load.local_tokens * load.element_bytes, load.ring.shape
-    parts = load.model.parts
-    around = parts["attention"].saved + 2 * load.model.hidden if "attention" in parts else 0
-    sizes = shape.item_bytes()
-    buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
-    sums = shape.query_heads * shape.head_dim
-    sums += shape.kv_heads * (shape.head_dim + shape.value_head_dim)
-    at_attention = a_token * around // load.tensor + buffers + 4 * shape.tokens * sums
-    if load.head_chunks > 1:
-        read = sums + 2 * shape.query_heads * shape.value_head_dim
-        joined = (load.head_chunks - 1) * sums
-        at_attention += shape.tokens * shape.element_bytes * (read + joined)
-    gathered = a_token * load.model.hidden if load.tensor > 1 else 0
-    others = {
-        n: 2 * (p.saved - 2 * load.model.hidden) for n, p in parts.items() if n != "attention"
-    }
-    if "mlp" in others:
-        others["mlp"] = ceil(others["mlp"] / load.mlp_chunks)
-    at_mlp = a_token * (around + max(others.values(), default=0)) // load.tensor
-    return gathered + max(at_mlp, int(load.cluster.working_set * at_attention))
