@@ -14,9 +14,9 @@ OPTIMIZER = {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": Tru
 
 LADDER: Mapping[str, Mapping[str, Any]] = {  # each beside those before, but for the last two
     "the loss in chunks": CHUNKED_LOSS,
-    "attention's heads in chunks": HEAD_CHUNKS,
-    "MLPs in chunks of tokens": MLP_CHUNKS,
     "layers' inputs on the host": INPUTS,
+    "MLPs in chunks of tokens": MLP_CHUNKS,
+    "attention's heads in chunks": HEAD_CHUNKS,
     "weights sharded (Megatron-FSDP)": FSDP,
     "or the optimizer on the host": OPTIMIZER,
 }

@@ -88,11 +88,12 @@ def _in_chunks_that_fit(found: Candidate) -> Candidate:
     """
     of, load = found.memory, found.load
     left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
+    beside = of.loss - load.loss_bytes
     given = _CHUNKS & found.flags.keys()
     if given or not load.chunked_loss or not of.layer <= left < of.loss:
         return found
     try:
-        return _with(found, {"lm-head-memory-mb": int(left) // 2**20})
+        return _with(found, {"lm-head-memory-mb": int(left - beside) // 2**20})
     except ValueError:  # too little for any chunk
         return found
 
@@ -199,8 +200,10 @@ def _schedules(context: int) -> Iterator[dict[str, Any]]:
 
 def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
     """How memory may be saved, what costs least time first."""
-    asked = {*FSDP, *OPTIMIZER} & flags.keys()  # one of them excludes the other
-    states: Sequence[Flags] = [{}] if asked else [{}, FSDP, OPTIMIZER]
+    names = {"use-megatron-fsdp": FSDP, "optimizer-cpu-offload": OPTIMIZER}
+    states: list[Flags] = [{}]
+    if not any(map(flags.get, names)):  # one of them excludes the other
+        states += [saving for name, saving in names.items() if name not in flags]
     full = flags.get("recompute-granularity") == "full"
     inputs = [{}, INPUTS] if full and not INPUTS.keys() & flags.keys() else [{}]
     for state, fraction, each in product(states, sorted(fractions) if full else (None,), inputs):
