@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 
 from megatron_burst.tools.command import main
 from megatron_burst.tools.plan import ladder, memory, step
-from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.configs import Configs, arguments
 from megatron_burst.tools.plan.reading import workload_of
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import million  # noqa: E402
+from pages import filled  # noqa: E402
+
 CONFIGS = Configs.read()
 H100 = CONFIGS.cluster("h100")
 
@@ -67,6 +72,9 @@ def test_megatron_accepts_the_commands(capsys: pytest.CaptureFixture[str]) -> No
     pytest.importorskip("megatron.training")
     assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder --json".split()) == 0
     rows = json.loads(capsys.readouterr().out)
+    page = (ROOT / "docs" / "million.md").read_text()
+    block = page.partition("```bash\n")[2].partition("```")[0]
+    assert sorted(shlex.split(block)) == sorted(shlex.split(rows[-2]["command"]))
     for row in rows[-2:]:
         words = shlex.split(row["command"])
         assert (words[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1") != ("--use-megatron-fsdp" in words)
@@ -99,3 +107,27 @@ def test_copies_are_exposed_as_far_as_no_layer_hides_them() -> None:
     copies = [step.predict(workload_of(f, c, 8)).copies for f, c in ((flags, H100), (short, slow))]
     assert copies[0].exposed == 0 < copies[0].seconds
     assert 0 < copies[1].exposed < copies[1].seconds
+
+
+def test_the_page_says_what_the_planner_counts() -> None:
+    page = (ROOT / "docs" / "million.md").read_text()
+    assert filled(page, million.parts()) == page
+
+
+def test_doctor_names_the_saving_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.training")
+
+    def said(*without: str) -> str:
+        rungs = ladder.climb(given("llama3_8b", lm_head_memory_mb=False), H100, 8)
+        flags = {name: value for name, value in rungs[-2].flags.items() if name not in without}
+        words = arguments({**flags, "seq-length": 4 * 2**20, "max-position-embeddings": 4 * 2**20})
+        asked = "doctor --gpus-per-node 8 --cluster h100 -- -m megatron_burst.pretrain".split()
+        assert main([*asked[:-2], "python", *asked[-2:], *words, *MORE]) == 0
+        return capsys.readouterr().out
+
+    MORE: list[str] = []
+    assert "memory:" not in said()
+    found = said("mlp-chunks")
+    assert "that may be counted on h100 -> --mlp-chunks auto" in found
+    MORE += ["--mlp-chunks-for-training", "4"]
+    assert "--mlp-chunks-for-training 4 saves" in said("mlp-chunks")

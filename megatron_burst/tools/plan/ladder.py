@@ -132,7 +132,7 @@ def show(rungs: Sequence[Rung]) -> None:
     rows = [(rung.name, *cells(rung)) for rung in rungs]
     console.print(terminal.table(("added",), _COLUMNS, rows))
     console.print(
-        "GPU: states, inputs and the larger of a layer at work and the loss; longest: tokens that fit"
+        "GPU: states, inputs and more of a layer at work or the loss; longest: tokens that fit"
     )
     if best.longest:
         print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:\n{best.way.command()}")

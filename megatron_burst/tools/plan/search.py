@@ -200,7 +200,7 @@ def _schedules(context: int) -> Iterator[dict[str, Any]]:
 
 def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
     """How memory may be saved, what costs least time first."""
-    names = {"use-megatron-fsdp": FSDP, "optimizer-cpu-offload": OPTIMIZER}
+    names: dict[str, Flags] = {"use-megatron-fsdp": FSDP, "optimizer-cpu-offload": OPTIMIZER}
     states: list[Flags] = [{}]
     if not any(map(flags.get, names)):  # one of them excludes the other
         states += [saving for name, saving in names.items() if name not in flags]
