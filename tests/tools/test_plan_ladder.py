@@ -74,7 +74,9 @@ def test_megatron_accepts_the_commands(capsys: pytest.CaptureFixture[str]) -> No
     rows = json.loads(capsys.readouterr().out)
     page = (ROOT / "docs" / "million.md").read_text()
     block = page.partition("```bash\n")[2].partition("```")[0]
-    assert sorted(shlex.split(block.replace("\\\n", ""))) == sorted(shlex.split(rows[-2]["command"]))
+    assert sorted(shlex.split(block.replace("\\\n", ""))) == sorted(
+        shlex.split(rows[-2]["command"])
+    )
     for row in rows[-2:]:
         words = shlex.split(row["command"])
         assert (words[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1") != ("--use-megatron-fsdp" in words)
