@@ -52,10 +52,15 @@ class _Memory:
 
 
 class Streams(TorchDispatchMode):
-    """Notes what runs on which stream. `made` are the streams beside the default one."""
+    """Notes what runs on which stream. `made` are the streams beside the default one.
 
-    def __init__(self) -> None:
+    Args:
+        card: the device whose streams these are; tensors of any other are in the host's memory.
+    """
+
+    def __init__(self, card: str = "cuda") -> None:
         super().__init__()
+        self._card = card
         self.current = self.default = Stream()
         self.made: list[Stream] = []
         self.copies: list[str] = []  # to the host and to the device, in order
@@ -83,7 +88,7 @@ class Streams(TorchDispatchMode):
                     self._of(x)
             return result
         said = zip(args, function._schema.arguments, strict=False)
-        written = [x for x, argument in said if _is_written(argument)]
+        written = [x for x, a in said if _is_written(a) and isinstance(x, Tensor)]
         read = [x for x in args if isinstance(x, Tensor) and not any(x is w for w in written)]
         if not written:
             written = [x for x in tree_iter(result) if isinstance(x, Tensor)]
@@ -110,7 +115,7 @@ class Streams(TorchDispatchMode):
         if key not in self._memory:
             # Until now it may have been another tensor's of this stream.
             read = Counter({self.current: self.current.clock[self.current]})
-            on_device = x.device.type == "cuda"
+            on_device = x.device.type == self._card
             self._memory[key] = _Memory(
                 self.current, on_device, read=read if on_device else Counter()
             )

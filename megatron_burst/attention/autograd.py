@@ -263,18 +263,17 @@ class _RingAttention(torch.autograd.Function):
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
         call: AttentionCall = ctx.call
         add = ctx.add_weight_gradient
-        made: list[Keys] = []
 
         def one_chunk(
             dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
         ) -> tuple[Tensor | None, ...]:
             wants_weight = add is not None or ctx.needs_input_grad[4]
-            made.append(_keys(latent, weight, call, k, v, wants_weight))
-            return backward(dout, q, made[-1], out, lse, call)
+            keys = _keys(latent, weight, call, k, v, wants_weight)
+            return *backward(dout, q, keys, out, lse, call), keys.weight_gradient
 
         with call.communicator.in_pass("backward"):
-            gradients = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
-        dweight = made[-1].weight_gradient
+            found = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
+        *gradients, dweight = found
         if dweight is not None and add is not None:
             add(dweight)
             dweight = None

@@ -19,7 +19,7 @@ def backward(
     query: Block = (q, dout, lse)
     moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
     if Kind.QUERY in moved:
-        query = (q, dout, lse.contiguous(), surrogate_factor(dout, out))  # as messages are
+        query = (q, dout, lse, surrogate_factor(dout, out))
     surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
     sums = keys.sums(q, call.wire)
 

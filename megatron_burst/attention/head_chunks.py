@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
@@ -42,21 +41,35 @@ def in_chunks(
 
     What is None is given and returned as such; `name` is for profiles.
     """
-    found = []
+    whole: list[Tensor | None] = []
     for n in range(chunks):
         with span(name):
-            found.append(run(*(_chunk(x, chunks, n) for x in tensors)))
-    return tuple(_join(parts) for parts in zip(*found, strict=True))
+            parts = run(*(_chunk(x, chunks, n) for x in tensors))
+        if chunks == 1:
+            return tuple(parts)
+        if not whole:
+            whole = [None if x is None else _room(x, chunks) for x in parts]
+        for x, part in zip(whole, parts, strict=True):
+            if x is not None:
+                _of(x, chunks, n).copy_(part)
+        del parts  # else they would live beside the next ones
+    return tuple(whole)
 
 
 def _chunk(x: Tensor | None, chunks: int, n: int) -> Tensor | None:
-    """Return a chunk of the heads, contiguous as messages are."""
+    """Return a chunk of the heads: a view of what is large, contiguous where kernels want it."""
     if x is None or chunks == 1:
         return x
-    return x.chunk(chunks, _HEADS[x.ndim])[n].contiguous()
+    found = _of(x, chunks, n)
+    return found if x.ndim == 4 else found.contiguous()
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:  # or None
-    if len(parts) == 1 or parts[0] is None:
-        return parts[0]
-    return torch.cat(list(parts), _HEADS[parts[0].ndim])
+def _of(x: Tensor, chunks: int, n: int) -> Tensor:
+    return x.chunk(chunks, _HEADS[x.ndim])[n]
+
+
+def _room(part: Tensor, chunks: int) -> Tensor:
+    """Return an empty tensor for all chunks."""
+    shape = [*part.shape]
+    shape[_HEADS[part.ndim]] *= chunks
+    return part.new_empty(shape)

@@ -33,7 +33,7 @@ def run(
         compute: makes a kernel call, of which it is told whether to leave room for messages.
     """
     blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
-    blocks |= _parts_to_send(plan, blocks, call.parts)
+    blocks |= _to_send(plan, blocks, call.parts)
 
     def template(item: Item) -> Block:
         return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.packed)
@@ -57,11 +57,11 @@ def run(
                 blocks[item] = block
 
 
-def _parts_to_send(plan: Plan, blocks: Blocks, parts: Parts) -> dict[Item, Block]:
-    """Cut what leaves in parts out of the rank's own blocks; messages are contiguous."""
+def _to_send(plan: Plan, blocks: Blocks, parts: Parts) -> dict[Item, Block]:
+    """Return what leaves of the rank's own blocks, whole or in parts; messages are contiguous."""
     items = {send.item for send in plan.sends if not send.item.kind.is_result}
     return {
-        item: tuple(t.contiguous() for t in rows_of(blocks[Item(*item[:2])], parts[item.part]))
+        item: tuple(t.contiguous() for t in rows_of(blocks[Item(*item[:2])], parts.get(item.part)))
         for item in items
-        if item.owner == plan.rank and item.part
+        if item.owner == plan.rank
     }

@@ -23,14 +23,32 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
+from megatron_burst.plugin.row_chunks import in_row_chunks
+
+_NORM_NUMBERS = 2**24  # of a block of rows
+
+
+class RMSNormByRows(torch.nn.RMSNorm):
+    """Torch's own, in blocks of rows where torch has no kernel for it: on the CPU.
+
+    There it makes copies of all rows in float32, in the backward as well.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [tokens, batch, hidden]; few rows at once as torch does."""
+        rows = max(1, _NORM_NUMBERS // max(1, x[:1].numel()))
+        if x.is_cuda or len(x) <= rows:
+            return super().forward(x)
+        return in_row_chunks(x, super().forward, rows, [self.weight])
 
 
 class SequenceParallelNorm:
     """Megatron's `WrappedTorchNorm`, which refuses sequence parallelism, made to do it.
 
-    Calling the class returns the torch module itself. Its parameters carry `sequence_parallel`:
+    Calling the class returns a torch module itself. Its parameters carry `sequence_parallel`:
     every TP rank normalises its own tokens, and Megatron sums the gradients of parameters marked
     so over the TP ranks.
     """
@@ -42,6 +60,8 @@ class SequenceParallelNorm:
         alone = copy.copy(config)
         alone.sequence_parallel = False
         norm: torch.nn.Module = WrappedTorchNorm(alone, hidden_size, eps)
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm = RMSNormByRows(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

@@ -17,6 +17,7 @@ from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
+from megatron_burst.tools.plan.ladder import most_that
 from megatron_burst.tools.plan.reading import config_of
 from megatron_burst.tools.plan.workload import Workload
 
@@ -133,13 +134,8 @@ def _forward_flops(load: Workload) -> float:
 
 def _longest(load: Workload) -> int:
     """Return how many tokens of a sequence fit."""
-    least, most, usable = 1, 2**13, memory.usable(load.cluster)
-    while most - least > 1:
-        tokens = (least + most) // 2
-        longer = replace(load, tokens=tokens * _CHUNK * load.context)
-        found = memory.predict(longer).total <= usable
-        least, most = (tokens, most) if found else (least, tokens)
-    return least * _CHUNK * load.context
+    chunk = _CHUNK * load.context
+    return chunk * most_that(lambda n: not memory.lacks(replace(load, tokens=n * chunk)), 2**13)
 
 
 def _steps(configs: Configs, kind: str) -> Iterator[Row]:
@@ -190,7 +186,10 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
     number, unit = given.get("tokens", "1M")[:-1], given.get("tokens", "1M")[-1]
     return Workload(
         model=model_of(configs.model(given["model"])),
-        cluster=configs.cluster(given["cluster"], **dict(rates)),
+        cluster=replace(
+            configs.cluster(given["cluster"], **dict(rates)),
+            working_set=configs.constant("working_set"),
+        ),
         gpus=given["gpus"],
         tensor=tensor,
         context=context,

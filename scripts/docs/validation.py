@@ -123,7 +123,7 @@ def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str,
 def fit(configs: Configs) -> dict[str, float]:
     """Fit every constant so that its row is met, by bisection in turns; return the constants."""
     table = {name: dict(value) for name, value in configs.published["fitted"].items()}
-    changed = replace(configs, published={**configs.published, "fitted": table})
+    changed = configs._replace(published={**configs.published, "fitted": table})
     for _, (name, (low, high)) in product(range(_ROUNDS), _BOUNDS.items()):
         for _ in range(_BISECTIONS):
             middle = table[name]["value"] = (low + high) / 2

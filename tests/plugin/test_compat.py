@@ -49,6 +49,24 @@ def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -
         assert torch.equal(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("tokens", [1, 7])  # blocks of two
+def test_an_rms_norm_in_blocks_of_rows_equals_the_whole(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr(local_layers, "_NORM_NUMBERS", 2 * 3 * 4)
+    ours = local_layers.SequenceParallelNorm(config(normalization="RMSNorm"), 4).double()
+    torchs, found = torch.nn.RMSNorm(4, eps=1e-5).double(), []
+    data = torch.randn(tokens, 3, 4, dtype=torch.float64)
+    for norm in (ours, torchs):
+        torch.nn.init.constant_(norm.weight, 1.5)
+        x = data.clone().requires_grad_()
+        out = norm(x)
+        out.sin().sum().backward()
+        found.append((out, x.grad, norm.weight.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
     norm = local_layers.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)

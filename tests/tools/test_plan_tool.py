@@ -156,11 +156,16 @@ def test_memory_is_counted_part_by_part() -> None:
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
     assert memory.predict(kept).saved == TOKENS * HEADS * (DIM * 2 + 4)
     logits = memory.predict(replace(load, chunked_loss=False))
-    assert logits.loss == TOKENS * 100 * 6
+    assert logits.loss == TOKENS * (100 * 6 + 2 * 32 * 2)
     stored = memory.predict(replace(load, recompute=False)).inputs
     assert stored == TOKENS * 2 * (5 * 32 + 6 * HEADS * DIM + 2 * 128)
-    twice = replace(load, cluster=cluster(working_set=2.0))
-    assert memory.predict(twice).layer == 2 * found.layer
+    fsdp = memory.predict(replace(load, zero3=True))
+    assert fsdp.gathered == 2 * (2 * 32 * 100 + 2 * (parameters - 2 * 32 * 100))  # all of it
+    halved = replace(load, offload=0.5)
+    assert memory.predict(halved).optimizer == found.optimizer // 2
+    assert memory.host_bytes(halved) == 4 * 16 * parameters // 4 // 2
+    hosted = replace(load, offload_inputs=True, cluster=cluster(host_memory=1.0))
+    assert memory.host_bytes(hosted) == 4 * TOKENS * 32 * 2 and memory.lacks(hosted) == "host"
 
 
 FLAGS: Flags = {

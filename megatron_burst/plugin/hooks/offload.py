@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.plugin.attention.recompute import Checkpoints, starts_a_pass
+from megatron_burst.plugin.row_chunks import is_in_backward
 from megatron_burst.transport.host import HostMemory, Stored
 
 
 class OffloadInputs:
     """A pre-wrap hook of Megatron's model builders: inputs of checkpoints go to the host's memory.
 
-    Each leaves behind its checkpoint's forward. In the backward one comes back while the checkpoint
-    behind it runs.
+    Each leaves behind its checkpoint's forward. In the backward one comes back while the layer
+    behind it differentiates what is before its attention: earlier it would stand beside what
+    attention needs there, the most of a layer. Behind a layer without attention it comes at once.
 
     Args:
         checkpoints: what finds attention's results by the storage of that input; None: nothing.
@@ -30,6 +32,7 @@ class OffloadInputs:
         self._checkpoints, self._host = checkpoints, HostMemory()
         self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
         self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
+        self._next: Callable[[], _Input | None] = _nothing  # to come back, weak
         self._hooks: list[saved_tensors_hooks] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -42,6 +45,8 @@ class OffloadInputs:
                     part.register_forward_hook(lambda *_: self._leave(), always_call=True)
             for module in (*model.decoder.layers, *_mtp_norms(model)):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
+                if (attention := _attention(module)) is not None:
+                    attention.register_forward_pre_hook(self._attend)
         return models
 
     def _begin_forward(self) -> None:
@@ -49,7 +54,7 @@ class OffloadInputs:
         self._inputs.clear()
 
     def _enter(self) -> None:
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.append(hooks)
         hooks.__enter__()
 
@@ -57,11 +62,24 @@ class OffloadInputs:
         self._hooks.pop().__exit__()
         self._inputs.clear()
 
-    def _see(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins that may be the first of a checkpoint."""
+        if is_in_backward() and _attention(module) is None:
+            self._fetch()
         hidden = args[0] if args else kwargs["hidden_states"]
         if starts_a_pass(hidden) and not torch.is_grad_enabled():
             self._inputs.append(weakref.ref(hidden))
+
+    def _attend(self, _: Any, args: tuple[Any, ...]) -> None:
+        """Attention begins; when its backward has made the queries' gradient, it holds no more."""
+        query = args[0]
+        if is_in_backward() and query.requires_grad:
+            query.register_hook(lambda _: self._fetch())
+
+    def _fetch(self) -> None:
+        before, self._next = self._next(), _nothing
+        if before is not None:
+            before.stored.fetch()
 
     def _pack(self, x: Tensor) -> "Tensor | _Input":
         """Take what autograd saves; all but inputs of checkpoints stays where it is."""
@@ -73,25 +91,27 @@ class OffloadInputs:
         self._last = weakref.ref(found)
         return found
 
+    def _unpack(self, saved: "Tensor | _Input") -> Tensor:
+        """Return it for the second pass."""
+        if not isinstance(saved, _Input):
+            return saved
+        self._next = saved.before
+        (x,) = saved.stored.recall()
+        saved.moved(x.untyped_storage())
+        return x
+
 
 class _Input:
     """The input of a checkpoint; the graph holds it."""
 
     def __init__(self, stored: Stored, before: "Callable[[], _Input | None]") -> None:
-        self.stored, self._before = stored, before
+        self.stored, self.before = stored, before
         self.moved: Callable[[torch.UntypedStorage], None] = lambda _: None
 
-    def recall(self) -> Tensor:
-        """Return it for the second pass, while the one before it starts to come back."""
-        (x,) = self.stored.recall()
-        if (before := self._before()) is not None:
-            before.stored.fetch()
-        self.moved(x.untyped_storage())
-        return x
 
-
-def _unpack(saved: "Tensor | _Input") -> Tensor:
-    return saved.recall() if isinstance(saved, _Input) else saved
+def _attention(layer: Any) -> Any:
+    """Return the attention of a layer, or None: of no other mixer."""
+    return getattr(getattr(layer, "self_attention", None), "core_attention", None)
 
 
 def _mtp_norms(model: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_burst.kernels import Request
 from megatron_burst.tools import hardware, options
-from megatron_burst.tools.doctor import checks, machine
+from megatron_burst.tools.doctor import checks, machine, memory
 from megatron_burst.tools.doctor.attention import request_of, served
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.launch_line import LaunchLine, split
@@ -49,6 +49,8 @@ def _parser() -> options.Parser:
     add, number = parser.add_argument, options.positive
     add("--nodes", type=number, metavar="M", help="nodes of the cluster")
     add("--gpus-per-node", type=number, metavar="L", help="GPUs, and ranks, of a node")
+    text = "a table of the planner's, against whose memory it is held (default: of the GPUs here)"
+    add("--cluster", metavar="NAME", help=text)
     text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
     add("--compute-capability", type=_capability, default="9.0", metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
@@ -94,6 +96,8 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
             if request is None and parsed.config is not None:
                 request, kernel = request_of(parsed, target), parsed.config.kernel
         kernels = served(request, kernel) if request else []
+    if line is not None and parsed.args is not None and not parsed.stops:
+        findings += memory.findings(parsed.args, line.flags, target, given.cluster)
     settings = hardware.settings(environment)
     return Report(str(target), parts, here, settings, _described(request), kernels, findings)
 

@@ -14,7 +14,10 @@ FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 2
 with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 _LARGEST = 1e18
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
-_OPTIONAL = ("gpu", "peak_tflops", "gpus_per_host", "fp8_speedup", "contended", "rates")
+_OPTIONAL = (
+    *("gpu", "peak_tflops", "gpus_per_host", "host_gib", "fp8_speedup", "contended"),
+    "rates",
+)
 _COUNTS = ("gpus_per_node", "gpus_per_host", "nics_per_node")
 _USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0}  # of rates that need not be given
 _RATES = (
@@ -32,6 +35,7 @@ class Cluster:
     gpus_per_node: int
     gpus_per_host: int = 0  # where a node, by its links, is several hosts
     memory: float  # bytes of a GPU
+    host_memory: float = float("inf")  # bytes of a host
     forward_rate: float  # FLOP/s of attention kernels with heads of 128
     backward_rate: float
     linear_rate: float  # FLOP/s of matrix products
@@ -50,7 +54,7 @@ class Cluster:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
-    working_set: float = 1.0  # bytes of attention at work for each that is counted
+    working_set: float = 1.0  # bytes of attention at work for each that is counted, of other code
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""
@@ -81,6 +85,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         gpus_per_node=counts["gpus_per_node"],
         gpus_per_host=counts.get("gpus_per_host", 0),
         memory=_number(name, "memory_gib", table["memory_gib"]) * 2**30,
+        host_memory=_number(name, "host_gib", table.get("host_gib", _LARGEST)) * 2**30,
         **_rates(name, table.get("rates", {}), peak, constant),
         fp8_speedup=_number(name, "fp8_speedup", table.get("fp8_speedup", 1.0)),
         gpus_per_nic=max(1, counts["gpus_per_node"] // counts["nics_per_node"]),
@@ -90,7 +95,6 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         grain=KEYS_A_CALL,
         head_grain=_HEAD_GRAIN,
         traffic=constant("traffic"),
-        working_set=constant("working_set"),
     )
 
 
@@ -130,7 +134,7 @@ def _refuse_unknown(name: str, what: str, table: Mapping[str, Any], known: Itera
 def _number(name: str, field: str, value: Any, *, zero: bool = False) -> float:
     """Return a number; ValueError for what is none, infinite, negative, or 0 unless that may be."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < _LARGEST or (zero and value == 0)):
+    if not is_number or not (0 < value <= _LARGEST or (zero and value == 0)):
         kind = "a number from 0 on" if zero else "a positive number"
         raise ValueError(f"cluster {name}: {field} = {value!r} is not {kind}")
     return float(value)

@@ -3,15 +3,16 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.model import Flags, whole
-from megatron_burst.tools.plan import measure, plot
+from megatron_burst.tools.plan import ladder, measure, plot
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
-from megatron_burst.tools.plan.memory import usable
+from megatron_burst.tools.plan.memory import usable, usable_host
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.reading import loss_chunking
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
@@ -35,12 +36,14 @@ _COLUMNS = {
     "PP": ("pipeline", 1, "{}"),
     "EP": ("expert", 1, "{}"),
     "heads": ("head_parallel_size", 1, "{}"),
-    "host": ("offloaded", 1, "{}"),
+    "saved by": ("savings", 1, "{}"),
     "rho": ("recompute_fraction", 1, "{}"),
     "GiB": ("memory_bytes", 2**-30, "{:.1f}"),
+    "host": ("host_bytes", 2**-30, "{:.0f}"),
     "MiB": ("sent_bytes_a_layer", 2**-20, "{:.0f}"),
     "NIC": ("sent_between_nodes_bytes_a_layer", 2**-20, "{:.0f}"),
     "exposed": ("exposed_share", 1, "{:.1%}"),
+    "copies": ("exposed_copies_share", 1, "{:.1%}"),
     "s/step": ("seconds_a_step", 1, "{:.2f}"),
     "tokens/s/GPU": ("tokens_per_second_per_gpu", 1, "{:.1f}"),
     "MFU": ("mfu", 1, "{:.1%}"),
@@ -67,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
     wanted, cluster, gpus = _asked(configs, given, flags)
+    if given.ladder:
+        return _climb(ladder.climb(wanted, cluster, gpus), as_json=given.json)
     if given.search is None:
         found = rank(wanted, cluster, gpus, given.fractions)
     else:
@@ -78,12 +83,28 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
     else:
         print(f"loss: {describe_loss(found[0].flags)}")
         _print(found, given.top)
-    if not found[0].fits:
+    if found[0].lacks == "host":
+        raise ValueError(
+            f"nothing fits: at least {min(e.host_bytes for e in found) / 2**30:.0f} GiB of a host "
+            f"are needed, and {usable_host(cluster) / 2**30:.0f} may be counted: more nodes"
+        )
+    if found[0].lacks:
         least = min(each.memory.total for each in found) / 2**30
         raise ValueError(
             f"nothing fits: at least {least:.0f} GiB are needed, {cluster.name} has room for "
             f"{usable(cluster) / 2**30:.0f}: more GPUs, a larger --tensor-model-parallel-size, "
             "--recompute-granularity full, or --search for what does"
+        )
+
+
+def _climb(rungs: Sequence[ladder.Rung], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([*map(ladder.figures, rungs)], indent=2))
+    else:
+        ladder.show(rungs)
+    if not any(rung.longest for rung in rungs):
+        raise ValueError(
+            f"no sequence fits on {rungs[0].load.gpus} GPUs: more of them, or --search"
         )
 
 
@@ -102,14 +123,17 @@ def _figures(each: Candidate) -> dict[str, Any]:
         "predicted_alike": list(each.twins),
         **{size: getattr(each.load, size) for size in sizes},
         "head_parallel_size": each.load.head_parallel,
-        "offloaded": each.offloaded,
+        "savings": each.savings,
         "recompute_fraction": each.fraction,
         "memory_bytes": each.memory.total,
         "memory_parts": asdict(each.memory),
+        "host_bytes": each.host_bytes,
         "fits": each.fits,
         "sent_bytes_a_layer": each.time.attention.sent,
         "sent_between_nodes_bytes_a_layer": each.time.attention.between,
         "exposed_share": each.time.attention.exposed_share,
+        "copies_seconds": each.time.copies.seconds,
+        "exposed_copies_share": each.time.copies.exposed / each.time.seconds,
         "seconds_a_step": each.time.seconds,
         "tokens_per_second_per_gpu": each.time.tokens_per_gpu,
         "mfu": each.time.mfu,
@@ -122,7 +146,8 @@ def _print(found: list[Candidate], most: int) -> None:
     for each in found[:most]:
         figures = _figures(each)
         cells = (form.format(figures[name] * unit) for name, unit, form in _COLUMNS.values())
-        table.add_row(str(each) if each.fits else f"{each} (too much memory)", *cells)
+        lacks = f" (too much memory of the {each.lacks})" if each.lacks else ""
+        table.add_row(f"{each}{lacks}", *cells)
     console = terminal.console()
     console.print(
         f"{load.gpus} GPUs of {load.cluster.name}: tensor {load.tensor} x context {load.context} x "
@@ -131,8 +156,9 @@ def _print(found: list[Candidate], most: int) -> None:
     )
     console.print(table)
     console.print(
-        "MiB: what a rank sends for attention of a layer; NIC: of it, to other nodes; exposed: "
-        "of attention's time"
+        "GiB: of a GPU; host: GiB of a host; MiB: what a rank sends for attention of a layer; NIC: "
+        "of it, to other nodes; exposed: of attention's time; copies: to the host that are waited "
+        "for, of the step"
     )
     if found[0].fits:
         print(f"\nthe first of them, on every node:\n{found[0].command()}")
@@ -152,13 +178,17 @@ def _asked(
     flags = as_asked(flags, own, gpt=given.gpt) | own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
+    elif given.ladder:
+        flags.setdefault("seq-length", 2**20)
     positions = "max-position-embeddings", "seq-length"
     flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     rates = {rate: vars(given)[rate] for rate in _RATES if vars(given)[rate] is not None}
     cluster = configs.cluster(name, **rates)
-    if given.search is not None:  # sizes stay if they are among the flags behind the dashes
+    if (
+        given.search is not None or given.ladder
+    ):  # sizes stay if they are among the flags behind the dashes
         flags = {
             name: value for name, value in flags.items() if name not in SEARCHED or name in own
         }
@@ -182,6 +212,7 @@ def _parser() -> options.Parser:
         "megatron-burst plan --run 14b_1m_32gpu_a800",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --search",
+        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --ladder",
         "megatron-burst plan --measure here.toml",
         "megatron-burst plan --run toy --flags",
     )
@@ -201,6 +232,8 @@ def _parser() -> options.Parser:
     add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
     text = "try all sizes that are not given behind --, of pipelines (pp) and experts (ep) if asked"
     add("--search", nargs="*", choices=("pp", "ep"), metavar="pp ep", help=text)
+    text = "how far sequences go, one saving of memory after the other, at its best sizes"
+    add("--ladder", action="store_true", help=text)
     text = "packed sequences: documents of this mean length, exponentially distributed"
     add("--documents", type=options.positive, metavar="N", help=text)
     add("--plot", metavar="FILE", help="draw tokens/s over memory")

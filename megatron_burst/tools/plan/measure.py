@@ -32,13 +32,13 @@ def write(path: str) -> None:
 
 def cluster_file(name: str) -> str:
     """Return the text of a cluster file with what this machine sustains."""
+    of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         device, gpus, model = "cuda", torch.cuda.device_count(), torch.cuda.get_device_name()
         memory, whose = torch.cuda.get_device_properties(0).total_memory, "of a GPU"
     else:
         device, gpus, model = "cpu", 1, hardware.cpu_model()
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        whose = "of the host: no GPU is here"
+        memory, whose = of_host, "of the host: no GPU is here"
     how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     rates = measured(torch.device(device))
     peak, how_peak = peak_tflops(model), "data sheet"
@@ -57,6 +57,7 @@ def cluster_file(name: str) -> str:
         f"gpus_per_node = {gpus}",
         f"nics_per_node = {max(1, min(gpus, len(nics)))}",
         f"memory_gib = {memory / 2**30:.1f}  # {whose}",
+        f"host_gib = {of_host / 2**30:.1f}",
         f"peak_tflops = {peak:.5g}  # {how_peak}",
         f"\n[{json.dumps(name)}.rates]",
     ]

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_burst.config import GradDtype, LayoutName
@@ -28,7 +29,7 @@ def unchosen(given: Flags) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in kept or name not in _CHOSEN}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """One way, with what is predicted of it."""
 
@@ -41,8 +42,18 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether its memory leaves room for what is not counted."""
-        return self.memory.total <= memory.usable(self.load.cluster)
+        """Whether GPUs and hosts have room for it, and for what is not counted."""
+        return not self.lacks
+
+    @cached_property
+    def lacks(self) -> str:
+        """Whose memory is too small: "", "GPU" or "host"."""
+        return memory.lacks(self.load)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Of the memory of a host."""
+        return memory.host_bytes(self.load)
 
     @property
     def name(self) -> str:
@@ -55,10 +66,12 @@ class Candidate:
         return str(self.flags.get(_FRACTION, "-"))
 
     @property
-    def offloaded(self) -> str:
-        """What is in the host's memory, for a table."""
-        named = {"optimizer-cpu-offload": "optimizer", "recompute-offload": "recompute"}
-        return ", ".join(what for flag, what in named.items() if self.flags.get(flag)) or "-"
+    def savings(self) -> str:
+        """What saves memory, for a table."""
+        load = self.load
+        named: dict[str, bool] = {"FSDP": load.zero3, "MLP": load.mlp_chunks > 1}
+        named |= {"inputs": load.offload_inputs, "optimizer": load.offload > 0}
+        return ", ".join(what for what, is_on in named.items() if is_on) or "-"
 
     def __str__(self) -> str:
         return " = ".join((self.name, *self.twins))
@@ -67,16 +80,17 @@ class Candidate:
         """Return the command line of every node."""
         cluster = self.load.cluster
         more: dict[str, int] = {"documents-mean": False}  # which is the planner's
-        a_node = min(cluster.gpus_per_host or cluster.gpus_per_node, self.load.gpus)
+        a_node = self.load.ranks_per_host
         if cluster.gpus_per_host and self.load.context > 1:  # host names would tell another node
             more = {"burst-ranks-per-node": max(1, self.load.ranks_per_node)}
         flags = staged({**self.flags, **more}, self.load.pipeline * self.load.virtual)
         nodes, where = self.load.gpus // a_node, "--standalone"
         if nodes > 1:
             where = f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
-        # Megatron asks for the setting before it runs context parallelism before Blackwell.
+        # Megatron asks for it before it runs context parallelism before Blackwell; FSDP refuses it.
+        setting = "" if self.load.zero3 else "CUDA_DEVICE_MAX_CONNECTIONS=1 "
         return (
-            f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {where} --nproc-per-node {a_node} "
+            f"{setting}torchrun {where} --nproc-per-node {a_node} "
             f"-m megatron_burst.pretrain {shlex.join(arguments(flags))}"
         )
 

@@ -23,7 +23,11 @@ _UNEVEN = (
     "pipeline-model-parallel-layout",
 )
 _REFUSED = {
-    "use-megatron-fsdp": "when it gathers weights is not modelled",
+    "use-torch-fsdp2": "when it gathers weights is not modelled",
+    "data-parallel-sharding-strategy": "optim_grads_params alone is",
+    "megatron-fsdp-main-params-dtype": "float32 alone is",
+    "megatron-fsdp-main-grads-dtype": "the weights' own alone is",
+    "fsdp-double-buffer": "it is one of the layers that are alike alone",
     "fp16": "only bfloat16 and float32 are",
     "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
     "burst-block-mask": "its file would have to be of these sizes",
@@ -34,7 +38,18 @@ _REFUSED = {
     "recompute-granularity": "full and selective alone are",
     **dict.fromkeys(_UNEVEN, "stages of as many layers alone are"),
 }
-_ALLOWED = {"recompute-method": ("uniform",), "recompute-granularity": ("full", "selective")}
+_BESIDE_FSDP = {
+    "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
+    "are sharded: its first step ends with an error",
+    "pipeline-model-parallel-size": "when it gathers a stage's weights is not modelled",
+}
+_ALLOWED = {
+    "recompute-method": ("uniform",),
+    "recompute-granularity": ("full", "selective"),
+    "data-parallel-sharding-strategy": ("optim_grads_params",),
+    "megatron-fsdp-main-params-dtype": ("fp32",),
+    "megatron-fsdp-main-grads-dtype": ("auto",),
+}
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _flags = cache(flags)
 _SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
@@ -48,7 +63,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     """
     _refuse(given)
     element_bytes, gradient_bytes = _widths(given)
-    chunking = loss_chunking(given)
+    chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
     granularity = given.get("recompute-granularity")
     load = Workload(
         model=model_of(given),
@@ -70,11 +85,13 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         chunked_loss=chunking is not None,
         offload_inputs=config.recompute_offload and granularity == "full",
         mlp_chunks=_mlp_chunks(given),
+        replays_mlps=whole(given, "recompute-num-layers") > 1,
         loss_bytes=chunking.peak if chunking else 0,
         head_products=chunking.products if chunking else 3,
-        sharded=bool(given.get("use-distributed-optimizer")),
+        zero3=fsdp,
+        sharded=fsdp or bool(given.get("use-distributed-optimizer")),
         gradient_bytes=gradient_bytes,
-        offload=bool(given.get("optimizer-cpu-offload")),
+        offload=_offloaded(given),
         sequence_parallel=bool(given.get("sequence-parallel")),
         fp8=bool(given.get("fp8-format")),
         element_bytes=element_bytes,
@@ -145,10 +162,24 @@ def loss_chunking(given: Flags) -> Chunking | None:
 
 
 def _widths(given: Flags) -> tuple[int, int]:
-    """Bytes of an element of weights and activations, and of the gradients that are summed."""
+    """Bytes of an element of weights and activations, and of the gradients that are summed.
+
+    Megatron-FSDP's are as wide as the weights.
+    """
     if not given.get("bf16"):
         return 4, 4
-    return 2, 2 if given.get("grad-reduce-in-bf16") else 4
+    narrow = given.get("grad-reduce-in-bf16") or given.get("use-megatron-fsdp")
+    return 2, 2 if narrow else 4
+
+
+def _offloaded(given: Flags) -> float:
+    """The share of the optimizer in the host's memory."""
+    if not given.get("optimizer-cpu-offload"):
+        return 0.0
+    share = float(given.get("optimizer-offload-fraction", 1.0))
+    if not 0 <= share <= 1:
+        raise ValueError(f"--optimizer-offload-fraction {share:g} is not between 0 and 1")
+    return share
 
 
 def _virtual(given: Flags) -> int:
@@ -236,5 +267,8 @@ def _refuse(given: Flags) -> None:
     ):
         if (value := whole(given, name, usual)) != usual:
             raise ValueError(f"--{name} {value} cannot be predicted here: {reason}")
+    for name, reason in _BESIDE_FSDP.items():
+        if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
+            raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")
     if "seq-length" not in given:
         raise ValueError("--seq-length is missing")

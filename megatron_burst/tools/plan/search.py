@@ -16,6 +16,7 @@ from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, recomputing, unchosen
 from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.savings import FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
 from megatron_burst.tools.plan.workload import Workload
 
 _CLOCKS = 60_000_000
@@ -67,6 +68,8 @@ def search(
             if load.offload and fitting:
                 continue
             each = _in_chunks_that_fit(candidate(flags, load))
+            if not each.fits and "mlp-chunks" not in flags:
+                each = _with(each, MLP_CHUNKS)
             if each.fits:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
@@ -85,21 +88,25 @@ def _in_chunks_that_fit(found: Candidate) -> Candidate:
     """
     of, load = found.memory, found.load
     left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
+    beside = of.loss - load.loss_bytes
     given = _CHUNKS & found.flags.keys()
     if given or not load.chunked_loss or not of.layer <= left < of.loss:
         return found
-    flags = {**found.flags, "lm-head-memory-mb": int(left) // 2**20}
     try:
-        smaller = workload_of(flags, load.cluster, load.gpus)
+        return _with(found, {"lm-head-memory-mb": int(left - beside) // 2**20})
     except ValueError:  # too little for any chunk
         return found
-    return candidate(flags, smaller)
+
+
+def _with(found: Candidate, more: Flags) -> Candidate:
+    flags = {**found.flags, **more}
+    return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
     """Say what is missing where no way fits."""
-    load = least.load if least else min(every, key=memory.states)
-    needed = least.memory.total if least else memory.states(load)
+    load = least.load if least else min(every, key=memory.least)
+    needed = least.memory.total if least else memory.least(load)
     usable = memory.usable(load.cluster)
     tokens = int(load.tokens * usable / needed)
     return (
@@ -145,9 +152,11 @@ def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Wor
     """The ways to save memory with which weights, gradients and optimizer fit."""
     load = way.load
     for saving in _savings(given, wish.fractions):
+        if FSDP.keys() <= saving.keys() and (load.pipeline > 1 or load.shards == 1):
+            continue
         flags = {**way.flags, **saving}
         each = workload_of(flags, load.cluster, load.gpus)
-        if memory.states(each) <= memory.usable(load.cluster):
+        if memory.least(each) <= memory.usable(load.cluster):
             yield flags, each
 
 
@@ -191,14 +200,14 @@ def _schedules(context: int) -> Iterator[dict[str, Any]]:
 
 def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
     """How memory may be saved, what costs least time first."""
-    offloads: list[dict[str, Any]] = [{}]
-    if "optimizer-cpu-offload" not in flags:
-        offloads.append({"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True})
+    names: dict[str, Flags] = {"use-megatron-fsdp": FSDP, "optimizer-cpu-offload": OPTIMIZER}
+    states: list[Flags] = [{}]
+    if not any(map(flags.get, names)):  # one of them excludes the other
+        states += [saving for name, saving in names.items() if name not in flags]
     full = flags.get("recompute-granularity") == "full"
-    for offload, fraction in product(offloads, sorted(fractions) if full else (None,)):
-        yield {**offload, **recomputing(fraction)}
-        if full and "recompute-offload" not in flags:
-            yield {**offload, **recomputing(fraction), "recompute-offload": True}
+    inputs = [{}, INPUTS] if full and not INPUTS.keys() & flags.keys() else [{}]
+    for state, fraction, each in product(states, sorted(fractions) if full else (None,), inputs):
+        yield {**state, **recomputing(fraction), **each}
 
 
 def _bound(load: Workload) -> float:

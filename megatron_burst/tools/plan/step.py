@@ -6,6 +6,7 @@ from typing import NamedTuple
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
+from megatron_burst.tools.plan.memory import hosted_activations
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
 
@@ -14,10 +15,18 @@ _UPDATE_BYTES = 32  # read and written of a parameter by the optimizer
 _MODULES = {"mlp": "mlp", "experts": "moe"}  # --recompute-modules by kinds of layers
 
 
+class Copies(NamedTuple):
+    """Seconds of a step's copies to the host's memory and back."""
+
+    seconds: float = 0.0
+    exposed: float = 0.0  # of them, those in which nothing is computed
+
+
 class Prediction(NamedTuple):
     """Of a step."""
 
     attention: Pass  # all passes of a layer
+    copies: Copies
     seconds: float
     tokens_per_gpu: float  # a second
     mfu: float
@@ -27,19 +36,41 @@ def predict(load: Workload) -> Prediction:
     """Predict a step; see the fields of the result."""
     attention = together(*attention_passes(load))
     computed = computing_seconds(load, attention.seconds)
-    seconds = computed + weights_seconds(load, computed)
+    copies = host_copies(load, _of_stage(load, attention.seconds), computed)
+    seconds = computed + weights_seconds(load, computed) + copies.exposed
     rate = load.sequences * load.tokens / load.gpus / seconds
     mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
-    return Prediction(attention, seconds, rate, mfu)
+    return Prediction(attention, copies, seconds, rate, mfu)
 
 
 def computing_seconds(load: Workload, attention: float) -> float:
     """Return the seconds of all micro-batches, given those of one layer's attention."""
-    stage = (load.model.layers * attention + layers_seconds(load)) / load.pipeline
+    stage = _of_stage(load, attention)
     # One forward and one backward at a time: the others wait while the first fills the stages.
     filling = (load.pipeline - 1) / load.virtual
     of_stages = (load.micro_batches + filling) * (stage + _handed_on(load))
     return of_stages + load.micro_batches * head_seconds(load)
+
+
+def _of_stage(load: Workload, attention: float) -> float:
+    """A micro-batch's seconds in the layers of a pipeline stage."""
+    return (load.model.layers * attention + layers_seconds(load)) / load.pipeline
+
+
+def host_copies(load: Workload, stage: float, computed: float) -> Copies:
+    """Return the copies of a step, given the seconds of a micro-batch and of all computing.
+
+    Inputs of layers leave behind the forward, a quarter of a recomputed layer's time, and come back
+    ahead of the rest. Megatron's optimizer waits for its gradients and is waited for; DeepSpeed's
+    copies go along with the backward.
+    """
+    rate = load.cluster.host_rate
+    one_way = hosted_activations(load) / rate
+    exposed = max(0.0, one_way - stage / 4) + max(0.0, one_way - stage * 3 / 4)
+    states = load.offload * _own(load) / load.shards * (load.gradient_bytes + load.element_bytes)
+    waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
+    batches = load.micro_batches
+    return Copies(2 * one_way * batches + states / rate, exposed * batches + waited)
 
 
 def model_flops(load: Workload) -> float:
@@ -67,6 +98,7 @@ def layers_seconds(load: Workload) -> float:
         # In forwards, of which the backward counts for two.
         again = _MODULES.get(name) in load.selective or (name == "mlp" and load.mlp_chunks > 1)
         times = 4 if load.recompute or again else 3
+        times += name == "mlp" and load.recompute and load.mlp_chunks > 1 and load.replays_mlps
         filled = _filled(load, part) if name == "experts" else 1.0
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
@@ -117,32 +149,20 @@ def _handed_on(load: Workload) -> float:
 
 def weights_seconds(load: Workload, hidden_behind: float) -> float:
     """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
-    machine, ranks = load.cluster, load.shards
-    experts = load.model.expert_parameters
-    own = (load.model.parameters - experts + experts / load.expert) / (load.tensor * load.pipeline)
-    copied = own * (load.gradient_bytes + load.element_bytes) / ranks if load.offload else 0.0
-    to_host = copied / machine.host_rate + inputs_to_host(load) / machine.host_rate
-    exposed = max(0.0, to_host - hidden_behind)
+    machine, ranks, own = load.cluster, load.shards, _own(load)
     if ranks == 1:
-        return exposed
+        return 0.0
     gathers = (3 if load.recompute else 2) if load.zero3 else 1
     # Gradients are scattered and weights gathered; otherwise gradients are scattered and gathered.
     returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
     moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
     within = load.gpus <= machine.gpus_per_node
     rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
-    updated = own / ranks if load.sharded else own
-    optimizer = 0.0 if load.offload else _UPDATE_BYTES * updated / machine.memory_rate
-    return exposed + max(0.0, moved / rate - hidden_behind) + optimizer
+    updated = (1 - load.offload) * own / (ranks if load.sharded else 1)
+    return max(0.0, moved / rate - hidden_behind) + _UPDATE_BYTES * updated / machine.memory_rate
 
 
-def inputs_to_host(load: Workload) -> float:
-    """Return the bytes that go to the host's memory and come back: inputs, results of attention."""
-    model, tokens = load.model, load.local_tokens * load.micro_batches / load.pipeline
-    numbers, fraction = 0.0, load.config.recompute_fraction
-    if load.offload_inputs:
-        numbers += sum(part.count for part in model.parts.values()) * model.hidden / load.tensor
-    if load.config.recompute_offload and fraction is not None:
-        heads, _ = load.heads
-        numbers += (1 - fraction) * model.layers * heads * model.value_head_dim
-    return 2 * tokens * numbers * load.element_bytes
+def _own(load: Workload) -> float:
+    """The parameters of a rank, as if stages had as many."""
+    experts = load.model.expert_parameters
+    return (load.model.parameters - experts + experts / load.expert) / (load.tensor * load.pipeline)

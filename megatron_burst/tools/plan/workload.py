@@ -68,9 +68,10 @@ class Workload:
     zero3: bool = False  # parameters and gradients are sharded over all ranks
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
-    offload: bool = False  # the optimizer's states are in the host's memory
+    offload: float = 0.0  # the share of the optimizer that is in the host's memory
     offload_inputs: bool = False  # what is stored of recomputed layers is
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
+    replays_mlps: bool = False  # in chunks, because a checkpoint holds more than one layer
     sequence_parallel: bool = True  # norms and sums are spread over the tensor-parallel ranks
     fp8: bool = False  # matrix products of the layers, not of the LM head or of attention
     element_bytes: int = 2
@@ -149,6 +150,11 @@ class Workload:
     def ranks_per_node(self) -> int:
         """How many context-parallel ranks of one tensor-parallel rank a node holds."""
         return min(self.context, self.cluster.gpus_per_node // self.tensor)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many of the GPUs share a host's memory."""
+        return min(self.gpus, self.cluster.gpus_per_host or self.cluster.gpus_per_node)
 
     @property
     def beside(self) -> int:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.doctor import checks, documents, machine
+from megatron_burst.tools.doctor import checks, documents, machine, memory
 from megatron_burst.tools.doctor.documents import DOCUMENTS
 from megatron_burst.tools.doctor.finding import Level
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
@@ -149,12 +149,19 @@ def test_documents_that_leave_ranks_without_work(
 
 
 def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
-    source = "".join(Path(module.__file__).read_text() for module in (checks, documents))
+    source = "".join(Path(module.__file__).read_text() for module in (checks, documents, memory))
     names = set(re.findall(r'Finding\("([\w-]+)"', source)) - OF_THE_JOB
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(set(rows)) == len(rows) and set(rows) == names
-    others = {"not-attached", "lost-spec", "uneven-documents", "no-end-tokens"}
+    others = {
+        "memory",
+        "megatrons-chunks",
+        "not-attached",
+        "lost-spec",
+        "uneven-documents",
+        "no-end-tokens",
+    }
     assert names - {case[0] for case in CASES} == others
 
 

@@ -1,0 +1,81 @@
+"""Whether a command line fits on the cards of a cluster, and which saving it lacks where not."""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_burst.tools.doctor.finding import Finding, Level
+from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan.configs import Configs, arguments, parsed
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.savings import lacking
+from megatron_burst.tools.plan.workload import Workload
+
+_GIB = 2**30
+
+
+def findings(
+    args: Namespace, words: Sequence[str], target: Target, cluster: str | None
+) -> Iterator[Finding]:
+    """Compare what the planner predicts with the cards of a cluster, given or found here."""
+    yield from _megatrons_chunks(args)
+    configs = Configs.read()
+    name = cluster or _found(configs)
+    if name is None:
+        return
+    machine, gpus = configs.cluster(name), target.nodes * target.ranks_per_node
+    given = {"global-batch-size": gpus * args.micro_batch_size, **parsed(words)}
+    try:
+        load = workload_of(given, machine, gpus)
+        lacks = memory.lacks(load)
+    except ValueError as reason:  # what is not modelled is no fault of the command line
+        yield Finding("memory", Level.NOTE, f"its memory was not predicted: {reason}")
+        return
+    if not lacks:
+        return
+    text = f"{_told(load, lacks)} on {machine.name}"
+    if lacks == "host":
+        yield Finding("memory", Level.WARNING, text, "more nodes, or fewer tokens")
+        return
+    added: dict[str, object] = {}
+    for saving in lacking(given):
+        try:
+            saved = workload_of({**given, **added, **saving}, machine, gpus)
+        except ValueError:  # it does not go with the rest
+            continue
+        added |= saving
+        if not memory.lacks(saved):
+            yield Finding("memory", Level.WARNING, text, " ".join(arguments(added)))
+            return
+    remedy = "more GPUs, or a look at megatron-burst plan --ladder"
+    yield Finding("memory", Level.WARNING, f"{text}, nor with all savings", remedy)
+
+
+def _told(load: Workload, lacks: str) -> str:
+    if lacks == "host":
+        needed, there = memory.host_bytes(load), memory.usable_host(load.cluster)
+        return f"a host needs {needed / _GIB:.0f} GiB of {there / _GIB:.0f} that may be counted"
+    needed, there = memory.predict(load).total, memory.usable(load.cluster)
+    return f"a GPU needs {needed / _GIB:.1f} GiB of {there / _GIB:.1f} that may be counted"
+
+
+def _found(configs: Configs) -> str | None:
+    """The cluster of the planner's table whose GPU is here."""
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_name()
+    gpus = {name: str(table.get("gpu", "")) for name, table in configs.clusters.items()}
+    return next((name for name, gpu in gpus.items() if gpu and gpu in here), None)
+
+
+def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
+    """Megatron's own chunks of an MLP, under recompute."""
+    chunks = getattr(args, "mlp_chunks_for_training", 1) or 1
+    if chunks > 1 and args.recompute_granularity == "full":
+        text = (
+            f"--mlp-chunks-for-training {chunks} saves next to nothing under full recompute: "
+            "autograd keeps every chunk of the replay"
+        )
+        yield Finding("megatrons-chunks", Level.WARNING, text, "--mlp-chunks auto in its place")

@@ -1,0 +1,138 @@
+"""How far a model's sequence goes on given GPUs, one saving of memory after the other."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_burst.tools import terminal
+from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.ranking import Candidate, candidate
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.savings import rungs
+from megatron_burst.tools.plan.workload import Workload
+
+_STEP = 2**16  # tokens that a longest sequence is a multiple of
+_MOST = 2**10  # of them
+_TENSOR = (1, 2, 4, 8)
+
+
+_COLUMNS = ("TP", "states", "inputs", "layer", "loss", "GPU", "host", "longest")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A row: what is added, the sizes that go furthest with it, and how far."""
+
+    name: str
+    flags: Flags
+    load: Workload  # with the tokens that were asked for
+    longest: int  # tokens; 0: not even the shortest that is tried
+
+    @property
+    def way(self) -> Candidate:
+        """With the tokens that were asked for, or as many as fit."""
+        flags = sized(self.flags, min(self.load.tokens, self.longest or self.load.tokens))
+        return candidate(flags, workload_of(flags, self.load.cluster, self.load.gpus))
+
+    @property
+    def gib(self) -> Mapping[str, float]:
+        """What a GPU holds, and a host, with the tokens that were asked for."""
+        found = memory.predict(self.load)
+        states = found.weights + found.gradients + found.optimizer + found.gathered
+        parts = {"states": states, "inputs": found.inputs + found.saved, "layer": found.layer}
+        parts |= {"loss": found.loss, "GPU": found.total, "host": memory.host_bytes(self.load)}
+        return {name: size / memory.GIB for name, size in parts.items()}
+
+
+def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
+    """Return the rows; tensor- and context-parallel sizes that are given stay as they are.
+
+    Raises:
+        ValueError: no size divides.
+    """
+    found = []
+    for name, flags in rungs(given):
+        ways, reason = [], ""
+        for sizes in _sizes(given, gpus):
+            wanted = {**flags, **sizes}
+            try:
+                load = workload_of(wanted, cluster, gpus)
+            except ValueError as error:
+                reason = str(error)
+                continue
+            longest = _longest(wanted, cluster, gpus)
+            ways.append(Rung(name, wanted, load, longest))
+        if not ways:
+            raise ValueError(f"no sizes go with these flags: {reason}")
+        found.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
+    return found
+
+
+def _sizes(given: Flags, gpus: int) -> Iterator[dict[str, Any]]:
+    """Tensor- times context-parallel, over all GPUs."""
+    name = "tensor-model-parallel-size"
+    for tensor in (whole(given, name),) if name in given else _TENSOR:
+        if gpus % tensor == 0:
+            yield {
+                name: tensor,
+                **({"sequence-parallel": True} if tensor > 1 else {}),
+                "context-parallel-size": gpus // tensor,
+                "global-batch-size": 1,
+            }
+
+
+def sized(flags: Flags, tokens: int) -> dict[str, Any]:
+    """Return the flags with another length of a sequence."""
+    return {**flags, "seq-length": tokens, "max-position-embeddings": tokens}
+
+
+def _longest(flags: Flags, cluster: Cluster, gpus: int) -> int:
+    def fits(steps: int) -> bool:
+        return not memory.lacks(workload_of(sized(flags, steps * _STEP), cluster, gpus))
+
+    return _STEP * most_that(fits, _MOST)
+
+
+def most_that(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number below `most` that fits, by halving; 0 if none does."""
+    least = 0
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
+def figures(rung: Rung) -> dict[str, Any]:
+    """Return a row as it is written to JSON."""
+    sizes = {"tensor": rung.load.tensor, "context": rung.load.context}
+    found = {"added": rung.name, **sizes, "gib": rung.gib, "longest_tokens": rung.longest}
+    return found | {"command": rung.way.command()}
+
+
+def cells(rung: Rung) -> list[str]:
+    """Return a row's cells, but for its name."""
+    longest = f"{rung.longest / 1e6:.2f} M" if rung.longest else "none"
+    parts = [f"{part:.0f}" if name == "host" else f"{part:.1f}" for name, part in rung.gib.items()]
+    return [str(rung.load.tensor), *parts, longest]
+
+
+def show(rungs: Sequence[Rung]) -> None:
+    """Print the table and the command of the row that goes furthest."""
+    load, best = rungs[0].load, max(rungs, key=lambda rung: rung.longest)
+    console = terminal.console()
+    console.print(
+        f"{load.gpus} GPUs of {load.cluster.name}, {load.tokens} tokens, "
+        f"{load.model.parameters / 1e9:.2f} billion parameters; GiB of a GPU, of which "
+        f"{memory.usable(load.cluster) / memory.GIB:.1f} may\nbe counted, and of a host, of "
+        f"{memory.usable_host(load.cluster) / memory.GIB:.0f}; context-parallel over what tensor "
+        "parallelism leaves"
+    )
+    rows = [(rung.name, *cells(rung)) for rung in rungs]
+    console.print(terminal.table(("added",), _COLUMNS, rows))
+    console.print(
+        "GPU: states, inputs and more of a layer at work or the loss; longest: tokens that fit"
+    )
+    if best.longest:
+        print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:\n{best.way.command()}")

@@ -1,0 +1,50 @@
+"""What saves memory beside sizes, as flags: for the search, the ladder and the doctor."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_burst.tools.model import Flags
+
+CHUNKED_LOSS = {"lm-head-loss": "chunked"}
+HEAD_CHUNKS = {"burst-head-chunks": "auto"}
+MLP_CHUNKS = {"mlp-chunks": "auto"}
+INPUTS = {"recompute-offload": True}
+FSDP = {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}
+OPTIMIZER = {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
+
+LADDER: Mapping[str, Mapping[str, Any]] = {  # each beside those before, but for the last two
+    "the loss in chunks": CHUNKED_LOSS,
+    "layers' inputs on the host": INPUTS,
+    "MLPs in chunks of tokens": MLP_CHUNKS,
+    "attention's heads in chunks": HEAD_CHUNKS,
+    "weights sharded (Megatron-FSDP)": FSDP,
+    "or the optimizer on the host": OPTIMIZER,
+}
+_OFF = {
+    "lm-head-loss": "megatron",
+    "burst-head-chunks": 1,
+    "mlp-chunks": 1,
+    "recompute-granularity": "full",
+    "recompute-attention-fraction": False,  # all is recomputed
+}
+_OF_CHUNKED_LOSS = "lm-head-memory-mb", "lm-head-chunk-size"
+
+
+def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the flags of every row of the ladder, the first without any saving."""
+    flags = {**given, **_OFF, **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False)}
+    flags = {name: value for name, value in flags.items() if value is not False}
+    bare = {name: value for name, value in flags.items() if name not in _OF_CHUNKED_LOSS}
+    yield "Megatron's full recompute", bare
+    for name, saving in LADDER.items():
+        if saving is OPTIMIZER:  # Megatron's does not take weights that are sharded
+            flags = {name: value for name, value in flags.items() if name not in FSDP}
+        flags = {**flags, **saving}
+        yield name, flags
+
+
+def lacking(given: Flags) -> Iterator[Mapping[str, Any]]:
+    """Yield the savings that flags do not have, what costs least time first."""
+    for saving in LADDER.values():
+        if not all(str(given.get(name)) == str(value) for name, value in saving.items()):
+            yield saving

@@ -1,0 +1,67 @@
+"""The tensors of one layer in its backward, as scripts/bench/step_memory.py counts them."""
+
+from megatron_burst.tools.plan import timing
+from megatron_burst.tools.plan.workload import Workload
+
+_HIDDEN = 5  # norms' outputs and gradients as wide as the hidden states, beside the layer's input
+_TO_SAVED = 7 / 3  # what the backward between an MLP's products makes, over what it saves
+_SUM_BYTES = 6  # of a weight of an MLP in chunks: its gradients, summed in float32
+_ROTARY_BYTES = 12  # of a number of a head's position embedding
+
+
+def working_set(load: Workload) -> int:
+    """Return the bytes at the layer's MLP, at attention or, under tensor parallelism, between."""
+    model, a_token = load.model, load.local_tokens * load.element_bytes
+    hidden = a_token * model.hidden
+    kept = a_token * _kept(load)
+    at_mlp = _HIDDEN * hidden + kept + _inside_others(load)
+    # In chunks, the MLP's output is not made again.
+    at_attention = (_HIDDEN - (load.mlp_chunks > 1)) * hidden + kept
+    most = max(at_mlp // load.tensor, at_attention // load.tensor + _attention(load))
+    most += load.local_tokens * model.head_dim * _ROTARY_BYTES
+    if load.tensor == 1:
+        return int(most)
+    # What is gathered, and a product that is not summed over the ranks yet; q, k and v twice.
+    fused = a_token * (2 * model.heads + model.kv_heads) * model.head_dim
+    summed = 2 * hidden + ((_HIDDEN - 1) * hidden + kept + fused) // load.tensor
+    return int(max(hidden + most, summed))
+
+
+def _kept(load: Workload) -> int:
+    """Numbers of a token between the projections: q, k, v and the output."""
+    model = load.model
+    if model.latents:
+        return model.parts["attention"].saved - 3 * model.hidden if model.layers else 0
+    return (model.heads + model.kv_heads) * (model.head_dim + model.value_head_dim)
+
+
+def _inside_others(load: Workload) -> int:
+    """Bytes inside the MLP, experts or recurrence that has most."""
+    a_token, most = load.local_tokens * load.element_bytes, 0.0
+    for name, part in load.model.parts.items():
+        inside = _TO_SAVED * (part.saved - 2 * load.model.hidden) * a_token
+        if name == "attention":
+            continue
+        if name == "mlp" and load.mlp_chunks > 1:
+            inside = inside / load.mlp_chunks + _SUM_BYTES * part.parameters
+        most = max(most, inside)
+    return int(most)
+
+
+def _attention(load: Workload) -> int:
+    """The buffers of its plan, float32 sums of dQ, dK and dV and results of a tile: of a chunk.
+
+    Where heads are cut in chunks, the gradients of all, and half of a chunk's dO.
+    """
+    shape = load.ring.shape
+    sizes = shape.item_bytes()
+    buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
+    queries = shape.query_heads * shape.head_dim
+    keys = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
+    of_sums = 4 * (queries + keys)
+    of_tile = shape.element_bytes * (queries + 1.5 * keys)
+    found = load.cluster.working_set * (buffers + shape.tokens * (of_sums + of_tile))
+    if (chunks := load.head_chunks) > 1:
+        joined = chunks * (queries + keys) + shape.query_heads * shape.value_head_dim / 2
+        found += shape.tokens * shape.element_bytes * joined
+    return int(found)

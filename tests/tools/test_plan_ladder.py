@@ -1,0 +1,135 @@
+"""The ladder: how far sequences go, its counts beside step_memory.py's, its command. (fast tier)"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_burst.tools.command import main
+from megatron_burst.tools.plan import ladder, memory, step
+from megatron_burst.tools.plan.configs import Configs, arguments
+from megatron_burst.tools.plan.reading import workload_of
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import million  # noqa: E402
+from pages import filled  # noqa: E402
+
+CONFIGS = Configs.read()
+H100 = CONFIGS.cluster("h100")
+
+
+def given(model: str, **more: Any) -> dict[str, Any]:
+    flags = CONFIGS.flags_of("_long") | CONFIGS.model(model) | {"seq-length": 2**20}
+    return flags | {name.replace("_", "-"): value for name, value in more.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "tokens"),
+    [("llama3_8b", 8, 5e6), ("qwen3_32b", 8, 1.6e6), ("70b", 16, 1.3e6)],
+)
+def test_how_far_a_sequence_goes(model: str, gpus: int, tokens: float) -> None:
+    rungs = ladder.climb(given(model), H100, gpus)
+    *before, fsdp, optimizer = rungs
+    lengths = [rung.longest for rung in (*before, fsdp)]
+    assert lengths == sorted(lengths)
+    best = max(rungs, key=lambda rung: rung.longest)
+    assert best.longest >= tokens, f"{best.name}: {best.longest}"
+    assert not memory.lacks(best.way.load)
+    longer = ladder.sized(best.flags, best.longest + 2**16)
+    assert memory.lacks(workload_of(longer, H100, gpus))
+
+
+def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
+    """Of the counts on the page of recompute, which test_step_memory.py compares with a step."""
+    page = (ROOT / "docs" / "recompute.md").read_text().partition("## What lives in a step")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    counted = [max(float(cell.strip("*")) for cell in row[1:5]) for row in rows[1:6]]
+    more = {"num_layers": 4, "tensor_model_parallel_size": 1, "lm_head_memory_mb": 512}
+    found = []
+    for rung in ladder.climb(given("llama3_8b", **more), H100, 8)[: len(counted)]:
+        load = rung.load
+        parts = memory.predict(load)
+        found.append((parts.inputs + max(parts.layer, parts.loss)) / (load.local_tokens * 8192))
+    assert found == pytest.approx(counted, rel=0.05)
+
+
+def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder".split()) == 0
+    table, _, command = capsys.readouterr().out.partition(" on every node:\n")
+    assert max(map(len, table.splitlines())) <= 100
+    assert "weights sharded (Megatron-FSDP)" in table and "1048576 tokens" in table
+    assert command.startswith("torchrun ") and "--use-megatron-fsdp" in command
+    assert main("plan --model 70b --cluster h100 --gpus 1 --ladder".split()) == 1
+    assert "no sequence fits on 1 GPUs" in capsys.readouterr().err
+
+
+def test_megatron_accepts_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-FSDP refuses the setting that context parallelism without it asks for."""
+    pytest.importorskip("megatron.training")
+    assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder --json".split()) == 0
+    rows = json.loads(capsys.readouterr().out)
+    page = (ROOT / "docs" / "million.md").read_text()
+    block = page.partition("```bash\n")[2].partition("```")[0]
+    assert sorted(shlex.split(block.replace("\\\n", ""))) == sorted(
+        shlex.split(rows[-2]["command"])
+    )
+    for row in rows[-2:]:
+        words = shlex.split(row["command"])
+        assert (words[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1") != ("--use-megatron-fsdp" in words)
+        status = main(["doctor", "--gpus-per-node", "8", "--cluster", "h100", "--", *words])
+        said = capsys.readouterr().out
+        assert status == 0 and "memory:" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"use-megatron-fsdp": True, "optimizer-cpu-offload": True}, "first step ends with an"),
+        ({"use-megatron-fsdp": True, "pipeline-model-parallel-size": 2}, "is not modelled"),
+        (
+            {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": "optim"},
+            "optim_grads_params alone",
+        ),
+        ({"optimizer-cpu-offload": True, "optimizer-offload-fraction": 2}, "between 0 and 1"),
+    ],
+)
+def test_what_is_not_modelled_is_said(flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        workload_of({**given("llama3_8b", global_batch_size=8), **flags}, H100, 8)
+
+
+def test_copies_are_exposed_as_far_as_no_layer_hides_them() -> None:
+    flags = given("llama3_8b", context_parallel_size=8, recompute_offload=True)
+    slow = CONFIGS.cluster("h100", host_gb_s=1)
+    short = {**flags, "seq-length": 65536}
+    copies = [step.predict(workload_of(f, c, 8)).copies for f, c in ((flags, H100), (short, slow))]
+    assert copies[0].exposed == 0 < copies[0].seconds
+    assert 0 < copies[1].exposed < copies[1].seconds
+
+
+def test_the_page_says_what_the_planner_counts() -> None:
+    page = (ROOT / "docs" / "million.md").read_text()
+    assert filled(page, million.parts()) == page
+
+
+def test_doctor_names_the_saving_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.training")
+
+    def said(*without: str) -> str:
+        rungs = ladder.climb(given("llama3_8b", lm_head_memory_mb=False), H100, 8)
+        flags = {name: value for name, value in rungs[-2].flags.items() if name not in without}
+        words = arguments({**flags, "seq-length": 4 * 2**20, "max-position-embeddings": 4 * 2**20})
+        asked = "doctor --gpus-per-node 8 --cluster h100 -- -m megatron_burst.pretrain".split()
+        assert main([*asked[:-2], "python", *asked[-2:], *words, *MORE]) == 0
+        return capsys.readouterr().out
+
+    MORE: list[str] = []
+    assert "memory:" not in said()
+    found = said("mlp-chunks")
+    assert "that may be counted on h100 -> --mlp-chunks auto" in found
+    MORE += ["--mlp-chunks-for-training", "4"]
+    assert "--mlp-chunks-for-training 4 saves" in said("mlp-chunks")
