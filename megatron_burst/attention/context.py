@@ -26,17 +26,22 @@ from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.latents import choose_keys
 from megatron_burst.plans.layout import Layout, boundary, first_saved_row
+from megatron_burst.plans.machine import H100, Machine
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.timing import Links
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.links import machine_here
 from megatron_burst.transport.objects import check_agreement, gather_objects
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
+
+_LEARN = "learn of the first rank by which links to choose"
 
 type Plans = dict[Asked, AttentionCall]
 type Kinds = tuple[tuple[Asked, float | None], ...]
@@ -55,6 +60,8 @@ class BurstContext:
     _: KW_ONLY
     along_grid: bool = False  # whether messages keep to its rows and columns
     memory_limit: float = math.inf  # bytes; see `choose`
+    machine: Machine = H100
+    beside: int = 1  # ranks of a node that share out heads with each other
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
@@ -109,11 +116,13 @@ class BurstContext:
         check_kernel_name(config.kernel)
         nodes = nodes_of_ranks(config, group, hierarchy)
         memory_limit = _memory_limit(config, group)
-        size, why = choose_degree(config, nodes, shape, memory_limit)
+        machine = gather_objects(group, _LEARN, machine_here(), config.timeout_seconds)[0]
+        size, why = choose_degree(config, nodes, shape, memory_limit, machine)
         if why and group.rank() == 0:
             logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
         # Ulysses spreads the heads over all ranks, be they of one node or not.
         everywhere = [0] * len(nodes), len(nodes)
+        on_a_node = nodes.count(nodes[0])
         heads = head_groups(
             *(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size))
         )
@@ -137,6 +146,8 @@ class BurstContext:
             *(config, group, grid, nodes, communicator, heads),
             along_grid=along_grid,
             memory_limit=memory_limit,
+            machine=machine,
+            beside=min(heads.size, on_a_node),
         )
 
     @property
@@ -335,6 +346,7 @@ class BurstContext:
             return choose(
                 *(config, tiling, self.grid, shape, self.nodes, self.along_grid),
                 memory_limit=self.memory_limit,
+                links=Links.of(self.nodes, shape, self.machine, self.beside),
             )
 
         return choose_keys(choose_for, shape, asked.latents, config)
