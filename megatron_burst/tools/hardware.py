@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_burst.transport.ports import SYSFS as SYSFS
 from megatron_burst.transport.ports import fastest_ports as fastest_ports
-from megatron_burst.transport.ports import text
+from megatron_burst.transport.ports import network as network
 
 SETTINGS = tuple(
     "BURST_ MEGATRON_BURST_ NCCL_ GLOO_ CUDA_ CUBLAS_ OMP_ PYTORCH_ TORCH_ NVTE_ SLURM_JOB "
@@ -83,7 +83,7 @@ def commit(directory: Path) -> str:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    found = re.search(r"^model name\s*:(.*)", text(Path("/proc/cpuinfo")), re.MULTILINE)
+    found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1].strip() if found else platform.machine()
 
 
@@ -98,19 +98,6 @@ def gpu_links() -> list[str]:
     """Return the table of `nvidia-smi topo -m`, a row and a column for each GPU and NIC."""
     table, _, _ = output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
     return re.sub(r"\x1b\[\d*m", "", table).splitlines()
-
-
-def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
-    """Return InfiniBand and RoCE ports, and network devices that say how fast they are."""
-    found = []
-    for port in sorted(sysfs.glob("infiniband/*/ports/*")):
-        name = f"{port.parts[-3]}:{port.name}"
-        found.append({"name": name, "state": text(port / "state"), "rate": text(port / "rate")})
-    for device in sorted(sysfs.glob("net/*")):
-        if (speed := text(device / "speed")) and speed != "-1":
-            state = text(device / "operstate")
-            found.append({"name": device.name, "state": state, "rate": f"{speed} Mb/s"})
-    return found
 
 
 def output(*command: str) -> str:
