@@ -139,7 +139,7 @@ def attention_flops(
 
 def forward_flops(tiling: Tiling, shape: Shape) -> float:
     """Return the FLOPs of a rank's forward, in the mean over the ranks."""
-    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
+    pairs = float(tiling.needs.pairs.sum()) / tiling.ranks * (shape.tokens // tiling.local_tokens)
     return attention_flops(pairs, shape.query_heads, shape.head_dim, shape.value_head_dim)
 
 

@@ -128,7 +128,7 @@ class _Pass:
         """Return what is taken, then the others."""
         mesh = [*self._mesh()]
         if mesh and self.config.topology is Topology.MESH:
-            return mesh
+            return self._fastest_first(mesh)
         rings, by_cost = [self._offer(ring) for ring in self._rings()], attrgetter("order")
         least = min(ring.schedule.pairs.max() for ring in rings)
 
@@ -192,7 +192,7 @@ class _Pass:
             yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
 
     def _mesh(self) -> Iterator[Offer]:
-        """Of all meshes the one that would be the best if everybody needed all blocks."""
+        """Those of fewest bytes, if everybody needed all: one, or on the clock one of a kind."""
         if not self.config.may_take_mesh or self.grid.ranks == 1:
             return
         if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
@@ -202,9 +202,11 @@ class _Pass:
         if not fitting and self.config.topology is Topology.MESH:
             memory = [offer.memory for offer in every]
             raise ValueError(_no_mesh(self.grid, memory, self.memory_limit))
-        if fitting:
-            best = min(fitting, key=attrgetter("order"))
-            yield self._offer(best.schedule, self._by_formula(best.cost))
+        met = set[Kind]()
+        for best in sorted(fitting, key=attrgetter("order")):
+            if best.schedule.sent not in met and (self.links or not met):
+                met.add(best.schedule.sent)
+                yield self._offer(best.schedule, self._by_formula(best.cost))
 
     def _meshes(self) -> Iterator[Offer]:
         """All of them, with what they would send if everybody needed all blocks."""
