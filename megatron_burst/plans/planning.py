@@ -25,7 +25,7 @@ from megatron_burst.plans.timing import Links, pass_seconds
 from megatron_burst.plans.topology import Grid
 
 _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
-_TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
+TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
 _NEAR = 1.005  # of the fastest's time, with which a schedule of fewer bytes is taken
 _UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
@@ -100,7 +100,7 @@ def choose(
     Raises:
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
-    if tiling.mask.is_sparse or tiling.ranks > _TIMED or config.algorithm is not Algorithm.BURST:
+    if tiling.mask.is_sparse or tiling.ranks > TIMED or config.algorithm is not Algorithm.BURST:
         links = None
     links = links and links._replace(shape=shape)
     asked = config, tiling, grid, nodes, shape, along_grid, memory_limit, links
