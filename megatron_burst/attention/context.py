@@ -41,7 +41,7 @@ from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
 
-_LEARN = "learn of the first rank by which links to choose"
+_LEARN = "learn what the first rank has chosen, and by which links"
 
 type Plans = dict[Asked, AttentionCall]
 type Kinds = tuple[tuple[Asked, float | None], ...]
@@ -116,8 +116,13 @@ class BurstContext:
         check_kernel_name(config.kernel)
         nodes = nodes_of_ranks(config, group, hierarchy)
         memory_limit = _memory_limit(config, group)
-        machine = gather_objects(group, _LEARN, machine_here(), config.timeout_seconds)[0]
-        size, why = choose_degree(config, nodes, shape, memory_limit, machine)
+        chosen = None  # by the first rank, as what it reads of its node may differ elsewhere
+        if group.rank() == 0:
+            here = machine_here()
+            chosen = here, *choose_degree(config, nodes, shape, memory_limit, here)
+        of_first = gather_objects(group, _LEARN, chosen, config.timeout_seconds)[0]
+        assert of_first is not None
+        machine, size, why = of_first
         if why and group.rank() == 0:
             logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
         # Ulysses spreads the heads over all ranks, be they of one node or not.

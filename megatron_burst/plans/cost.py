@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_burst.plans.layout import contiguous
+from megatron_burst.plans.machine import H100
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
-# Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
-FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
 _SUM_BYTES = 4  # of an element of a sum
 _ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
 
@@ -102,9 +101,10 @@ class Traffic:
 
     @property
     def flops(self) -> float:
-        """What a GPU computes in the time that these bytes take."""
-        a_byte = _FLOPS_A_BYTE_BETWEEN if self.nic else FLOPS_A_BYTE_WITHIN
-        return float(a_byte * self.bottleneck)
+        """What an H100 computes in the time that these bytes take."""
+        return (
+            H100.forward_rate / (H100.nic_rate if self.nic else H100.within_rate) * self.bottleneck
+        )
 
 
 def traffic(
