@@ -10,6 +10,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.layout import Interval
+from megatron_burst.plans.machine import H100
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
 from megatron_burst.plans.planning import Choice, choose, make_layout
@@ -148,7 +149,7 @@ def test_auto_takes_it_and_the_log_says_what_the_next_best_would_cost(workers: W
     forward, backward = choice_of(case, 4).forward, choice_of(case, 4).backward
     assert f"forward {forward[0]} ({forward[1]})" in line
     assert f"backward {backward[0]} ({backward[1]})" in line
-    assert "the 2 x 2 kv mesh" in str(backward[0]) and "the kv ring" in str(forward[0])
+    assert "the 2 x 2 kv mesh" in str(forward[0]) and "the 2 x 2 kv mesh" in str(backward[0])
 
 
 def test_memory_that_is_too_small_leaves_a_ring(workers: WorkerPool) -> None:
