@@ -64,7 +64,10 @@ def test_groups_follow_each_other_on_a_node(
     assert head_groups(nodes, size) == HeadGroups(groups)
 
 
-@pytest.mark.parametrize(("nodes", "size", "held"), [("aaab", 2, "3, 1"), ("aabbcc", 4, "2, 2, 2")])
+@pytest.mark.parametrize(
+    ("nodes", "size", "held"),
+    [("aaab", 2, "3, 1"), ("aabbcc", 4, "2, 2, 2"), ("aabbcc", 3, "2, 2, 2")],
+)
 def test_a_node_that_does_not_divide_is_refused_with_the_numbers(
     nodes: str, size: int, held: str
 ) -> None:
