@@ -26,7 +26,8 @@ def test_a_spec_is_enough_for_attention(
     tmp_path: Path, start: tuple[str, ...], runs: Callable[..., Log]
 ) -> None:
     found = train(tmp_path, 2, *start, *CP2, *SPEC, "--cp-comm-type", "burst")
-    assert found.losses == runs(2, *CP2).losses
+    auto = "--burst-head-parallel-size", "auto"
+    assert found.losses == runs(2, *CP2, *auto).losses
     assert "burst attention: burst on 2 ranks" in found.text
 
 
