@@ -17,7 +17,7 @@ FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
-    """Which tokens a rank holds; `plans.layout` shows them. The last two have no flag."""
+    """Which tokens a rank holds; see `Layout`. The last two have no flag."""
 
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
