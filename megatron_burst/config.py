@@ -18,7 +18,7 @@ FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
-    """Which tokens a rank holds; `plans.layout` shows them. The last two have no flag."""
+    """Which tokens a rank holds; see `Layout`. The last two have no flag."""
 
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
@@ -65,7 +65,8 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: fewer bytes on the bottleneck link, where work stays as even; logged."""
+    LSE and delta. auto: the faster by the planner's clock, under sparse masks that of fewer bytes
+    on the bottleneck link, where work stays as even; logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
@@ -73,8 +74,7 @@ class BurstConfig:
     pass. mesh: queries of some nodes, or ranks, meet K and V of others, so that of either only a
     few travel; it needs rows and columns of two or more, so no prime number of nodes. auto: for
     burst double where the ranks are spread evenly over several nodes, else flat, and mesh between
-    nodes where it saves a tenth of the bytes on the bottleneck link within --burst-memory-mb;
-    logged."""
+    nodes where it is faster within --burst-memory-mb; logged."""
 
     memory_mb: int | None = None
     """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
@@ -85,12 +85,11 @@ class BurstConfig:
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""
 
     head_parallel_size: int | None = field(default=None, metadata={"type": size_or_auto})
-    """The Ulysses degree: over how many ranks of a node an all-to-all shards the heads; the rings
-    run over the others. With ring and a flat topology this is USP; ulysses takes all ranks. auto:
-    for burst the degree with which a rank sends least within its node, where that is at most half
-    of what it sends there with 1, copies no kv head and fits --burst-memory-mb, with up to 32768
-    tokens a rank; else 1, as under windows, documents and block masks, where latents may
-    travel, and where a topology, a backward or hierarchical groups are given; logged."""
+    """The Ulysses degree: over how many ranks of a node, or of whole nodes, an all-to-all shards
+    the heads; the rings run over the others. With ring and a flat topology this is USP; ulysses
+    takes all ranks. auto: for burst the fastest by the planner's clock that fits --burst-memory-mb;
+    1 under windows, documents and block masks, where latents may travel, and where a topology, a
+    backward or hierarchical groups are given; logged."""
 
     head_chunks: int | None = field(default=None, metadata={"type": size_or_auto})
     """Into how many chunks attention cuts a rank's heads, to run one after the other: buffers and

@@ -29,6 +29,7 @@ ROOMS = (
     "kernels",
     "transport",
     "attention",
+    "reference",
     "loss",
     "",  # megatron_burst/__init__.py
     "plugin",
@@ -104,12 +105,20 @@ def part(module: str) -> str:
 
 
 def test_the_walk_sees_the_package() -> None:
-    assert {"megatron_burst.plans.plan", "megatron_burst.kernels.cpu", "megatron_burst"} <= set(
-        MODULES
+    some = {"megatron_burst.plans.plan", "megatron_burst.kernels.cpu", "megatron_burst"}
+    assert some <= set(MODULES)
+    assert "megatron_burst.plans.interval" in imports(
+        "megatron_burst.plans.layout", only_when_loaded=True
     )
-    assert "megatron_burst.plans.layout" in imports(
-        "megatron_burst.plans.mask", only_when_loaded=True
-    )
+
+
+def test_plans_and_what_they_are_made_of_need_no_torch() -> None:
+    reached, waiting = set[str](), ["megatron_burst.plans.plan"]
+    while waiting:
+        named = imports(waiting.pop(), only_when_loaded=False)
+        assert not {name for name in named if part(f"_.{name}") == "torch"}, named
+        waiting += within_the_package(named) - reached
+        reached |= within_the_package(named)
 
 
 def test_every_module_is_in_a_room() -> None:

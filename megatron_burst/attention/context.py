@@ -18,14 +18,18 @@ from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.degree import choose_degree
 from megatron_burst.plans.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.machine import H100, Machine
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
+from megatron_burst.transport.links import machine_here
 from megatron_burst.transport.objects import check_agreement, gather_objects
 
 logger = logging.getLogger(__name__)
+
+_LEARN = "learn what the first rank has chosen, and by which links"
 
 
 @dataclass(eq=False, repr=False)
@@ -41,6 +45,8 @@ class BurstContext:
     _: KW_ONLY
     along_grid: bool = False  # whether messages keep to its rows and columns
     memory_limit: float = math.inf  # bytes; see `choose`
+    machine: Machine = H100
+    beside: int = 1  # ranks of a node that share out heads with each other
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
@@ -90,7 +96,10 @@ class BurstContext:
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         check_kernel_name(config.kernel)
         memory_limit = _memory_limit(config, group)
-        grid, nodes, heads = _arranged(config, group, hierarchy, shape, memory_limit)
+        nodes = nodes_of_ranks(config, group, hierarchy)
+        machine, size = _chosen_degree(config, group, nodes, shape, memory_limit)
+        on_a_node = nodes.count(nodes[0])
+        grid, ring_nodes, heads = _arranged(config, group, nodes, size, hierarchy)
         along_grid = hierarchy is not None and groups is None
         if groups is None:
             groups = make_groups(config, group, grid, hierarchy, heads.size)
@@ -99,9 +108,11 @@ class BurstContext:
         agreement = Agreement(groups.agreement, config.timeout_seconds)
         communicator = Communicator(ranks, groups.channels, config.timeout_seconds, agreement)
         return cls(
-            *(config, group, grid, nodes, communicator, heads),
+            *(config, group, grid, ring_nodes, communicator, heads),
             along_grid=along_grid,
             memory_limit=memory_limit,
+            machine=machine,
+            beside=min(heads.size, on_a_node),
         )
 
     @property
@@ -154,22 +165,38 @@ class BurstContext:
         return layout
 
 
+def _chosen_degree(
+    config: BurstConfig,
+    group: dist.ProcessGroup,
+    nodes: Sequence[Hashable],
+    shape: Shape | str,
+    memory_limit: float,
+) -> tuple[Machine, int]:
+    """Return the machine and the Ulysses degree as the first rank knows them."""
+    chosen = None  # by the first rank, as what it reads of its node may differ elsewhere
+    if group.rank() == 0:
+        here = machine_here()
+        chosen = here, *choose_degree(config, nodes, shape, memory_limit, here)
+    of_first = gather_objects(group, _LEARN, chosen, config.timeout_seconds)[0]
+    assert of_first is not None
+    machine, size, why = of_first
+    if why and group.rank() == 0:
+        logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
+    return machine, size
+
+
 def _arranged(
     config: BurstConfig,
     group: dist.ProcessGroup,
+    nodes: Sequence[Hashable],
+    size: int,
     hierarchy: Sequence[dist.ProcessGroup] | None,
-    shape: Shape | str,
-    memory_limit: float,
 ) -> tuple[Grid, Sequence[Hashable], HeadGroups]:
     """Return the grid of the ranks of a ring, their nodes, and who shares out heads.
 
     Raises:
         ValueError: the configuration makes another grid than the given hierarchy.
     """
-    nodes = nodes_of_ranks(config, group, hierarchy)
-    size, why = choose_degree(config, nodes, shape, memory_limit)
-    if why and group.rank() == 0:
-        logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
     # Ulysses spreads the heads over all ranks, be they of one node or not.
     everywhere = [0] * len(nodes), len(nodes)
     heads = head_groups(*(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size)))

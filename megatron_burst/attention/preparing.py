@@ -26,6 +26,7 @@ from megatron_burst.plans.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import Choice, choose
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.timing import Links
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,7 @@ def _choose(context: BurstContext, tiling: Tiling, asked: Asked) -> tuple[Choice
         return choose(
             *(config, tiling, context.grid, shape, context.nodes, context.along_grid),
             memory_limit=context.memory_limit,
+            links=Links.of(context.nodes, shape, context.machine, context.beside),
         )
 
     return choose_keys(choose_for, shape, asked.latents, config)

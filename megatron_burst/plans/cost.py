@@ -6,16 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_burst.plans.layout import contiguous
+from megatron_burst.plans.machine import H100
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.schedule import Messages
 from megatron_burst.plans.tiles import Tiling
 
-# Of an H100 at 600 TFLOP/s: NVLink moves 400 GB/s of a GPU, a NIC 50 GB/s.
-FLOPS_A_BYTE_WITHIN, _FLOPS_A_BYTE_BETWEEN = 1_500, 12_000
-KEYS_A_CALL = 200
-"""Keys that a row of a kernel call costs beside those it sees: FlashAttention-3's speed (arXiv
-2407.08608, figure 5) grows with the sequence as n / (n + 200), from 512 to 16384 tokens."""
 _SUM_BYTES = 4  # of an element of a sum
 _ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
 
@@ -105,9 +101,10 @@ class Traffic:
 
     @property
     def flops(self) -> float:
-        """What a GPU computes in the time that these bytes take."""
-        a_byte = _FLOPS_A_BYTE_BETWEEN if self.nic else FLOPS_A_BYTE_WITHIN
-        return float(a_byte * self.bottleneck)
+        """What an H100 computes in the time that these bytes take."""
+        return (
+            H100.forward_rate / (H100.nic_rate if self.nic else H100.within_rate) * self.bottleneck
+        )
 
 
 def traffic(
@@ -132,10 +129,18 @@ def traffic(
     return Traffic(int(sent.max()), int(through_nic.max()))
 
 
-def attention_flops(tiling: Tiling, shape: Shape) -> float:
+def attention_flops(
+    pairs: float, heads: int, head_dim: int, value_head_dim: int, *, backward: bool = False
+) -> float:
+    """Return what a kernel computes: two matrix products forward, five backward."""
+    dims = 3 * head_dim + 2 * value_head_dim if backward else head_dim + value_head_dim
+    return 2.0 * pairs * heads * dims
+
+
+def forward_flops(tiling: Tiling, shape: Shape) -> float:
     """Return the FLOPs of a rank's forward, in the mean over the ranks."""
-    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
-    return float(2.0 * pairs * shape.query_heads * (shape.head_dim + shape.value_head_dim))
+    pairs = float(tiling.needs.pairs.sum()) / tiling.ranks * (shape.tokens // tiling.local_tokens)
+    return attention_flops(pairs, shape.query_heads, shape.head_dim, shape.value_head_dim)
 
 
 def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic) -> bool:
@@ -143,7 +148,7 @@ def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic) -> bool:
 
     It costs a share of the tiles' time, without it at worst all of the messages' time is added.
     """
-    return traffic.flops > _ROOM * attention_flops(tiling, shape)
+    return traffic.flops > _ROOM * forward_flops(tiling, shape)
 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:

@@ -58,14 +58,20 @@ class HeadGroups:
 
 
 def head_groups(nodes: Sequence[Hashable], size: int) -> HeadGroups:
-    """Return groups of `size` ranks that follow each other on a node; `nodes` are each rank's."""
+    """Return groups of `size` ranks that follow each other, of a node or of several whole ones.
+
+    `nodes` are each rank's.
+    """
     rows = by_node(nodes)
+    ranks, on_a_node = len(nodes), len(rows[0])
+    if ranks % size == 0 == size % on_a_node and all(len(row) == on_a_node for row in rows):
+        rows = (tuple(rank for row in rows for rank in row),)
     if any(len(row) % size for row in rows):
         held = ", ".join(str(len(row)) for row in rows)
         raise ValueError(
             f"--burst-head-parallel-size {size} needs {size} ranks of a node for every all-to-all, "
-            f"but of the {len(nodes)} context-parallel ranks the nodes hold {held}: change "
-            "--burst-head-parallel-size or --context-parallel-size"
+            f"or of several whole ones, but of the {ranks} context-parallel ranks the nodes hold "
+            f"{held}: change --burst-head-parallel-size or --context-parallel-size"
         )
     groups = (row[i : i + size] for row in rows for i in range(0, len(row), size))
     return HeadGroups(tuple(sorted(groups)))

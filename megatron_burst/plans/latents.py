@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_burst.config import Algorithm, BurstConfig, Mla
-from megatron_burst.plans.cost import LatentShape, Shape, attention_flops
+from megatron_burst.plans.cost import LatentShape, Shape, forward_flops
 from megatron_burst.plans.planning import Choice, mib
 
 _BACKWARD = 2.5  # FLOPs of attention's backward, in those of its forward
@@ -44,7 +44,7 @@ def _time(choice: Choice, shape: Shape, up_projection: float) -> float:
 
     A backward makes K and V again, and of their gradients those of the latents and of the weight.
     """
-    attention = attention_flops(choice.tiling, shape)
+    attention = forward_flops(choice.tiling, shape)
     forward, backward = choice.forward[0].cost, choice.backward[0].cost
     return max(attention + up_projection, forward.flops) + max(
         _BACKWARD * attention + 3 * up_projection, backward.flops

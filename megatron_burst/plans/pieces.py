@@ -36,8 +36,7 @@ class Pieces:
 def _alike(shards: Sequence[Sequence[range]]) -> Sequence[Sequence[range]]:
     """Cut all ranks' ranges at the same rows, if some rank's are cut there already.
 
-    The two chunks of the last rank of a zigzag are one range, and `plans.visible` would not
-    see that it is like the others.
+    The two chunks of the last rank of a zigzag are one range; uncut, it would not be like others.
     """
     borders = [{0, *accumulate(map(len, shard))} for shard in shards]
     every = sorted(set().union(*borders))

@@ -1,4 +1,4 @@
-"""Chooses the schedules of one attention call: those with the fewest bytes on the slowest link."""
+"""Chooses the schedules of one attention call: by the clock, under sparse masks by bytes."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -21,9 +21,12 @@ from megatron_burst.plans.plan import Kind, Plan
 from megatron_burst.plans.rings import Ring
 from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.timing import Links, pass_seconds
 from megatron_burst.plans.topology import Grid
 
 _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
+TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
+_NEAR = 1.005  # of the fastest's time, with which a schedule of fewer bytes is taken
 _UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
 
@@ -83,8 +86,12 @@ def choose(
     nodes: Sequence[Hashable],
     along_grid: bool = False,
     memory_limit: float = math.inf,
+    links: Links | None = None,
 ) -> Choice:
-    """Choose by the bytes on the bottleneck link, of equal ones by all bytes, then by memory.
+    """Choose the fastest on these links; of nearly equal ones that of the fewest bytes.
+
+    Those count alone for sparse masks, for rings of more than 256 ranks, or where no links are
+    given: on the bottleneck link, of equal ones all bytes, then memory.
 
     With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
     grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
@@ -93,7 +100,10 @@ def choose(
     Raises:
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
-    asked = config, tiling, grid, nodes, shape, along_grid, memory_limit
+    if tiling.mask.is_sparse or tiling.ranks > TIMED or config.algorithm is not Algorithm.BURST:
+        links = None
+    links = links and links._replace(shape=shape)
+    asked = config, tiling, grid, nodes, shape, along_grid, memory_limit, links
     passes = _Pass(*asked, backward=False), _Pass(*asked, backward=True)
     forward, backward = (each.offers() for each in passes)
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
@@ -111,13 +121,14 @@ class _Pass:
     shape: Shape
     along_grid: bool
     memory_limit: float  # bytes
+    links: Links | None
     backward: bool
 
     def offers(self) -> Sequence[Offer]:
         """Return what is taken, then the others."""
         mesh = [*self._mesh()]
         if mesh and self.config.topology is Topology.MESH:
-            return mesh
+            return self._fastest_first(mesh)
         rings, by_cost = [self._offer(ring) for ring in self._rings()], attrgetter("order")
         least = min(ring.schedule.pairs.max() for ring in rings)
 
@@ -126,9 +137,13 @@ class _Pass:
 
         def is_worth_it(offer: Offer) -> bool:
             cost, ring, schedule = offer.cost, usual.cost, offer.schedule
-            cheap = cost.bottleneck <= schedule.worth * ring.bottleneck or (
-                cost.bottleneck <= ring.bottleneck
-                and cost.rank <= schedule.worth_in_all * ring.rank
+            cheap = (
+                self.links is not None
+                or cost.bottleneck <= schedule.worth * ring.bottleneck
+                or (
+                    cost.bottleneck <= ring.bottleneck
+                    and cost.rank <= schedule.worth_in_all * ring.rank
+                )
             )
             return cheap and is_even(offer) and offer.memory <= self.memory_limit
 
@@ -136,7 +151,15 @@ class _Pass:
         others = [*map(self._offer, self._direct()), *mesh]
         taken = [*filter(is_even, rings), *filter(is_worth_it, others)]
         left = [offer for offer in (*rings, *others) if offer not in taken]
-        return [*sorted(taken, key=by_cost), *sorted(left, key=by_cost)]
+        return [*self._fastest_first(sorted(taken, key=by_cost)), *sorted(left, key=by_cost)]
+
+    def _fastest_first(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+        """Put the fastest first, or the first that is nearly as fast; as they are without links."""
+        if (links := self.links) is None or len(offers) < 2:
+            return offers
+        seconds = [pass_seconds(x.schedule, links, backward=self.backward)[0] for x in offers]
+        first = next(n for n, x in enumerate(seconds) if x <= _NEAR * min(seconds))
+        return [offers[first], *offers[:first], *offers[first + 1 :]]
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
         if cost is None:
@@ -169,7 +192,7 @@ class _Pass:
             yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
 
     def _mesh(self) -> Iterator[Offer]:
-        """Of all meshes the one that would be the best if everybody needed all blocks."""
+        """Those of fewest bytes, if everybody needed all: one, or on the clock one of a kind."""
         if not self.config.may_take_mesh or self.grid.ranks == 1:
             return
         if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
@@ -179,9 +202,11 @@ class _Pass:
         if not fitting and self.config.topology is Topology.MESH:
             memory = [offer.memory for offer in every]
             raise ValueError(_no_mesh(self.grid, memory, self.memory_limit))
-        if fitting:
-            best = min(fitting, key=attrgetter("order"))
-            yield self._offer(best.schedule, self._by_formula(best.cost))
+        met = set[Kind]()
+        for best in sorted(fitting, key=attrgetter("order")):
+            if best.schedule.sent not in met and (self.links or not met):
+                met.add(best.schedule.sent)
+                yield self._offer(best.schedule, self._by_formula(best.cost))
 
     def _meshes(self) -> Iterator[Offer]:
         """All of them, with what they would send if everybody needed all blocks."""

@@ -15,6 +15,7 @@ does not count: that is work of the method, not of the model. The backward is tw
 import re
 from collections.abc import Mapping
 
+from megatron_burst.plans.cost import attention_flops as attention_flops
 from megatron_burst.plans.cost import visible_pairs
 from megatron_burst.plans.mask import Mask
 from megatron_burst.tools.model import Model, flags_of, model_of
@@ -55,14 +56,6 @@ def step_flops(model: Model, tokens: int, pairs: int) -> float:
     of_token = layers + 2 * (1 + model.mtp) * model.head_parameters
     dims = model.heads, model.head_dim, model.value_head_dim
     return 3 * (tokens * of_token + model.layers * attention_flops(pairs, *dims))
-
-
-def attention_flops(
-    pairs: int, heads: int, head_dim: int, value_head_dim: int, *, backward: bool = False
-) -> float:
-    """Return what a kernel computes: two matrix products forward, five backward."""
-    dims = 3 * head_dim + 2 * value_head_dim if backward else head_dim + value_head_dim
-    return 2.0 * pairs * heads * dims
 
 
 def logged_step_flops(arguments: Mapping[str, str]) -> float | None:

@@ -14,6 +14,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.transport.ports import SYSFS as SYSFS
+from megatron_burst.transport.ports import fastest_ports as fastest_ports
+from megatron_burst.transport.ports import network as network
+
 SETTINGS = tuple(
     "BURST_ MEGATRON_BURST_ NCCL_ GLOO_ CUDA_ CUBLAS_ OMP_ PYTORCH_ TORCH_ NVTE_ SLURM_JOB "
     "MASTER_ADDR".split()
@@ -26,7 +30,6 @@ _GPU_FIELDS = tuple(
     "pcie.link.gen.max pcie.link.width.max mig.mode.current memory.used utilization.gpu "
     "ecc.errors.uncorrected.volatile.total".split()
 )
-SYSFS = Path("/sys/class")
 
 
 type Devices = Mapping[str, Sequence[Any]]
@@ -80,7 +83,7 @@ def commit(directory: Path) -> str:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    found = re.search(r"^model name\s*:(.*)", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1].strip() if found else platform.machine()
 
 
@@ -95,36 +98,6 @@ def gpu_links() -> list[str]:
     """Return the table of `nvidia-smi topo -m`, a row and a column for each GPU and NIC."""
     table, _, _ = output("nvidia-smi", "topo", "-m").partition("\n\n")  # then comes a legend
     return re.sub(r"\x1b\[\d*m", "", table).splitlines()
-
-
-def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
-    """Return InfiniBand and RoCE ports, and network devices that say how fast they are."""
-    found = []
-    for port in sorted(sysfs.glob("infiniband/*/ports/*")):
-        name = f"{port.parts[-3]}:{port.name}"
-        found.append({"name": name, "state": _text(port / "state"), "rate": _text(port / "rate")})
-    for device in sorted(sysfs.glob("net/*")):
-        if (speed := _text(device / "speed")) and speed != "-1":
-            state = _text(device / "operstate")
-            found.append({"name": device.name, "state": state, "rate": f"{speed} Mb/s"})
-    return found
-
-
-def fastest_ports(sysfs: Path = SYSFS) -> dict[str, float]:
-    """Return Gb/s of the InfiniBand and RoCE ports that are up, of the highest rate.
-
-    Slower ones beside them are for storage or management.
-    """
-    ports = [p for p in network(sysfs) if ":" in p["name"] and p["rate"] and "ACTIVE" in p["state"]]
-    rates = {port["name"]: float(port["rate"].split()[0]) for port in ports}
-    return {name: rate for name, rate in rates.items() if rate == max(rates.values())}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # the speed of a device that is down cannot be read
-        return ""
 
 
 def output(*command: str) -> str:

@@ -16,6 +16,7 @@ from plot import save
 from rows import attention_alone
 
 from megatron_burst.config import Backward, BurstConfig, Topology
+from megatron_burst.plans.planning import TIMED
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import Workload
@@ -28,7 +29,7 @@ CLUSTERS = {
     "H100, 25 Gbit/s": replace(H100, nic_rate=H100.nic_rate / 16),
 }
 GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (1024, 4096, 16384, 65536)
-SHORT, SHOWN_TOKENS = TOKENS[:2]  # the page speaks of the first apart, and shows the second
+SHOWN_TOKENS = TOKENS[1]
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
 BACKWARDS = Backward.KV, Backward.QUERY
@@ -95,12 +96,12 @@ def fastest(found: Row) -> tuple[Topology, float]:
 def parts(found: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
     shown = [each for each in found if int(each["tokens"]) == SHOWN_TOKENS]
-    short = [each for each in found if int(each["tokens"]) == SHORT]
+    large = [each for each in found if int(each["gpus"]) > TIMED]
     cells = table(SHOWN, ([each[name] for name in SHOWN] for each in shown))
-    usual, of_short = slower(each for each in found if each not in short), slower(short)
+    usual, of_large = slower(each for each in found if each not in large), slower(large)
     words = (
-        f"Milliseconds of {SHOWN_TOKENS} tokens a rank. In all situations `auto` is at most "
-        f"{usual} slower than the best forced setting, with {SHORT} tokens {of_short}."
+        f"Milliseconds of {SHOWN_TOKENS} tokens a rank. With up to {TIMED} GPUs `auto` is at most "
+        f"{usual} slower than the best forced setting, with {GPUS[-1]}, by bytes, {of_large}."
     )
     return {"table": f"{words}\n\n{cells}"}
 

@@ -11,10 +11,12 @@ from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.machine import H100
 from megatron_burst.plans.mesh import Mesh
 from megatron_burst.plans.plan import Channel, Item, Kind, Send
 from megatron_burst.plans.planning import Choice, choose, make_layout
 from megatron_burst.plans.tiles import Tiling
+from megatron_burst.plans.timing import Links
 from megatron_burst.plans.topology import choose_grid
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, HEADS, Case, errors, logged, run_cases
@@ -44,7 +46,7 @@ def choice_of(case: Case, ranks: int) -> Choice:
     tiling = Tiling(make_layout(config, tokens * ranks, ranks), case.mask)
     value_dim = case.value_dim or case.dim
     shape = Shape(case.batch * tokens, *case.heads, case.dim, value_dim, size, 4)
-    return choose(config, tiling, grid, shape, nodes)
+    return choose(config, tiling, grid, shape, nodes, links=Links.of(nodes, shape, H100, 1))
 
 
 def check(workers: WorkerPool, ranks: int, cases: list[Case]) -> None:
@@ -148,7 +150,7 @@ def test_auto_takes_it_and_the_log_says_what_the_next_best_would_cost(workers: W
     forward, backward = choice_of(case, 4).forward, choice_of(case, 4).backward
     assert f"forward {forward[0]} ({forward[1]})" in line
     assert f"backward {backward[0]} ({backward[1]})" in line
-    assert "the 2 x 2 kv mesh" in str(forward[0]) and "the kv ring" in str(forward[1])
+    assert "the 2 x 2 kv mesh" in str(forward[0]) and "the 2 x 2 kv mesh" in str(backward[0])
 
 
 def test_memory_that_is_too_small_leaves_a_ring(workers: WorkerPool) -> None:

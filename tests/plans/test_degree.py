@@ -1,6 +1,7 @@
-"""Which Ulysses degree is taken: by bytes, where all ranks know it, and said. (fast tier)"""
+"""Which Ulysses degree is taken: by the clock, where all ranks know it, and said. (fast tier)"""
 
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,38 +12,70 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.degree import choose_degree
+from megatron_burst.plans.head_parallel import head_groups
+from megatron_burst.plans.machine import H100
+from megatron_burst.plans.timing import exchange
 from tests.attention.cases import logged
 from tests.workers import Team, WorkerPool
 
 AUTO = BurstConfig(head_parallel_size=None)
 ANY = Shape(1, 32, 32, 128, 128, 2, 4)
 NODE, TWO = "a" * 8, "a" * 8 + "b" * 8
-NO_OTHER = "no other degree divides"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "degree", "shares"),
+    ("nodes", "heads", "sizes"),
     [
-        (NODE, (32, 32), 8, "0.52 with 2, 0.28 with 4, 0.17 with 8"),
-        (NODE, (32, 8), 8, "0.61 with 2, 0.41 with 4, 0.31 with 8"),
-        (NODE, (32, 4), 1, "0.75 with 2, 0.62 with 4"),  # not worth it
-        (TWO, (32, 4), 4, "0.59 with 2, 0.38 with 4"),
-        ("aabb", (8, 8), 2, "0.33 with 2"),
-        ("aabb", (8, 2), 1, "0.62 with 2"),
-        ("aa", (32, 32), 1, "0.66 with 2"),
-        ("aaaabb", (32, 32), 1, "0.80 with 2"),  # of every node; unequal ones make a flat ring
-        ("abab" * 2, (6, 6), 2, "0.44 with 2"),
-        (TWO, (32, 1), 1, NO_OTHER),  # never copies
-        ("abcd", (32, 32), 1, NO_OTHER),
-        (NODE, (9, 9), 1, NO_OTHER),
+        (NODE, (32, 32), (2, 4, 8)),
+        (NODE, (32, 4), (2, 4, 8)),  # with copies of kv heads
+        (TWO, (32, 32), (2, 4, 8, 16)),  # of both nodes
+        (TWO, (8, 8), (2, 4, 8)),
+        ("abab" * 2, (6, 6), (2,)),
+        ("aaaabb", (32, 32), (2,)),  # of every node; unequal ones are not joined
+        ("abcd", (32, 32), (2, 4)),  # nodes of one rank
+        ("abcdef", (12, 12), (2, 3, 6)),
+        (NODE, (9, 9), ()),
     ],
 )
-def test_what_a_rank_sends_decides(
-    nodes: str, heads: tuple[int, int], degree: int, shares: str
+def test_what_divides_the_heads_and_nodes_is_tried(
+    nodes: str, heads: tuple[int, int], sizes: tuple[int, ...]
 ) -> None:
     shape = replace(ANY, query_heads=heads[0], kv_heads=heads[1])
-    found, why = choose_degree(AUTO, nodes, shape)
-    assert (found, shares in why) == (degree, True), (found, why)
+    size, why = choose_degree(AUTO, nodes, shape)
+    assert size in (1, *sizes)
+    assert ("no other degree" in why) == (not sizes)
+    said = {int(found) for found in re.findall(r"ms with (\d+)", why)}
+    assert said <= {1, *sizes} and (not sizes or max(sizes) in said)
+    for size in sizes:
+        assert head_groups(nodes, size).size == size
+
+
+def test_slow_links_between_nodes_keep_it_within_them() -> None:
+    """Copies of kv heads are sent between nodes by a ring, and not by one all-to-all."""
+    shape = replace(ANY, tokens=1024, kv_heads=4)
+    nodes = [rank // 8 for rank in range(256)]
+    assert choose_degree(AUTO, nodes, shape)[0] == 32
+    assert choose_degree(AUTO, nodes, shape, machine=replace(H100, nic_rate=2.8e9))[0] == 4
+
+
+def test_of_a_thousand_ranks_it_is_chosen_at_once() -> None:
+    """Some 0.2 s, where no degree is so good that others need not be timed."""
+    nodes, slow = [rank // 8 for rank in range(1024)], replace(H100, nic_rate=2.8e9)
+    begun = time.process_time()
+    shape = replace(ANY, tokens=1024, kv_heads=4)
+    assert choose_degree(AUTO, nodes, shape, machine=slow)[0] == 4
+    assert time.process_time() - begun < 1
+
+
+def test_an_all_to_all_over_nodes_waits_for_the_slower_link() -> None:
+    """Of 15 other ranks 8 are on the other node; all is packed and unpacked in memory."""
+    shape = replace(ANY, tokens=16 * 4096, query_heads=2, kv_heads=2)
+    sent = 4096 * 4 * 32 * 128 * 2 * 15 // 16
+    repacked = 4 * sent / 15 * 16 / H100.memory_rate
+    for nic_rate, rate, part in ((45e9, 45e9, 8 / 15), (1e15, H100.within_rate, 7 / 15)):
+        found = exchange(shape, 16, 8, replace(H100, nic_rate=nic_rate))
+        assert (found.sent, found.between) == (sent, sent * 8 // 15)
+        assert found.seconds == pytest.approx(sent * part / rate + repacked)
 
 
 def test_latents_that_are_asked_for_have_no_heads_to_share_out() -> None:
@@ -50,24 +83,11 @@ def test_latents_that_are_asked_for_have_no_heads_to_share_out() -> None:
     assert (found, "latents are to travel" in why) == (1, True)
 
 
-def test_the_bytes_are_those_of_the_formulas() -> None:
-    """Of a token and head of 128 numbers in bfloat16, one node, float32 gradients."""
-    hop = 2 * 128 * 2 + (2 * 128 * 2 + 128 * 4 + 8)  # K and V forward; backward q, dO, dq, 2 a row
-    exchange = 2 * 4 * 128 * 2  # q, k, v and the output, both ways
-    for times, fraction in ((1, None), (1.5, 0.5)):
-        found = choose_degree(replace(AUTO, recompute_fraction=fraction), NODE, ANY)[1]
-        expected = {u: (8 / u - 1) * hop + times * exchange * (u - 1) / u for u in (1, 2, 4, 8)}
-        shares = {int(u): float(x) for x, u in re.findall(r"(0\.\d+) with (\d)", found)}
-        assert shares == {u: round(expected[u] / expected[1], 2) for u in (2, 4, 8)}
-
-
 def test_heads_stay_where_memory_is_short_or_rings_are_asked_for() -> None:
     shape = replace(ANY, tokens=4096)
     held = 3 * 4096 * 32 * 128 * 2  # of the size of q, in bfloat16
     assert choose_degree(AUTO, NODE, shape, held)[0] == 8
-    assert choose_degree(AUTO, NODE, replace(ANY, tokens=32768))[0] == 8
-    size, why = choose_degree(AUTO, NODE, replace(ANY, tokens=32769))
-    assert size == 1 and "768.02 MiB more, and saves little time with 32769 tokens" in why
+    assert choose_degree(AUTO, NODE, replace(ANY, tokens=65536))[0] == 8
     assert choose_degree(AUTO, NODE, shape, held - 1) == (
         1,
         "another would hold 96.00 MiB more, and --burst-memory-mb allows 96.00 MiB",
@@ -105,13 +125,13 @@ def attend(
 def test_a_context_takes_it_and_says_why(workers: WorkerPool) -> None:
     shape = Shape(1, 4, 4, 8, 8, 4, 4)
     chosen = workers.run(4, attend, [shape] * 4)
-    given = workers.run(4, attend, [shape] * 4, 2)
+    given = workers.run(4, attend, [shape] * 4, 4)
     unknown = workers.run(4, attend, ["nobody knows"] * 4)
-    assert [{size for size, *_ in each} for each in (chosen, given, unknown)] == [{2}, {2}, {1}]
+    assert [{size for size, *_ in each} for each in (chosen, given, unknown)] == [{4}, {4}, {1}]
     for (_, _, found), (_, _, expected) in zip(chosen, given, strict=True):
         assert torch.equal(found, expected)
     said = [[line for line in each[0][1] if "head-parallel" in line] for each in (chosen, unknown)]
-    assert "--burst-head-parallel-size 2: of what a rank sends within its" in said[0][0]
+    assert "--burst-head-parallel-size 4: reckoned for a layer's attention: " in said[0][0]
     assert "--burst-head-parallel-size 1: nobody knows" in said[1][0]
     assert not any("head-parallel" in line for each in (given, chosen[1:]) for line in each[0][1])
 

@@ -53,6 +53,9 @@ LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
         ("bbaabb", 2, ((0, 1), (2, 3), (4, 5))),
         ("abbaab", 3, ((0, 3, 4), (1, 2, 5))),
         ("aaaa", 4, ((0, 1, 2, 3),)),
+        ("abab", 4, ((0, 2, 1, 3),)),  # of several whole nodes
+        ("aabbccdd", 4, ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("abcd", 2, ((0, 1), (2, 3))),
     ],
 )
 def test_groups_follow_each_other_on_a_node(
@@ -61,7 +64,10 @@ def test_groups_follow_each_other_on_a_node(
     assert head_groups(nodes, size) == HeadGroups(groups)
 
 
-@pytest.mark.parametrize(("nodes", "size", "held"), [("aaab", 2, "3, 1"), ("aabb", 4, "2, 2")])
+@pytest.mark.parametrize(
+    ("nodes", "size", "held"),
+    [("aaab", 2, "3, 1"), ("aabbcc", 4, "2, 2, 2"), ("aabbcc", 3, "2, 2, 2")],
+)
 def test_a_node_that_does_not_divide_is_refused_with_the_numbers(
     nodes: str, size: int, held: str
 ) -> None:
@@ -384,7 +390,7 @@ def refusal(team: Team, config: dict[str, Any], heads: tuple[int, int]) -> str:
         (4, {"head_parallel_size": 4}, (6, 6), "6 query and 6 kv heads of a rank"),
         (4, {"head_parallel_size": 4}, (12, 6), "12 query and 6 kv heads of a rank"),
         (4, {"head_parallel_size": 3}, (6, 6), "of the 4 context-parallel ranks the nodes hold 4"),
-        (4, {"head_parallel_size": 4, "ranks_per_node": 2}, (4, 4), "the nodes hold 2, 2"),
+        (4, {"head_parallel_size": 2, "ranks_per_node": 5}, (4, 4), "the nodes hold 1, 3"),
         (3, {"algorithm": "ulysses"}, (4, 4), "4 query and 4 kv heads of a rank"),
         (1, {"head_parallel_size": 2}, (4, 4), "of the 1 context-parallel ranks the nodes hold 1"),
     ],

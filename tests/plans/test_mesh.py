@@ -137,7 +137,7 @@ def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
 def test_without_grouped_heads_it_sends_so_much_less_than_a_double_ring(
     nodes: int, forward: float, step: float
 ) -> None:
-    """As the formulas of `plans.mesh` have it; the log-sum-exps are what exceeds round numbers."""
+    """As the formulas of a mesh have it; the log-sum-exps are what exceeds round numbers."""
     found = {topology: bottleneck(MHA, nodes, topology) for topology in ("auto", "double")}
     assert found["auto"][0] / found["double"][0] <= forward
     assert sum(found["auto"]) / sum(found["double"]) <= step

@@ -23,7 +23,7 @@ both_passes = pytest.mark.parametrize("backward", [False, True], ids=["forward",
 
 
 def make_plans(backward: bool, grid: Grid = FLAT, gather: bool = False) -> list[Plan]:
-    ring = Ring(Tiling(zigzag(16, 4), Mask.causal()), grid, gather=gather)
+    ring = Ring(Tiling(zigzag(16, 4), Mask.causal()), grid, chained=True, gather=gather)
     return [(ring.backward if backward else ring.forward)(rank) for rank in range(4)]
 
 

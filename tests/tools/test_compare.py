@@ -70,7 +70,7 @@ def test_on_two_nodes_of_two_all_of_ours_can_run() -> None:
         (Job(ranks=4, context=4, heads=heads(6)), "ulysses", "6 query and 6 kv heads of a rank"),
         (Job(ranks=4, context=4, heads=heads(6)), "megatron a2a flash", "do not divide by 4"),
         (Job(ranks=8, tensor=2, context=4, heads=heads(4)), "ulysses", "2 query and 2 kv heads"),
-        (Job(ranks=8, context=8, ranks_per_node=2), "burst heads 4", "the nodes hold 2, 2, 2, 2"),
+        (Job(ranks=6, context=6, ranks_per_node=4), "burst heads 4", "the nodes hold 4, 2"),
     ],
 )
 def test_what_cannot_run_says_why(job: Job, name: str, reason: str) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatron_burst.plans import timing
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.direct import Direct
 from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
@@ -17,7 +18,6 @@ from megatron_burst.plans.schedule import Schedule
 from megatron_burst.plans.tiles import Tiling
 from megatron_burst.plans.topology import Grid, flat_grid
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.plan import timing
 from tests.plans.simulator import payload
 from tests.tools import event_clock
 from tests.tools.test_plan_tool import cluster
@@ -70,17 +70,15 @@ def test_all_ranks_at_once_take_as_long_as_one_after_the_other(
     machine = replace(MACHINE, gpus_per_nic=per_nic)
     make = way.backward if backward else way.forward
     plans = [make(rank) for rank in range(RANKS)]
-    links = timing._Links(NODES, SHAPE, machine, beside)
+    links = timing.Links(NODES, SHAPE, machine, beside)
     expected = by_events(plans, links, backward)
-    found = timing._seconds(way, links, backward=backward)
+    found = timing.pass_seconds(way, links, backward=backward)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-def by_events(
-    plans: list[Plan], links: timing._Links, backward: bool
-) -> tuple[float, float, float]:
+def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[float, float, float]:
     """What the clock of all ranks says, from tiles and messages one by one."""
-    shape, machine, nodes = links.shape, links.cluster, links.nodes
+    shape, machine, nodes = links.shape, links.machine, links.nodes
     sizes = shape.item_bytes(backward=backward)
     rate = machine.backward_rate if backward else machine.forward_rate
     nics = [

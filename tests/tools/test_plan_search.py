@@ -23,6 +23,7 @@ from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.transport import ports as ports_of_here
 
 CONFIGS = Configs.read()
 RATES = ("forward_tflops", "backward_tflops", "linear_tflops", "memory_gb_s", "host_gb_s")
@@ -275,7 +276,7 @@ def test_a_measured_machine_is_a_cluster(
     network = [{"name": f"{i}:1", "state": s, "rate": r} for i, (s, r) in enumerate(ports)]
     network += [{"name": "9:1", "state": "1: DOWN", "rate": "800 Gb/sec"}]
     network += [{"name": "eth0", "state": "ACTIVE", "rate": "900 Mb/s"}]
-    monkeypatch.setattr(measure.hardware, "network", lambda _: network)
+    monkeypatch.setattr(ports_of_here, "network", lambda _: network)
     assert measure.hardware.fastest_ports() == {f"{i}:1": 400.0 for i in range(4)}
     path = tmp_path / "here.toml"
     assert main(["plan", "--measure", str(path)]) == 0

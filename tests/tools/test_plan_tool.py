@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.timing import sum_bytes
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import Flags, model_of, whole
 from megatron_burst.tools.options import split_at_dashes
@@ -126,7 +127,7 @@ def test_visiting_queries_cost_a_surrogate_for_their_outputs(
     work = timing.chosen(load.ring)[0].backward[0].schedule.work(backward=True)
     own = work._replace(visitors=0 * work.visitors)
     for backward, each in ((True, 2 + 2), (False, 4 + 2)):
-        every, kept = (timing.sum_bytes(w, load.ring.shape, backward) for w in (work, own))
+        every, kept = (sum_bytes(w, load.ring.shape, backward) for w in (work, own))
         assert set((every - kept).sum(axis=0)) == {visitors * TOKENS * HEADS * DIM * each}
 
 
@@ -408,7 +409,8 @@ def test_flags_from_a_command_line_have_their_types() -> None:
 
 
 def test_a_gpu_must_find_a_place() -> None:
-    with pytest.raises(ValueError, match="needs as many ranks of a node, of 4"):
-        workload(cluster(), 8, algorithm="ring", head_parallel_size=8)
+    for size in (3, 6):
+        with pytest.raises(ValueError, match="needs as many ranks of a node, of 4, or of several"):
+            workload(cluster(), 8, algorithm="ring", head_parallel_size=size)
     with pytest.raises(ValueError, match="nodes of 4 GPUs are not filled evenly"):
         workload_of({**FLAGS, "context-parallel-size": 6}, cluster(), 6)

@@ -143,6 +143,8 @@ def test_each_way_is_what_a_context_sends(
         context = BurstContext(
             *(settings, None, ring.grid, list(ring.nodes), channel, head_groups(ring.nodes, 1)),
             memory_limit=settings.memory_limit(ring.card),
+            machine=ring.machine,
+            beside=ring.beside,
         )
         q, k, v = (
             torch.zeros(1, TOKENS, count, DIM, dtype=torch.bfloat16)

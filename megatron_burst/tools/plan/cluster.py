@@ -4,14 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.plans.cost import KEYS_A_CALL
+from megatron_burst.plans.machine import HEAD_GRAIN, KEYS_A_CALL, Machine
 from megatron_burst.tools.flops import peak_tflops
 
-_HEAD_DIM = 128  # of the kernels whose rates are in configs/
-_HEAD_GRAIN = 40
-"""What of a pair's time does not grow with the head size, in numbers of a head: forward kernels of
-FlashAttention-3 (arXiv 2407.08608, figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85
-with 64 of what they reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 _LARGEST = 1e18
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
 _OPTIONAL = (
@@ -28,7 +23,7 @@ _UNITS = {"tflops": ("rate", 1e12), "gb_s": ("rate", 1e9), "us": ("latency", 1e-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class Cluster(Machine):
     """Equal nodes; a rate is what one GPU, link or NIC sustains one way."""
 
     name: str
@@ -36,31 +31,10 @@ class Cluster:
     gpus_per_host: int = 0  # where a node, by its links, is several hosts
     memory: float  # bytes of a GPU
     host_memory: float = float("inf")  # bytes of a host
-    forward_rate: float  # FLOP/s of attention kernels with heads of 128
-    backward_rate: float
-    linear_rate: float  # FLOP/s of matrix products
     fp8_speedup: float = 1.0  # of matrix products
-    memory_rate: float  # bytes/s of the GPU's memory
-    within_rate: float  # bytes/s from a GPU into its node
-    nic_rate: float  # bytes/s of a NIC
-    within_latency: float = 0.0  # seconds of a message beside its bytes
-    nic_latency: float = 0.0
-    gpus_per_nic: int
-    contention: float  # seconds of computing lost for each second of messages
-    copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
-    step_seconds: float = 0.0  # of a step with tiles, beside them; none where the host runs ahead
     host_rate: float = 25e9  # bytes/s between a GPU and the host's memory
     peak: float  # FLOP/s, for the MFU
-    grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
-    head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
-    traffic: float = 1.0  # bytes moved to add results for each that is read and written once
     working_set: float = 1.0  # bytes of attention at work for each that is counted, of other code
-
-    def attention_rate(self, head_dim: float, *, backward: bool) -> float:
-        """Return the FLOP/s of attention kernels with heads of a size."""
-        rate = self.backward_rate if backward else self.forward_rate
-        least = self.head_grain
-        return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
 
 
 def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], float]) -> Cluster:
@@ -93,7 +67,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         copy_rate=float("inf"),
         peak=peak,
         grain=KEYS_A_CALL,
-        head_grain=_HEAD_GRAIN,
+        head_grain=HEAD_GRAIN,
         traffic=constant("traffic"),
     )
 

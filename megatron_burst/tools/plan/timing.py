@@ -1,12 +1,10 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.cost import Shape
 from megatron_burst.plans.latents import choose_keys
@@ -14,12 +12,8 @@ from megatron_burst.plans.layout import Layout, boundary
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.plan import Kind
 from megatron_burst.plans.planning import Choice, choose
-from megatron_burst.plans.schedule import Messages, Schedule
 from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.work import Work
-from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.plan.clock import Timed, duration
-from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.plans.timing import Links, exchange, pass_seconds
 from megatron_burst.tools.plan.workload import Ring, Workload
 
 
@@ -56,8 +50,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     def of(ring: Ring, *, backward: bool = False) -> Pass:
         choice, shape = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
-        links = _Links(ring.nodes, shape, load.cluster, load.beside)
-        seconds = _seconds(taken.schedule, links, backward=backward)
+        links = Links(ring.nodes, shape, ring.machine, ring.beside)
+        seconds = pass_seconds(taken.schedule, links, backward=backward)
         chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
@@ -82,7 +76,8 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
     limit = config.memory_limit(ring.card)
 
     def choose_for(shape: Shape) -> Choice:
-        return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit)
+        links = Links(ring.nodes, shape, ring.machine, ring.beside)
+        return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
 
     heads = replace(ring.shape, latents=None)
     return choose_keys(choose_for, heads, ring.shape.latents, config)[:2]
@@ -114,83 +109,6 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
 
 
-@lru_cache(maxsize=256)
-def _seconds(schedule: Schedule, links: "_Links", *, backward: bool) -> tuple[float, float, float]:
-    """Of all ranks, and of the one that computes most its kernels and its sums."""
-    work, shape, machine = schedule.work(backward=backward), links.shape, links.cluster
-    dims = shape.head_dim, shape.value_head_dim
-    rate = machine.attention_rate(sum(dims) / 2, backward=backward)
-    flops = attention_flops(1, shape.query_heads, *dims, backward=backward)
-    local_tokens = schedule.tiling.local_tokens
-    batch = shape.tokens // local_tokens
-    # Tiles of a step share a call: one of what is seen whole, one of what is seen in part.
-    rows = np.minimum(batch * work.query_rows, 2 * shape.tokens)
-    work = Work(work.pairs * batch, rows, batch * work.key_rows, work.visitors)
-    kernels = (work.pairs + machine.grain * work.query_rows) * flops / rate
-    if shape.latents:  # K and V are made of what came, in the backward again, and gradients of them
-        met = np.minimum(work.key_rows, shape.tokens) * (3 if backward else 1)
-        kernels += 2 * met * shape.latents.weight / machine.linear_rate
-    sums = machine.traffic * sum_bytes(work, shape, backward) / machine.memory_rate
-    sizes = shape.item_bytes(backward=backward)
-    messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
-    lands = (step for timed in messages for step in timed.loads.lands.tolist())
-    computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
-    computing[: len(kernels)] = kernels + sums + machine.step_seconds * (work.pairs > 0)
-    computing += links.taken_from_computing(messages, len(computing))
-    most = work.pairs.sum(axis=0).argmax()
-    of_most = kernels[:, most].sum(), sums[:, most].sum()
-    return duration(messages, computing), float(of_most[0]), float(of_most[1])
-
-
-def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
-    """Return what is read and written to add the tiles' results to the sums: [step, rank]."""
-    a_query, a_key, a_visitor = shape.added_bytes(backward=backward)
-    return a_query * work.query_rows + a_key * work.key_rows + a_visitor * work.visitors
-
-
-class _Links(NamedTuple):
-    """The links of one ring, with those of the rings beside it on the same NICs."""
-
-    nodes: tuple[int, ...]  # of each rank
-    shape: Shape
-    cluster: Cluster
-    beside: int  # GPUs of a node that are in the same place of their rings
-
-    def timed(
-        self, messages: Iterable[Messages], sizes: Mapping[Kind, int], local_tokens: int
-    ) -> list[Timed]:
-        """Return the messages with the seconds that each takes."""
-        machine = self.cluster
-        node = np.array(self.nodes)
-        loads = [each.loads(sizes, local_tokens) for each in messages]
-        between = [node[each.sources] != node[each.targets] for each in loads]
-        place = np.arange(len(node)) % self.nodes.count(0) * self.beside // machine.gpus_per_nic
-        nic = node * (1 + place.max()) + place
-        leaving = np.zeros(len(node), bool)  # who sends to other nodes
-        for each, leaves in zip(loads, between, strict=True):
-            leaving[each.sources[leaves & (each.sizes > 0)]] = True
-        shared = min(self.beside, machine.gpus_per_nic) * np.bincount(nic, leaving)[nic]
-        slower = shared / machine.nic_rate
-        timed = []
-        for each, far in zip(loads, between, strict=True):
-            seconds = np.where(far, slower[each.sources], 1 / machine.within_rate) * each.sizes
-            latency = np.where(far, machine.nic_latency, machine.within_latency)
-            timed.append(Timed(each, far, seconds + latency * (each.sizes > 0)))
-        return timed
-
-    def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
-        """Return the seconds that messages take from the computing beside them: [step, rank]."""
-        sending, receiving, copied = np.zeros((3, steps * len(self.nodes)))
-        for loads, _, seconds in messages:
-            step = loads.leaves[:, None] * len(self.nodes)
-            sources, targets = (step + loads.sources).ravel(), (step + loads.targets).ravel()
-            np.add.at(sending, sources, seconds.ravel())
-            np.add.at(receiving, targets, seconds.ravel())
-            np.add.at(copied, sources, loads.sizes.ravel() / self.cluster.copy_rate)
-        taken = self.cluster.contention * np.maximum(sending, receiving) + copied
-        return taken.reshape(steps, -1)
-
-
 def _chunked(load: Workload, *, backward: bool) -> Pass:
     """The copies of a pass that cuts its heads in chunks: of what it reads, and what it returns."""
     if load.head_chunks == 1:
@@ -206,17 +124,7 @@ def _chunked(load: Workload, *, backward: bool) -> Pass:
 
 
 def _exchange(load: Workload) -> Pass:
-    """The all-to-alls over heads of one pass: one step, in which nothing is computed.
-
-    All of a tensor is read and written to be packed, and again to be unpacked. None but those of
-    Ulysses leave a node.
-    """
-    size, machine = load.head_parallel, load.cluster
-    if size == 1:
-        return Pass()
-    sent = load.ring.shape.exchange_bytes(size) * load.head_chunks
-    across = sent * max(0, size - load.ranks_per_node) // (size - 1)
-    links = (sent - across) / machine.within_rate, across * machine.gpus_per_nic / machine.nic_rate
-    repacked = 4 * sent / (size - 1) * size
-    seconds = max(links) + sent / machine.copy_rate + repacked / machine.memory_rate
-    return Pass(seconds, sent=sent, between=across)
+    """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
+    shape, chunks = load.ring.shape, load.head_chunks
+    found = exchange(shape, load.head_parallel, load.ranks_per_node, load.cluster)
+    return Pass(found.seconds * chunks, sent=found.sent * chunks, between=found.between * chunks)

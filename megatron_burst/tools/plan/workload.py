@@ -9,6 +9,7 @@ from megatron_burst.plans.cost import LatentShape, Shape
 from megatron_burst.plans.head_chunks import choose_head_chunks
 from megatron_burst.plans.head_parallel import exchanged
 from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.machine import Machine
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
 from megatron_burst.plans.topology import Grid, choose_grid
@@ -26,6 +27,8 @@ class Ring:
     nodes: tuple[int, ...]  # of each rank
     shape: Shape  # of a rank's tensors
     card: float  # bytes of a GPU's memory
+    machine: Machine
+    beside: int  # GPUs of a node that are in the same place of their rings
 
     @property
     def grid(self) -> Grid:
@@ -90,10 +93,10 @@ class Workload:
             raise ValueError(
                 f"nodes of {node} GPUs are not filled evenly by {sizes}; in a node {_of(node)}"
             )
-        if node % self.beside:
+        if node % self.beside or self.context % self.head_parallel:
             raise ValueError(
                 f"--burst-head-parallel-size {self.head_parallel} needs as many ranks of a node, "
-                f"of {node // self.tensor}"
+                f"of {node // self.tensor}, or of several whole ones"
             )
         self._check_model()
         if self.sequences % (self.data * self.micro):
@@ -159,8 +162,7 @@ class Workload:
     @property
     def beside(self) -> int:
         """How many GPUs that follow each other on a node are in the same place of their rings."""
-        ulysses = self.config.algorithm is Algorithm.ULYSSES
-        return self.tensor * (1 if ulysses else self.head_parallel)
+        return self.tensor * min(self.head_parallel, self.ranks_per_node)
 
     @property
     def head_chunks(self) -> int:
@@ -193,6 +195,8 @@ class Workload:
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
             shape=shape,
             card=self.cluster.memory,
+            machine=self.cluster,
+            beside=self.beside,
         )
 
     @cached_property

@@ -1,0 +1,75 @@
+"""What a GPU and its links sustain, by which plans are chosen: all rates, with their sources."""
+
+from dataclasses import dataclass, replace
+
+_HEAD_DIM = 128  # of the kernels whose rates these are
+KEYS_A_CALL = 200
+"""Keys that a row of a kernel call costs beside those it sees: FlashAttention-3's speed (arXiv
+2407.08608, figure 5) grows with the sequence as n / (n + 200), from 512 to 16384 tokens."""
+HEAD_GRAIN = 40
+"""What of a pair's time does not grow with the head size, in numbers of a head: forward kernels of
+FlashAttention-3 (figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85 with 64 of what they
+reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A GPU, its links and its NIC; a rate is what one of them sustains one way."""
+
+    forward_rate: float  # FLOP/s of attention kernels with heads of 128
+    backward_rate: float
+    linear_rate: float  # FLOP/s of matrix products
+    memory_rate: float  # bytes/s of the GPU's memory
+    within_rate: float  # bytes/s from a GPU into its node
+    nic_rate: float  # bytes/s of a NIC
+    within_latency: float = 0.0  # seconds of a message beside its bytes
+    nic_latency: float = 0.0
+    gpus_per_nic: int
+    contention: float  # seconds of computing lost for each second of messages
+    copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
+    step_seconds: float = 0.0  # of a step with tiles, beside them; none where the host runs ahead
+    grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
+    head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
+    traffic: float = 1.0  # bytes moved to add results for each that is read and written once
+
+    def attention_rate(self, head_dim: float, *, backward: bool) -> float:
+        """Return the FLOP/s of attention kernels with heads of a size."""
+        rate = self.backward_rate if backward else self.forward_rate
+        least = self.head_grain
+        return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
+
+
+H100 = Machine(
+    forward_rate=648e12,  # FlashAttention-3, figures 5 and 6, 16384 tokens
+    backward_rate=561e12,
+    linear_rate=598.7406e12,  # fitted, configs/published.toml: share_linear
+    memory_rate=3350e9,  # HBM3 of the SXM5
+    within_rate=360e9,  # NVLink, 0.8 of the data sheet
+    nic_rate=45e9,  # 400 Gbit/s, 0.9 of it
+    within_latency=10e-6,  # a send and its receive in NCCL: an estimate
+    nic_latency=20e-6,
+    gpus_per_nic=1,
+    contention=0.0,
+    copy_rate=float("inf"),
+    grain=KEYS_A_CALL,
+    head_grain=HEAD_GRAIN,
+    traffic=3.164,  # fitted, configs/published.toml
+)
+"""That of configs/clusters.toml, as the others."""
+_A100 = replace(
+    H100,
+    forward_rate=236.184e12,  # fitted, configs/published.toml: share_forward, of 312
+    backward_rate=201.9264e12,
+    linear_rate=188.8848e12,
+    memory_rate=2039e9,
+    within_rate=240e9,
+    nic_rate=22e9,  # 200 Gbit/s
+    contention=0.3218,
+)
+MACHINES = {
+    "A100": _A100,
+    "A800": replace(_A100, within_rate=160e9, gpus_per_nic=2),
+    "H200": replace(H100, memory_rate=4800e9),
+    "H100": H100,
+}
+"""By words of a GPU's name; what its NICs sustain, training learns from the ports of its node."""

@@ -1,0 +1,26 @@
+"""What machine this is, as far as plans are chosen by it: what CUDA and the network ports say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_burst.plans.machine import H100, MACHINES, Machine
+from megatron_burst.transport.ports import SYSFS, fastest_ports
+
+_SUSTAINED = 0.9  # of a port's rate
+
+
+def machine_here(sysfs: Path = SYSFS) -> Machine:
+    """Return the machine that plans are chosen for; an H100's where nothing is known.
+
+    Of the GPU by its name; of the NICs by their rates, if InfiniBand or RoCE ports are up.
+    """
+    machine, gpus = H100, 1
+    if torch.cuda.is_available():
+        name, gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
+        machine = next((m for word, m in MACHINES.items() if word in name), H100)
+    if ports := fastest_ports(sysfs):
+        rate = _SUSTAINED * 1e9 / 8 * max(ports.values())
+        machine = replace(machine, nic_rate=rate, gpus_per_nic=max(1, gpus // len(ports)))
+    return machine
