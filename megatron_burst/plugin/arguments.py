@@ -21,7 +21,6 @@ from megatron_burst.plans.head_parallel import kv_head_copies
 from megatron_burst.plans.layout import zigzag
 from megatron_burst.plans.mask import Mask
 from megatron_burst.plans.planning import make_layout
-from megatron_burst.plugin.asked import Asked, asked_of
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
 from megatron_burst.plugin.flags import ENDED, all_flags
@@ -30,6 +29,7 @@ from megatron_burst.plugin.limits import (
     refusals,
     refuse_all,
 )
+from megatron_burst.plugin.settings import Settings, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def report_dropouts(args: argparse.Namespace) -> None:
         args.attention_dropout = 0.0
 
 
-def configure(args: argparse.Namespace) -> Asked:
+def configure(args: argparse.Namespace) -> Settings:
     """Check the parsed arguments and set what our flags imply, before Megatron validates them.
 
     Returns what they ask for. Sets `cp_comm_type`, by which Megatron tells each layer's core
@@ -134,11 +134,11 @@ def configure(args: argparse.Namespace) -> Asked:
         ValueError: something cannot work, with the numbers and the flag to change.
     """
     set_default_dropouts(args)
-    asked = asked_of(args)
-    if (config := asked.attention) is None:
+    settings = settings_of(args)
+    if (config := settings.attention) is None:
         _check_megatron_algorithm(args)
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
-        return asked
+        return settings
     check_kernel_name(config.kernel)
     _check_length(args, config)
     _check_hierarchy(args, config)
@@ -172,7 +172,7 @@ def configure(args: argparse.Namespace) -> Asked:
             )
         )
         args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
-    return asked
+    return settings
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

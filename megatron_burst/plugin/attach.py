@@ -23,7 +23,6 @@ from megatron_burst.plugin.arguments import (
     configure,
     report_dropouts,
 )
-from megatron_burst.plugin.asked import Asked, asked_of, checks_files
 from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
@@ -45,6 +44,7 @@ from megatron_burst.plugin.own_models import (
     with_our_parts,
 )
 from megatron_burst.plugin.rejections import with_reason
+from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +143,10 @@ def _parts(
     args: argparse.Namespace, batches: _Batches
 ) -> tuple[SharedState | None, list[Callable[..., Any]]]:
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
-    asked = asked_of(args)  # again: a script may have changed the arguments
-    shared = _make_shared_state(args, asked)
-    batches.iterators.ahead = _ahead(args, asked, shared)
-    hooks = [*_hooks(args, asked, shared, batches)]
+    settings = settings_of(args)  # again: a script may have changed the arguments
+    shared = _make_shared_state(args, settings)
+    batches.iterators.ahead = _ahead(args, settings, shared)
+    hooks = [*_hooks(args, settings, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
@@ -168,16 +168,16 @@ def _with_burst_mtp(mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _make_shared_state(args: argparse.Namespace, asked: Asked) -> SharedState | None:
+def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedState | None:
     """Return what the layers of our attention share; None where attention is Megatron's."""
-    if (config := asked.attention) is None:
+    if (config := settings.attention) is None:
         return None
     what = "cannot run what --use-checkpoint-args or the script has set"
     refuse_all(f"--context-parallel-algo {config.algorithm} {what}", refusals(args))
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config, asked.tokens)
+    return SharedState(config, settings.tokens)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
@@ -196,25 +196,27 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _ahead(args: argparse.Namespace, asked: Asked, shared: SharedState | None) -> Ahead | None:
+def _ahead(
+    args: argparse.Namespace, settings: Settings, shared: SharedState | None
+) -> Ahead | None:
     """Return what plans documents one micro-batch ahead, where that can be known.
 
     An iterator from outside Megatron may save how far it was read. Under --burst-check reference
     every mask is compared over the ranks.
     """
-    is_known = asked.has_documents and args.dataloader_type != "external"
+    is_known = settings.has_documents and args.dataloader_type != "external"
     if shared is None or not is_known or shared.verification is not None:
         return None
     return Ahead(shared, args.seq_length)
 
 
 def _hooks(
-    args: argparse.Namespace, asked: Asked, shared: SharedState | None, batches: _Batches
+    args: argparse.Namespace, settings: Settings, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
-        if moves or asked.has_documents:
+        if moves or settings.has_documents:
             ahead, cut = batches.iterators.ahead, batches.cut
             yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
@@ -222,16 +224,16 @@ def _hooks(
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.config.recompute_offload:
-            assert asked.tokens is not None
-            yield HostRoom(asked.tokens, shared.config.recompute_fraction, optimizer_share(args))
+            assert settings.tokens is not None
+            yield HostRoom(settings.tokens, shared.config.recompute_fraction, optimizer_share(args))
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
-    if asked.head is not None:
-        yield ChunkedHead(asked.head)
-    if asked.mlp is not None:
-        yield ChunkedMlps(asked.mlp)
-    if args.mtp_num_layers and (shared is not None or asked.head is not None):
+    if settings.head is not None:
+        yield ChunkedHead(settings.head)
+    if settings.mlp is not None:
+        yield ChunkedMlps(settings.mlp)
+    if args.mtp_num_layers and (shared is not None or settings.head is not None):
         yield MtpLosses()

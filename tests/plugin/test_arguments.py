@@ -22,11 +22,6 @@ from megatron_burst.plugin.arguments import (
     configure,
     report_dropouts,
 )
-from megatron_burst.plugin.asked import (
-    burst_config_from_args,
-    checks_files,
-    lm_head_config_from_args,
-)
 from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import (
     LIMITS,
@@ -35,6 +30,11 @@ from megatron_burst.plugin.limits import (
     WORKING,
     beyond,
     refusals,
+)
+from megatron_burst.plugin.settings import (
+    burst_config_from_args,
+    checks_files,
+    lm_head_config_from_args,
 )
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")

@@ -23,7 +23,7 @@ from megatron_burst.plugin.arguments import (  # noqa: E402
     add_burst_arguments,
     set_default_dropouts,
 )
-from megatron_burst.plugin.asked import burst_config_from_args  # noqa: E402
+from megatron_burst.plugin.settings import burst_config_from_args  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 CLEAN = """

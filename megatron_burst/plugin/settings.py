@@ -31,7 +31,7 @@ from megatron_burst.plugin.limits import (
 logger = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class Settings(NamedTuple):
     """What a model is to have of us; each part is None where it stays Megatron's."""
 
     attention: BurstConfig | None
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
         return " and ".join(named)
 
 
-def asked_of(args: argparse.Namespace) -> Asked:
+def settings_of(args: argparse.Namespace) -> Settings:
     """Read parsed arguments; again where a script or a checkpoint may have changed them.
 
     Raises:
@@ -62,7 +62,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
     """
     head, mlp = lm_head_config_from_args(args), mlp_config_from_args(args)
     attention, documents = burst_config_from_args(args), documents_flag(args) is not None
-    return Asked(attention, head, mlp, documents, tokens_of_rank(args))
+    return Settings(attention, head, mlp, documents, tokens_of_rank(args))
 
 
 def tokens_of_rank(args: argparse.Namespace) -> int | None:
