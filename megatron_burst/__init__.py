@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from megatron_burst.attention.latent import latent_ring_attention as latent_ring_attention
     from megatron_burst.config import BurstConfig as BurstConfig
     from megatron_burst.loss.function import linear_cross_entropy as linear_cross_entropy
-    from megatron_burst.plans.mask import Mask as Mask
+    from megatron_burst.plans.visibility.mask import Mask as Mask
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BurstConfig": "config",
     "BurstContext": "attention.context",
-    "Mask": "plans.mask",
+    "Mask": "plans.visibility.mask",
     "latent_ring_attention": "attention.latent",
     "linear_cross_entropy": "loss.function",
     "ring_attention": "attention.autograd",

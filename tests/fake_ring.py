@@ -21,10 +21,10 @@ from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import TileCall
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.plan import Channel, Item, Send
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.plan import Channel, Item, Send
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator, Message
 from megatron_burst.transport.groups import channels_of
 from tests.counting import Counting

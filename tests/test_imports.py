@@ -105,15 +105,15 @@ def part(module: str) -> str:
 
 
 def test_the_walk_sees_the_package() -> None:
-    some = {"megatron_burst.plans.plan", "megatron_burst.kernels.cpu", "megatron_burst"}
+    some = {"megatron_burst.plans.schedules.plan", "megatron_burst.kernels.cpu", "megatron_burst"}
     assert some <= set(MODULES)
-    assert "megatron_burst.plans.interval" in imports(
-        "megatron_burst.plans.layout", only_when_loaded=True
+    assert "megatron_burst.plans.visibility.interval" in imports(
+        "megatron_burst.plans.visibility.layout", only_when_loaded=True
     )
 
 
 def test_plans_and_what_they_are_made_of_need_no_torch() -> None:
-    reached, waiting = set[str](), ["megatron_burst.plans.plan"]
+    reached, waiting = set[str](), ["megatron_burst.plans.schedules.plan"]
     while waiting:
         named = imports(waiting.pop(), only_when_loaded=False)
         assert not {name for name in named if part(f"_.{name}") == "torch"}, named

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.cpu_platform.table import with_one_worker
-from megatron_burst.plans.plan import Channel
+from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.transport.groups import Groups
 
 MAX_RANKS = 8

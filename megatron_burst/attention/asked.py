@@ -8,9 +8,9 @@ import torch
 from megatron_burst.config import GradDtype
 from megatron_burst.kernels import Request
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.plans.cost import LatentShape, Shape
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.choice.cost import LatentShape, Shape
+from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.plans.visibility.mask import Mask
 
 type KindOfTensor = tuple[torch.Size, torch.dtype, torch.device]
 

@@ -27,9 +27,9 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.attention.uncompiled import uncompiled
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
-from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.choice.head_parallel import kv_head_copies
+from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.comm import Block
 
 

@@ -7,7 +7,7 @@ from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.loop import Blocks, run
 from megatron_burst.attention.rows import DeviceCall, rows_of
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.transport.comm import Block
 
 

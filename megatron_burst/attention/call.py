@@ -8,7 +8,7 @@ from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
 from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.kernels import Kernel, TileCall
-from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.schedules.plan import Plan
 from megatron_burst.transport.comm import Communicator
 
 

@@ -14,13 +14,13 @@ from megatron_burst.attention.kept import Kept
 from megatron_burst.attention.log import News
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.kernels import check_kernel_name
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.degree import choose_degree
-from megatron_burst.plans.head_parallel import HeadGroups, head_groups
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.machine import H100, Machine
-from megatron_burst.plans.planning import make_layout
-from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.degree import choose_degree
+from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups
+from megatron_burst.plans.choice.machine import H100, Machine
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks

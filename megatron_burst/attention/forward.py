@@ -7,7 +7,7 @@ from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.loop import Blocks, run
 from megatron_burst.attention.rows import DeviceCall
 from megatron_burst.attention.sums import PartialOutputs
-from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.transport.comm import Block
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.plans.head_chunks import choose_head_chunks
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.choice.head_chunks import choose_head_chunks
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.plans.assembly import assemble
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.plan import Channel, Hop, Item, Kind, Plan
+from megatron_burst.plans.schedules.assembly import assemble
+from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Plan
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator, Transfers
 from megatron_burst.transport.profiling import span
 

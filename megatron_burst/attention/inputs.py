@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.mask import Mask
 
 _HEADS = "[batch, tokens, heads, head size]"
 _SHAPES = {

@@ -8,7 +8,7 @@ from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means
 from megatron_burst.kernels import Kernel
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.visibility.layout import Layout
 
 _KEPT = 64  # more than the masks of one step
 

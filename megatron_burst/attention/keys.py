@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_burst.attention.rows import Rows, rows_of
 from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.kernels.dtypes import accumulation_dtype, as_autocast
-from megatron_burst.plans.cost import LatentShape
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.choice.cost import LatentShape
+from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.transport.comm import Block
 
 

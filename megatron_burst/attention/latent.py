@@ -7,7 +7,7 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.inputs import check_alike
 from megatron_burst.attention.keys import Latents, expand
 from megatron_burst.kernels.dtypes import as_autocast
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.mask import Mask
 
 
 def latent_ring_attention(

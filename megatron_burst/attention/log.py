@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, Request, passed_over
 from megatron_burst.kernels.in_triton import why_plain
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import mib
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import mib
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.mask import Mask
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from megatron_burst.attention.call import AttentionCall
 from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
 from megatron_burst.attention.sums import Sums
-from megatron_burst.plans.plan import Item, Kind, Plan
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.transport.comm import Block, Transfers
 from megatron_burst.transport.profiling import span
 

@@ -19,14 +19,14 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.config import GradDtype
 from megatron_burst.kernels import select_kernel
+from megatron_burst.plans.choice.cost import LatentShape, Shape, room_pays
+from megatron_burst.plans.choice.latents import choose_keys
+from megatron_burst.plans.choice.planning import Choice, choose
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.collector import without_collecting
-from megatron_burst.plans.cost import LatentShape, Shape, room_pays
-from megatron_burst.plans.latents import choose_keys
-from megatron_burst.plans.layout import Layout, boundary, first_saved_row
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import Choice, choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.timing import Links
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.visibility.layout import Layout, boundary, first_saved_row
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.calls import KernelCall, Known, calls_of
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Part, Plan, Receive, Send, Tiles
+from megatron_burst.plans.schedules.calls import KernelCall, Known, calls_of
+from megatron_burst.plans.schedules.plan import Part, Plan, Receive, Send, Tiles
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.transport.comm import Block
 from megatron_burst.transport.pinned import to_device
 

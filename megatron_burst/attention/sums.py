@@ -17,8 +17,8 @@ from megatron_burst.attention.rows import (
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.in_triton import triton_kernels
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Item, Kind, Send
+from megatron_burst.plans.schedules.plan import Item, Kind, Send
+from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.transport.comm import Block
 
 

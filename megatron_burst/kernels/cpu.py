@@ -9,8 +9,8 @@ from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import OneByOne
 from megatron_burst.kernels.protocol import Gradients, TileCall, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.interval import Interval
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval
 
 _STRIPE_ROWS = 512  # of a banded tile; more rows mean fewer calls and more hidden pairs computed
 

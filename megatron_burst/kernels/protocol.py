@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 
 type Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 

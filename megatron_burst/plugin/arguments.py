@@ -16,11 +16,11 @@ from megatron_burst.config import (
     refuse,
 )
 from megatron_burst.kernels import check_kernel_name
-from megatron_burst.plans.head_chunks import check_head_chunks
-from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.choice.head_chunks import check_head_chunks
+from megatron_burst.plans.choice.head_parallel import kv_head_copies
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
 from megatron_burst.plugin.flags import ENDED, all_flags

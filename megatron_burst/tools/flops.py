@@ -15,9 +15,9 @@ does not count: that is work of the method, not of the model. The backward is tw
 import re
 from collections.abc import Mapping
 
-from megatron_burst.plans.cost import attention_flops as attention_flops
-from megatron_burst.plans.cost import visible_pairs
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.choice.cost import attention_flops as attention_flops
+from megatron_burst.plans.choice.cost import visible_pairs
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.model import Model, flags_of, model_of
 
 PEAK_TFLOPS = {

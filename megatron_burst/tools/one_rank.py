@@ -12,9 +12,9 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import Kernel, TileCall
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.transport.comm import Communicator, Message
 
 type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.attention.dense import Visibility
-from megatron_burst.attention.verify import (
+from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
+from megatron_burst.kernels import KERNELS
+from megatron_burst.reference.dense import Visibility
+from megatron_burst.reference.verify import (
     Finding,
     attend_beside_reference,
     of_all_ranks,
     table,
     worst,
 )
-from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
-from megatron_burst.kernels import KERNELS
 from megatron_burst.tools import options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.backend import is_by_gloo, nccl_limit
 from megatron_burst.transport.errors import CommunicationError, named_errors

@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.plan import Channel
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.transport.backend import nccl_options
 from megatron_burst.transport.objects import gather_objects
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_burst.plans.machine import H100, MACHINES, Machine
+from megatron_burst.plans.choice.machine import H100, MACHINES, Machine
 from megatron_burst.transport.ports import SYSFS, fastest_ports
 
 _SUSTAINED = 0.9  # of a port's rate

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_burst import BurstContext, Mask, ring_attention
 from megatron_burst.config import Backward, GradDtype
 from megatron_burst.kernels import KERNELS, TileCall
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools.gpu_check.stage import relative_error
 
 RESULTS = ("out", "dq", "dk", "dv")

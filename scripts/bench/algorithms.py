@@ -15,10 +15,10 @@ from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.balance import balanced
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.head_parallel import kv_head_copies
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.head_parallel import kv_head_copies
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.tools.one_rank import Sizes
 
 BASELINE = "ring flat"

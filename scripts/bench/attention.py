@@ -47,7 +47,7 @@ from ranks import join, launch
 from shaped_links import LinkError, refuse_where_impossible, shaped_links
 
 from megatron_burst import BurstContext, Mask
-from megatron_burst.plans.cost import Shape, visible_pairs
+from megatron_burst.plans.choice.cost import Shape, visible_pairs
 
 PACKED = "documents:"  # and how many tokens one has in the mean
 MASKS = ("causal", "full", "window", f"{PACKED}256", "blocks")

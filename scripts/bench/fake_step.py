@@ -27,7 +27,7 @@ from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import context as contexts
 from megatron_burst.config import LmHeadConfig, MlpConfig
 from megatron_burst.kernels import TileCall, in_triton
-from megatron_burst.plans.head_chunks import choose_head_chunks
+from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps

@@ -17,13 +17,13 @@ from harness import Flags, Row, origin, publish, seconds, spread, table, wait_un
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.rows import device_calls
-from megatron_burst.plans.balance import balanced
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.collector import without_collecting
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Layout, zigzag, zigzag_of_each
-from megatron_burst.plans.planning import choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.layout import Layout, zigzag, zigzag_of_each
 
 A_NODE, CALLS, COUNTED = 8, 10_000, 20_000_000
 # Ranks, tokens of a rank, documents.

@@ -14,13 +14,13 @@ from pathlib import Path
 from pages import fill, parser, table, write_csv
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.balance import balanced, imbalance
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Layout, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.balance.balanced import balanced, imbalance
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import choose
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.layout import Layout, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 
 PAGE = Path(__file__).parents[2] / "docs" / "balance.md"
 LENGTHS: dict[str, Callable[[random.Random], float]] = {

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from pages import parser
 from plot import save
 
-from megatron_burst.plans.layout import Layout, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Channel, Plan, Send, Tile
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.plan import Channel, Plan, Send, Tile
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.layout import Layout, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 
 NODES = {"docs/plan.svg": 1, "docs/plan-double.svg": 2}
 RANKS = 4

@@ -16,7 +16,7 @@ from plot import save
 from rows import attention_alone
 
 from megatron_burst.config import Backward, BurstConfig, Topology
-from megatron_burst.plans.planning import TIMED
+from megatron_burst.plans.choice.planning import TIMED
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import Workload

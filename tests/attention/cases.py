@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS, TileCall
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.plan import Channel
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.layout import Layout
 from tests import oracle
 from tests.plans.masks import Masking
 from tests.workers import Team, WorkerPool

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_burst.attention.sums import Sums
-from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.choice.head_parallel import HeadGroups
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Transfers
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 
 from megatron_burst import Mask
 from megatron_burst.kernels import TileCall
-from megatron_burst.plans.plan import Kind
+from megatron_burst.plans.schedules.plan import Kind
 from tests.counting import Counting, HostRead
 from tests.fake_ring import EmptyKernel, check_order, count
 from tests.tier import slow_if

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron_burst import Mask
-from megatron_burst.plans import planning
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.layout import segmented_zigzag, zigzag_of_each
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plans.choice import planning
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import flat_grid
+from megatron_burst.plans.visibility.layout import segmented_zigzag, zigzag_of_each
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, Reply, answer, put_together
 from tests.attention.faults import replaced
 from tests.attention.test_recompute import twice

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.head_chunks import choose_head_chunks
+from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.tools.plan import memory, timing
 from megatron_burst.tools.plan.configs import Configs
 from tests.attention import test_latent_ring as latents

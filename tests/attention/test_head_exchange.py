@@ -8,7 +8,7 @@ import torch
 from megatron_burst import BurstConfig
 from megatron_burst.attention import head_exchange
 from megatron_burst.attention.head_exchange import HeadExchange, exchange_plan
-from megatron_burst.plans.plan import Channel, Item, Kind
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 

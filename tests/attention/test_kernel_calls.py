@@ -15,11 +15,11 @@ from megatron_burst import Mask
 from megatron_burst.attention.rows import RowTable
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import KERNELS, Kernel, TileCall
-from megatron_burst.plans.balance import balanced
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.layout import Layout, segmented_zigzag, zigzag
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.plan import Item, Kind
+from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.plans.visibility.layout import Layout, segmented_zigzag, zigzag
 from tests.fake_ring import EmptyKernel, count
 
 RINGS: dict[str, dict[str, Any]] = {

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, latent_ring_attention, ring_attention
-from megatron_burst.attention.dense import Visibility
 from megatron_burst.attention.keys import Latents, expand
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sums import Sums
-from megatron_burst.attention.verify import Finding, attend_beside_reference
 from megatron_burst.kernels import KERNELS, TileCall
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.cost import LatentShape, Shape
-from megatron_burst.plans.latents import latents_pay
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.choice.cost import LatentShape, Shape
+from megatron_burst.plans.choice.latents import latents_pay
+from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.reference.dense import Visibility
+from megatron_burst.reference.verify import Finding, attend_beside_reference
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, logged
 from tests.attention.faults import lost_gradient, no_fault, replaced

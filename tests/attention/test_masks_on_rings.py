@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention.asked import Asked
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.layout import zigzag_of_each
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import zigzag_of_each
+from megatron_burst.plans.visibility.mask import Mask
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, dealt, documents_of, hard_maskings, maskings

@@ -9,15 +9,15 @@ import torch
 from megatron_burst import BurstConfig
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.machine import H100
-from megatron_burst.plans.mesh import Mesh
-from megatron_burst.plans.plan import Channel, Item, Kind, Send
-from megatron_burst.plans.planning import Choice, choose, make_layout
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.timing import Links
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.planning import Choice, choose, make_layout
+from megatron_burst.plans.choice.timing import Links
+from megatron_burst.plans.schedules.mesh import Mesh
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Send
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.interval import Interval
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, HEADS, Case, errors, logged, run_cases
 from tests.attention.test_recompute import twice

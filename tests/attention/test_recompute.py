@@ -15,8 +15,11 @@ from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, TileCall
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import (
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import (
     Layout,
     boundary,
     contiguous,
@@ -26,9 +29,6 @@ from megatron_burst.plans.layout import (
     striped,
     zigzag,
 )
-from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
 from tests.plans.masks import LAYOUTS, Masking
 from tests.plans.simulator import bytes_sent
 from tests.tier import examples, one_in

@@ -19,12 +19,12 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import Topology
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.plan import Channel, Kind, Plan
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, choose_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.schedules.plan import Channel, Kind, Plan
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, choose_grid
+from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.transport.comm import Communicator
 from tests import oracle
 from tests.attention.cases import (

@@ -11,9 +11,9 @@ from megatron_burst.attention.keys import Keys
 from megatron_burst.attention.rows import device_calls
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Kernel
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step, Tile
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.transport.comm import Communicator
 from tests import oracle
 from tests.attention.cases import errors

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.planning import choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.planning import choose
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import flat_grid
+from megatron_burst.plans.visibility.layout import zigzag
 from tests import oracle
 from tests.attention.cases import (
     FLOAT32_TOLERANCE,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_burst.attention.rows import RowTable, own_parts
 from megatron_burst.attention.sums import Sums, WireDtypes
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Channel, Item, Kind, Part, Plan, Receive, Send, Step
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Part, Plan, Receive, Send, Step
+from megatron_burst.plans.visibility.interval import Interval
 from tests.tier import examples
 
 RANK = 1

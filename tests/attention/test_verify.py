@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
-from megatron_burst.attention.dense import (
+from megatron_burst.attention.preparing import prepare
+from megatron_burst.attention.sums import Sums
+from megatron_burst.config import Algorithm
+from megatron_burst.kernels import KERNELS
+from megatron_burst.plans.choice.head_parallel import HeadGroups
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.reference.dense import (
     Expected,
     Reference,
     Spread,
     Visibility,
     megatrons_positions,
 )
-from megatron_burst.attention.preparing import prepare
-from megatron_burst.attention.sums import Sums
-from megatron_burst.attention.verify import Finding, compare, table, worst
-from megatron_burst.config import Algorithm
-from megatron_burst.kernels import KERNELS
-from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
+from megatron_burst.reference.verify import Finding, compare, table, worst
 from megatron_burst.tools import verify as tool
 from megatron_burst.tools.command import main
 from megatron_burst.transport.comm import Transfers
@@ -97,7 +97,7 @@ def test_the_reference_is_the_oracle(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In slices of any size."""
-    monkeypatch.setattr("megatron_burst.attention.dense._PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr("megatron_burst.reference.dense._PAIRS_AT_ONCE", at_once)
     masking = {**MASKINGS, "causal": Masking()}[name]
     shape = Shape(batch=2, chunk=6, heads=(4, 2), dim=6, value_dim=5, has_sink=True)
     q, k, v, dout = shape.inputs(1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels import KERNELS, TileCall
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 
 SIGNATURES = {
     "flash2": (

@@ -12,8 +12,8 @@ from megatron_burst.attention.rows import Rows, RowTable
 from megatron_burst.attention.sums import PartialOutputs, Sums, WireDtypes
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.schedules.plan import Item, Kind
+from megatron_burst.plans.visibility.interval import Interval
 from tests.kernels.triton_here import fused, interpreted
 
 CLOSE = 1e-6  # of float32, relative to what is added

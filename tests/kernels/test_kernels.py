@@ -22,7 +22,7 @@ from megatron_burst.kernels import (
 )
 from megatron_burst.kernels.padded import PaddedKernel
 from megatron_burst.kernels.protocol import Packing
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 from tests import oracle
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

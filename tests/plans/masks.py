@@ -8,9 +8,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.plans.balance import balanced
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
+from megatron_burst.plans.visibility.mask import Mask
 from tests import oracle
 
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_burst.plans.cells import Cell, Cells
-from megatron_burst.plans.interval import union_of
-from megatron_burst.plans.plan import (
+from megatron_burst.plans.schedules.plan import (
     Channel,
     Item,
     Kind,
@@ -18,6 +16,8 @@ from megatron_burst.plans.plan import (
     Tile,
     Tiles,
 )
+from megatron_burst.plans.visibility.cells import Cell, Cells
+from megatron_burst.plans.visibility.interval import union_of
 
 type _Sum = Counter[Tile]
 type _Buffer = tuple[Kind, int]

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.balance import BOUND, balanced, imbalance, pays
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.dealing import Way, deal
-from megatron_burst.plans.document_work import DocumentWork
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.balance.balanced import BOUND, balanced, imbalance, pays
+from megatron_burst.plans.balance.dealing import Way, deal
+from megatron_burst.plans.balance.document_work import DocumentWork
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.choice.planning import choose
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plans.visibility.layout import Layout, contiguous, segmented_zigzag, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.simulator import simulate
 from tests.tier import examples
 

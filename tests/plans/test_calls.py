@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.calls import KernelCall, calls_of
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.layout import segmented_zigzag, zigzag, zigzag_of_each
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Tile
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling, half_and_quarters
-from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plans.schedules.calls import KernelCall, calls_of
+from megatron_burst.plans.schedules.plan import Tile
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.schedules.topology import flat_grid
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.plans.visibility.layout import segmented_zigzag, zigzag, zigzag_of_each
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, documents_of, maskings
 from tests.plans.simulator import blocks_of
 from tests.tier import examples

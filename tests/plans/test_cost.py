@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_burst.plans.cost import Shape, Traffic, traffic
-from megatron_burst.plans.layout import Layout, contiguous, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Hop, Kind
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.schedule import Loads, Messages
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.choice.cost import Shape, Traffic, traffic
+from megatron_burst.plans.schedules.plan import Hop, Kind
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.schedule import Loads, Messages
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.simulator import bytes_sent, simulate
 
 CHAIN, HOME = True, False

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.degree import choose_degree
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.machine import H100
-from megatron_burst.plans.timing import exchange
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.degree import choose_degree
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.timing import exchange
 from tests.attention.cases import logged
 from tests.workers import Team, WorkerPool
 

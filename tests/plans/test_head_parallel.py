@@ -11,14 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext, ring_attention
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.head_parallel import HeadGroups, head_groups, kv_head_copies
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Channel
-from megatron_burst.plans.planning import choose, make_layout
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, choose_grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups, kv_head_copies
+from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, choose_grid
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
+from megatron_burst.plans.visibility.mask import Mask
 from tests.attention.cases import (
     FLOAT32_TOLERANCE,
     Case,

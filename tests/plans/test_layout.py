@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
 from tests.tier import examples
 
 MAKERS = {

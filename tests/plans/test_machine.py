@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.plans.machine import MACHINES, Machine
+from megatron_burst.plans.choice.machine import MACHINES, Machine
 from megatron_burst.tools.plan.configs import Configs
 
 

@@ -11,13 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.cost import visible_pairs
-from megatron_burst.plans.interval import Interval, union_of
-from megatron_burst.plans.layout import Layout, segmented_zigzag, striped, zigzag, zigzag_of_each
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Kind, Tile
-from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.choice.cost import visible_pairs
+from megatron_burst.plans.schedules.plan import Kind, Tile
+from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval, union_of
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    segmented_zigzag,
+    striped,
+    zigzag,
+    zigzag_of_each,
+)
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
 from tests.plans.simulator import blocks_of
 from tests.tier import examples

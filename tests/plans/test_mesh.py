@@ -9,15 +9,15 @@ import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.config import Topology
-from megatron_burst.plans.cost import Shape, traffic
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.mesh import Mesh, meshes
-from megatron_burst.plans.plan import Channel, Kind, Plan
-from megatron_burst.plans.planning import choose
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.choice.cost import Shape, traffic
+from megatron_burst.plans.choice.planning import choose
+from megatron_burst.plans.schedules.mesh import Mesh, meshes
+from megatron_burst.plans.schedules.plan import Channel, Kind, Plan
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
 from tests.plans.simulator import bytes_held, simulate
 from tests.plans.test_plan import make_grid

@@ -6,15 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.interval import Interval, union_of
-from megatron_burst.plans.mesh import meshes
-from megatron_burst.plans.needs import part_of
-from megatron_burst.plans.plan import Hop, Kind
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.schedule import Messages, Schedule
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.mesh import meshes
+from megatron_burst.plans.schedules.needs import part_of
+from megatron_burst.plans.schedules.plan import Hop, Kind
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.schedule import Messages, Schedule
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.interval import Interval, union_of
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
 from tests.tier import some
 

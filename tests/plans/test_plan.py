@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.layout import Layout, contiguous, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Channel, Kind, Plan, Receive, Send, Tile
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.schedules.plan import Channel, Kind, Plan, Receive, Send, Tile
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.oracle import visible_pairs
 from tests.plans.simulator import bytes_held, simulate
 from tests.tier import is_thorough, slow_if, some

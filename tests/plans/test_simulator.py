@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send, Step
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.simulator import PlanError, blocks_of, simulate
 
 FLAT = Grid(((0, 1, 2, 3),))

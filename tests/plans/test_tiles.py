@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_burst.plans.band import Band
-from megatron_burst.plans.interval import Interval, union_of
-from megatron_burst.plans.layout import contiguous, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Tile, Tiles
-from megatron_burst.plans.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.schedules.plan import Tile, Tiles
+from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.interval import Interval, union_of
+from megatron_burst.plans.visibility.layout import contiguous, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.simulator import blocks_of
 
 HALF, WHOLE = Interval(0, 4), Interval(0, 8)

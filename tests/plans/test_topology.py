@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron_burst.config import Topology
-from megatron_burst.plans.topology import Grid, choose_grid, flat_grid
+from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
 
 AUTO, FLAT, DOUBLE = Topology.AUTO, Topology.FLAT, Topology.DOUBLE
 both_doubles = pytest.mark.parametrize("topology", [AUTO, DOUBLE])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_burst.plans.whole_documents import deal_whole
+from megatron_burst.plans.balance.whole_documents import deal_whole
 from tests.tier import examples
 
 

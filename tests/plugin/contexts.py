@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.visibility.layout import Layout
 
 
 class Context:

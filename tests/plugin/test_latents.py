@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_burst import BurstConfig
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import Mla
-from megatron_burst.plans.head_parallel import head_groups
-from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.topology import flat_grid
 from megatron_burst.transport.comm import Communicator
 
 pytest.importorskip("megatron.core")

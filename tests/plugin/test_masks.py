@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.layout import zigzag_of_each
-from megatron_burst.plans.plan import Channel
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.visibility.layout import zigzag_of_each
 from tests import oracle
 from tests.workers import Team, WorkerPool
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
+from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.tools.live_bytes import LiveBytes
 
 pytest.importorskip("megatron.core.transformer.mlp")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.visibility.layout import zigzag
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 

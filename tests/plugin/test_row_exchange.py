@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.layout import Layout, contiguous, segmented_zigzag, striped, zigzag
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
 from tests.plugin.contexts import Copies
 from tests.workers import Team, WorkerPool
 

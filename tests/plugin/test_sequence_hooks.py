@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.balance import balanced
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plugin.contexts import Context, Copies
 from tests.workers import Team, WorkerPool
 

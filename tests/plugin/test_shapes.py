@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.choice.cost import Shape
 
 pytest.importorskip("megatron.core")
 from megatron.core import ModelParallelConfig  # noqa: E402

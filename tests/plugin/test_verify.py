@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
 from megatron_burst.attention.sums import Sums
-from megatron_burst.plans.head_parallel import HeadGroups
-from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.choice.head_parallel import HeadGroups
+from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.transport.comm import Transfers
 from tests.attention import faults
 from tests.workers import Team, WorkerPool
@@ -32,12 +32,12 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.attention.verify import VerificationError  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
+from megatron_burst.reference.verify import VerificationError  # noqa: E402
 
 LOCAL, HEADS, KV_HEADS, DIM, VALUE_DIM = 24, 4, 2, 8, 6
 BOUNDS = (0, 1, 30, 31, 2 * LOCAL)

@@ -7,7 +7,7 @@ posted before on that link is through.
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 
-from megatron_burst.plans.plan import Item, Plan, Step
+from megatron_burst.plans.schedules.plan import Item, Plan, Step
 
 type _Link = tuple[int, int, str]  # source, target, which network
 type _Key = tuple[_Link, int]  # and which of the messages

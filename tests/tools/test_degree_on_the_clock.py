@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.degree import choose_degree
+from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes

@@ -23,7 +23,7 @@ from megatron_burst.attention.saved import AttentionMemory, SavedRows
 from megatron_burst.attention.sums import PartialOutputs, Sums
 from megatron_burst.kernels import TileCall
 from megatron_burst.kernels.cpu import CpuKernel
-from megatron_burst.plans.head_parallel import HeadGroups
+from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.tools.gpu_check import (
     command,
     kernels,

@@ -6,17 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_burst.plans import timing
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.layout import segmented_zigzag, striped, zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.mesh import Mesh
-from megatron_burst.plans.plan import Item, Kind, Plan, Step, Tile
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.choice import timing
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.mesh import Mesh
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step, Tile
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.schedule import Schedule
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import segmented_zigzag, striped, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.flops import attention_flops
 from tests.plans.simulator import payload
 from tests.tools import event_clock

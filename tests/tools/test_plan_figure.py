@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Channel
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "docs"))

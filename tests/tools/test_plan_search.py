@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_burst.loss.chunk_size import MIB, Sizes, within
-from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.command import main
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.live_bytes import LiveBytes

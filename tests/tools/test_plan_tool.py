@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.timing import sum_bytes
+from megatron_burst.plans.choice.timing import sum_bytes
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import Flags, model_of, whole
 from megatron_burst.tools.options import split_at_dashes

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, ring_attention
-from megatron_burst.plans.calls import calls_of
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Plan
+from megatron_burst.plans.schedules.calls import calls_of
+from megatron_burst.plans.schedules.plan import Plan
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools import command, trace
 from megatron_burst.transport import profiling
 from tests.tier import one_in

@@ -11,7 +11,7 @@ import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.plans.head_parallel import head_groups
+from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.visibility.layout import Layout, zigzag
 
 HIDDEN = 8
 # Megatron casts the decay and its parameters to float32.

@@ -69,7 +69,7 @@ class Losses:
     ) -> Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        from megatron_burst.plans.layout import zigzag
+        from megatron_burst.plans.visibility.layout import zigzag
 
         layout, rank = zigzag(tokens.shape[1], self.group.size()), self.group.rank()
         positions = torch.arange(tokens.shape[1])[None]

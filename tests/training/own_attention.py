@@ -13,7 +13,7 @@ from megatron.training.models.gpt import default_layer_spec
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from megatron_burst.plans.layout import zigzag
+from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
 
 CAP = 0.5

@@ -8,7 +8,7 @@ import torch
 
 from megatron_burst import pretrain_gpt
 from megatron_burst.attention.sums import Sums
-from megatron_burst.attention.verify import VerificationError
+from megatron_burst.reference.verify import VerificationError
 from tests.attention import faults
 
 

@@ -12,14 +12,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import Mask
 from megatron_burst.attention.head_exchange import exchange_plan
-from megatron_burst.plans.direct import Direct
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mesh import Mesh
-from megatron_burst.plans.plan import Channel, Item, Kind, Plan, Receive, Send
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.schedule import Schedule
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.mesh import Mesh
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.schedule import Schedule
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.transport.comm import Block, Communicator, Transfers
 
 RANKS, LOCAL, NCCL_BEARS = 64, 16, 256

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.plans.plan import Channel
-from megatron_burst.plans.topology import Grid, flat_grid
+from megatron_burst.plans.schedules.plan import Channel
+from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.transport import groups
 from megatron_burst.transport.groups import (
     channels_of,

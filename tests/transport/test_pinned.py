@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.attention.rows import device_calls
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.rings import Ring
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.topology import flat_grid
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import flat_grid
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.pinned import to_device
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.plans.plan import Channel, Item, Kind, Send
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Send
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.watchdog import Watchdog
 

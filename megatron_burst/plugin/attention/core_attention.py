@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.keys import Latents
 from megatron_burst.config import Check, Mla
-from megatron_burst.plans.layout import contiguous
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.layout import contiguous
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.generation import Decoder
 from megatron_burst.plugin.attention.nan_check import with_nan_check

@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_burst.plans.layout import Layout, zigzag_of_each
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.layout import Layout, zigzag_of_each
+from megatron_burst.plans.visibility.mask import Mask
 
 # With and without padding, of queries and keys.
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")

@@ -5,9 +5,9 @@ import logging
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.balance import BOUND, Balanced, balanced, imbalance
-from megatron_burst.plans.layout import Layout, in_order, zigzag
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.balance.balanced import BOUND, Balanced, balanced, imbalance
+from megatron_burst.plans.visibility.layout import Layout, in_order, zigzag
+from megatron_burst.plans.visibility.mask import Mask
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.transport.objects import check_agreement

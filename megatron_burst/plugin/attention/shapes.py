@@ -5,7 +5,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig, GradDtype, Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.plans.cost import Shape
+from megatron_burst.plans.choice.cost import Shape
 
 
 def shape_of(

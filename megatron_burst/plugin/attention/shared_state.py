@@ -7,7 +7,7 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kept import DocumentCalls
 from megatron_burst.attention.preparing import Plans, plan_ahead
 from megatron_burst.config import BurstConfig, Check, LayoutName
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
 from megatron_burst.plugin.attention.masks import Masks

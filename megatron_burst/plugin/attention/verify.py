@@ -18,8 +18,10 @@ from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.dense import Visibility
-from megatron_burst.attention.verify import (
+from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.compat import is_first_of_its_stage
+from megatron_burst.reference.dense import Visibility
+from megatron_burst.reference.verify import (
     Finding,
     VerificationError,
     attend_beside_reference,
@@ -27,8 +29,6 @@ from megatron_burst.attention.verify import (
     table,
     worst,
 )
-from megatron_burst.plugin.attention.documents import PackedDocuments
-from megatron_burst.plugin.compat import is_first_of_its_stage
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.visibility.layout import Layout
 
 PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 

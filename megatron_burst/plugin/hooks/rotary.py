@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.pinned import to_device
 
 _OF_DOCUMENTS = ("bounds", "layout", "longest")

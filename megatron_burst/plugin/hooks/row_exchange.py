@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.layout import Layout
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.pinned import to_device
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.layout import Layout, zigzag
+from megatron_burst.plans.visibility.layout import Layout, zigzag
 from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,

@@ -15,11 +15,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.verify import spread_of
 from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 from megatron_burst.plugin.models import LanguageModel
+from megatron_burst.reference.verify import spread_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.config import Topology
-from megatron_burst.plans.head_parallel import head_groups, kv_head_copies
-from megatron_burst.plans.topology import choose_grid
+from megatron_burst.plans.choice.head_parallel import head_groups, kv_head_copies
+from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.tools.model import Heads
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")

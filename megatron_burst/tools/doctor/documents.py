@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plans.balance import BOUND, imbalance
-from megatron_burst.plans.layout import zigzag
-from megatron_burst.plans.mask import Mask
+from megatron_burst.plans.balance.balanced import BOUND, imbalance
+from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.doctor.finding import Finding, Level
 
 DOCUMENTS = "--dataloader-inter-document-masking"

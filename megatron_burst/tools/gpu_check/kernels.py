@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, select_kernel
 from megatron_burst.kernels.protocol import Packing
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import drawing
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.plan import Channel, Receive
+from megatron_burst.plans.schedules.plan import Channel, Receive
 from megatron_burst.transport.comm import Communicator, Message
 from megatron_burst.transport.errors import CommunicationError
 

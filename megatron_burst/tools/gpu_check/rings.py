@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.attention.keys import ExpandedLatents, expand
-from megatron_burst.attention.verify import Finding, compare
-from megatron_burst.plans.interval import Interval
-from megatron_burst.plans.plan import Item, Kind
-from megatron_burst.plans.planning import make_layout
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.schedules.plan import Item, Kind
+from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.reference.dense import MARGIN, Expected, Reference, Spread
+from megatron_burst.reference.verify import Finding, compare
 from megatron_burst.tools import verify
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error

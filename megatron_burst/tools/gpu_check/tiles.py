@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_burst import linear_cross_entropy
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Request, select_kernel
-from megatron_burst.plans.plan import Item, Kind
+from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.gpu_check.loss import inputs
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most

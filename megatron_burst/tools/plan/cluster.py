@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.plans.machine import HEAD_GRAIN, KEYS_A_CALL, Machine
+from megatron_burst.plans.choice.machine import HEAD_GRAIN, KEYS_A_CALL, Machine
 from megatron_burst.tools.flops import peak_tflops
 
 _LARGEST = 1e18

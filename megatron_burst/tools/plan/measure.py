@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_burst.kernels import Request, select_kernel
-from megatron_burst.plans.band import Band
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools import hardware
 from megatron_burst.tools.flops import attention_flops, peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device

@@ -9,7 +9,7 @@ import torch
 from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss, MlpConfig
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
-from megatron_burst.plans.mlp_chunks import choose_mlp_chunks
+from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
 from megatron_burst.tools.model import Flags, cut, model_of, whole, window_of
 from megatron_burst.tools.plan.cluster import Cluster

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from megatron_burst.plans.document_work import DocumentWork
+from megatron_burst.plans.balance.document_work import DocumentWork
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import memory, step

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from megatron_burst.plans.cost import visible_pairs
+from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
 from megatron_burst.tools.plan.memory import hosted_activations

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.cost import Shape
-from megatron_burst.plans.latents import choose_keys
-from megatron_burst.plans.layout import Layout, boundary
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.plan import Kind
-from megatron_burst.plans.planning import Choice, choose
-from megatron_burst.plans.tiles import Tiling
-from megatron_burst.plans.timing import Links, exchange, pass_seconds
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.latents import choose_keys
+from megatron_burst.plans.choice.planning import Choice, choose
+from megatron_burst.plans.choice.timing import Links, exchange, pass_seconds
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.visibility.layout import Layout, boundary
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.plan.workload import Ring, Workload
 
 

@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
-from megatron_burst.plans.balance import balanced
-from megatron_burst.plans.cost import LatentShape, Shape
-from megatron_burst.plans.head_chunks import choose_head_chunks
-from megatron_burst.plans.head_parallel import exchanged
-from megatron_burst.plans.layout import Layout
-from megatron_burst.plans.machine import Machine
-from megatron_burst.plans.mask import Mask
-from megatron_burst.plans.planning import make_layout
-from megatron_burst.plans.topology import Grid, choose_grid
+from megatron_burst.plans.balance.balanced import balanced
+from megatron_burst.plans.choice.cost import LatentShape, Shape
+from megatron_burst.plans.choice.head_chunks import choose_head_chunks
+from megatron_burst.plans.choice.head_parallel import exchanged
+from megatron_burst.plans.choice.machine import Machine
+from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.schedules.topology import Grid, choose_grid
+from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.model import Model
 from megatron_burst.tools.plan.cluster import Cluster
 

@@ -1,0 +1,278 @@
+"""Chooses the schedules of one attention call: by the clock, under sparse masks by bytes."""
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+from megatron_burst.config import (
+    Algorithm,
+    Backward,
+    BurstConfig,
+    LayoutName,
+    Topology,
+)
+from megatron_burst.plans.choice.cost import Shape, Traffic, traffic
+from megatron_burst.plans.choice.timing import Links, pass_seconds
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.mesh import meshes
+from megatron_burst.plans.schedules.plan import Kind, Plan
+from megatron_burst.plans.schedules.rings import Ring
+from megatron_burst.plans.schedules.schedule import Schedule
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
+from megatron_burst.plans.visibility.layout import (
+    Layout,
+    contiguous,
+    segmented_zigzag,
+    striped,
+    zigzag,
+)
+
+_CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
+TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
+_NEAR = 1.005  # of the fastest's time, with which a schedule of fewer bytes is taken
+_UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
+
+
+class Offer(NamedTuple):
+    """A schedule of a pass, and what it costs a layer."""
+
+    schedule: Schedule
+    cost: Traffic
+    memory: int  # bytes that a rank has of others' blocks and results, at the most
+
+    def __str__(self) -> str:
+        return f"the {self.schedule.name} {mib(self.cost.bottleneck)}"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """By which the best is chosen: the bytes on the bottleneck link, of a rank, then memory."""
+        return self.cost.bottleneck, self.cost.rank, self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The schedules of one attention call: of each pass what is taken, then the others."""
+
+    tiling: Tiling
+    forward: Sequence[Offer]
+    backward: Sequence[Offer]
+    unmasked: int  # bytes a rank sends forward in a ring that everybody needs all of
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether any rank has tiles that are neither full nor causal squares."""
+        return self.tiling.needs.is_banded
+
+    def plans(self, rank: int) -> tuple[Plan, Plan]:
+        """Return the plans of a rank's forward and backward."""
+        return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
+
+    def __str__(self) -> str:
+        mask, forward = self.tiling.mask, self.forward[0]
+        if self.tiling.ranks == 1:
+            return f"{mask}, nothing is sent"
+        instead = f" instead of {mib(self.unmasked)}" if mask.is_sparse else ""
+        memory = max(forward.memory, self.backward[0].memory)
+        return (
+            f"{mask}: a layer sends {mib(forward.cost.rank)} a rank forward by the "
+            f"{forward.schedule.name}{instead}; on the bottleneck link forward "
+            f"{_compared(self.forward)}, backward {_compared(self.backward)}; at most "
+            f"{mib(memory)} are held for others; FLOPs max/mean {forward.schedule.imbalance:.3f}"
+        )
+
+
+def choose(
+    config: BurstConfig,
+    tiling: Tiling,
+    grid: Grid,
+    shape: Shape,
+    nodes: Sequence[Hashable],
+    along_grid: bool = False,
+    memory_limit: float = math.inf,
+    links: Links | None = None,
+) -> Choice:
+    """Choose the fastest on these links; of nearly equal ones that of the fewest bytes.
+
+    Those count alone for sparse masks, for rings of more than 256 ranks, or where no links are
+    given: on the bottleneck link, of equal ones all bytes, then memory.
+
+    With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
+    grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
+    a ring.
+
+    Raises:
+        ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
+    """
+    if tiling.mask.is_sparse or tiling.ranks > TIMED or config.algorithm is not Algorithm.BURST:
+        links = None
+    links = links and links._replace(shape=shape)
+    asked = config, tiling, grid, nodes, shape, along_grid, memory_limit, links
+    passes = _Pass(*asked, backward=False), _Pass(*asked, backward=True)
+    forward, backward = (each.offers() for each in passes)
+    unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
+    return Choice(tiling, forward, backward, unmasked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward or a backward that wants a schedule; see `choose`."""
+
+    config: BurstConfig
+    tiling: Tiling
+    grid: Grid
+    nodes: Sequence[Hashable]
+    shape: Shape
+    along_grid: bool
+    memory_limit: float  # bytes
+    links: Links | None
+    backward: bool
+
+    def offers(self) -> Sequence[Offer]:
+        """Return what is taken, then the others."""
+        mesh = [*self._mesh()]
+        if mesh and self.config.topology is Topology.MESH:
+            return self._fastest_first(mesh)
+        rings, by_cost = [self._offer(ring) for ring in self._rings()], attrgetter("order")
+        least = min(ring.schedule.pairs.max() for ring in rings)
+
+        def is_even(offer: Offer) -> bool:
+            return bool(offer.schedule.pairs.max() <= _UNEVEN * least)
+
+        def is_worth_it(offer: Offer) -> bool:
+            cost, ring, schedule = offer.cost, usual.cost, offer.schedule
+            cheap = (
+                self.links is not None
+                or cost.bottleneck <= schedule.worth * ring.bottleneck
+                or (
+                    cost.bottleneck <= ring.bottleneck
+                    and cost.rank <= schedule.worth_in_all * ring.rank
+                )
+            )
+            return cheap and is_even(offer) and offer.memory <= self.memory_limit
+
+        usual = min(filter(is_even, rings), key=by_cost)
+        others = [*map(self._offer, self._direct()), *mesh]
+        taken = [*filter(is_even, rings), *filter(is_worth_it, others)]
+        left = [offer for offer in (*rings, *others) if offer not in taken]
+        return [*self._fastest_first(sorted(taken, key=by_cost)), *sorted(left, key=by_cost)]
+
+    def _fastest_first(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+        """Put the fastest first, or the first that is nearly as fast; as they are without links."""
+        if (links := self.links) is None or len(offers) < 2:
+            return offers
+        seconds = [pass_seconds(x.schedule, links, backward=self.backward)[0] for x in offers]
+        first = next(n for n, x in enumerate(seconds) if x <= _NEAR * min(seconds))
+        return [offers[first], *offers[:first], *offers[first + 1 :]]
+
+    def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
+        if cost is None:
+            messages = schedule.messages(backward=self.backward)
+            cost = traffic(messages, self._sizes, self.nodes, self.tiling.local_tokens)
+        return Offer(schedule, cost, schedule.memory(self._sizes, backward=self.backward))
+
+    @property
+    def _sizes(self) -> Mapping[Kind, int]:
+        return self.shape.item_bytes(backward=self.backward)
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        """What may circulate."""
+        if not self.backward or self.config.algorithm is not Algorithm.BURST:
+            return (Kind.KV,)
+        if self.config.backward is Backward.AUTO:
+            return Kind.KV, Kind.QUERY
+        return (Kind(self.config.backward.value),)
+
+    def _rings(self) -> Iterator[Ring]:
+        gather = self.config.algorithm is Algorithm.ALLGATHER
+        chained = _is_chained(self.config, self.grid, self.nodes)
+        for kind in self._kinds():
+            yield Ring(self.tiling, self.grid, kind, chained, gather)
+
+    def _direct(self) -> Iterator[Direct]:
+        """Only of sparse masks; what goes straight keeps to no row or column."""
+        is_burst, is_sparse = self.config.algorithm is Algorithm.BURST, self.tiling.mask.is_sparse
+        if is_burst and is_sparse and not self.along_grid:
+            yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
+
+    def _mesh(self) -> Iterator[Offer]:
+        """Those of fewest bytes, if everybody needed all: one, or on the clock one of a kind."""
+        if not self.config.may_take_mesh or self.grid.ranks == 1:
+            return
+        if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
+            return  # within a node links are fast, and what a mesh costs besides bytes counts
+        every = [*self._meshes()]
+        fitting = [offer for offer in every if offer.memory <= self.memory_limit]
+        if not fitting and self.config.topology is Topology.MESH:
+            memory = [offer.memory for offer in every]
+            raise ValueError(_no_mesh(self.grid, memory, self.memory_limit))
+        met = set[Kind]()
+        for best in sorted(fitting, key=attrgetter("order")):
+            if best.schedule.sent not in met and (self.links or not met):
+                met.add(best.schedule.sent)
+                yield self._offer(best.schedule, self._by_formula(best.cost))
+
+    def _meshes(self) -> Iterator[Offer]:
+        """All of them, with what they would send if everybody needed all blocks."""
+        for kind in self._kinds() if self.backward else (Kind.KV, Kind.QUERY):
+            for mesh in meshes(self.tiling, self.grid, kind):
+                away, within = mesh.sends(self._sizes, backward=self.backward)
+                yield self._offer(mesh, Traffic(away + within, away))
+
+    def _by_formula(self, sent: Traffic) -> Traffic | None:
+        """Return what a mesh sends without counting, if all is needed; None if it is to be."""
+        if not self.tiling.all_is_needed or self.grid.nodes != len(set(self.nodes)):
+            return None
+        return sent if self.grid.nodes > 1 else replace(sent, nic=0)
+
+
+def _compared(offers: Sequence[Offer]) -> str:
+    """Say what is taken and what the next one would put on the link."""
+    taken, *others = offers
+    return f"{taken}" + (f" ({others[0]})" if others else "")
+
+
+def _no_mesh(grid: Grid, memory: Sequence[int], limit: float) -> str:
+    count, what = (grid.nodes, "nodes") if grid.nodes > 1 else (grid.ranks, "ranks")
+    if not memory:
+        return (
+            f"--burst-topology mesh needs {what} in rows and columns of two or more, but there "
+            f"are {count}: take another --context-parallel-size, or --burst-topology auto"
+        )
+    return (
+        f"--burst-topology mesh would hold at least {mib(min(memory))} of other ranks' blocks, but "
+        f"the limit is {mib(limit)}: raise --burst-memory-mb, or take --burst-topology auto"
+    )
+
+
+def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
+    """Return which tokens each rank holds; ValueError if they do not divide over the ranks."""
+    if config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute:
+        chunks, fraction = 2 * ranks, config.recompute_fraction or 0.0
+        early = round(fraction * tokens / chunks) * chunks
+        return segmented_zigzag([n for n in (early, tokens - early) if n], ranks)
+    if config.layout is LayoutName.SEGMENTED_ZIGZAG:
+        # With 8 ranks of 8192 tokens 8 leave 1.03 of the mean's work of a sparse block mask.
+        enough = (n for n in (8, 4) if tokens % (2 * n * ranks) == 0)
+        count = next((n for n in enough if tokens // (2 * n * ranks) >= _CHUNK_ROWS), 2)
+        return segmented_zigzag([tokens // count] * count, ranks)
+    makers = {
+        LayoutName.ZIGZAG: zigzag,
+        LayoutName.BALANCED: zigzag,  # where there are no documents by which to choose
+        LayoutName.CONTIGUOUS: contiguous,
+        LayoutName.STRIPED: striped,
+    }
+    return makers[config.layout](tokens, ranks)
+
+
+def _is_chained(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> bool:
+    """Of the baselines, and where a flat ring leaves the node: straight home every part would."""
+    leaves_the_node = grid.nodes == 1 and len(set(nodes)) > 1
+    return config.algorithm is not Algorithm.BURST or leaves_the_node
+
+
+def mib(count: float) -> str:
+    """Write a number of bytes down for the log."""
+    return f"{count / 2**20:.2f} MiB"

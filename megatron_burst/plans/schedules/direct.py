@@ -1,0 +1,138 @@
+"""Plans without a ring: what another rank needs of a shard goes straight to it, and nothing else.
+
+Under a window, short documents or a sparse block mask a rank needs few rows of few others; a ring
+would carry whole shards past ranks that have no use for them. In step d a rank computes with the
+rows of the rank d places before it in the grid's order; they have been on their way since the
+start, all in one message. Gradients return straight to their owners. A rank's own tile is computed
+in part first and in part last.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Part, Tiles
+from megatron_burst.plans.schedules.schedule import Loads, Schedule
+from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
+from megatron_burst.plans.schedules.topology import Grid, stations
+from megatron_burst.plans.visibility.interval import union_of
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(Schedule):
+    """What the plans of all ranks have in common; the counterpart of `rings.Ring`.
+
+    For masks that are sparse: under others its bytes are counted as if blocks went whole. Messages
+    pass between any two ranks, and a rank holds all that it receives at once, so that it pays only
+    for half of the bytes.
+    """
+
+    worth = worth_in_all = 0.5
+    tiling: Tiling
+    grid: Grid
+    sent: Kind = Kind.KV
+    """KV, or QUERY for a backward in which K and V stay."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the log."""
+        return f"{self.sent} direct exchange"
+
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """How many pairs of tokens each rank computes: all of what does not move."""
+        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
+
+    def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
+        """Return the bytes that a rank has of others' blocks and results, at the most."""
+        rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))
+        held = rows.sum(axis=0) * sizes[self.sent]
+        if backward:  # results of what was received, and those that come home
+            results = rows * self.result_sizes(sizes)
+            held = held + results.sum(axis=0) + results.sum(axis=1)
+        return int(held.max()) // self.tiling.local_tokens
+
+    def messages(self, *, backward: bool) -> "tuple[_Exchange, ...]":
+        """Return all messages of a forward or a backward."""
+        return (self.reads(), self.gradients()) if backward else (self.reads(),)
+
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
+        """Return what a rank computes, by step."""
+        tiles: dict[int, list[Tiles]] = {0: [self.tiling(rank, rank)]}
+        if backward:
+            tiles |= own_tiles_by_step(tiles[0][0], self.grid.ranks, two_levels=False)
+        for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
+            if part := self.part(owner, rank):
+                used = self.tiling.of_block(self.sent, owner, rank)
+                tiles[distance] = [used.reading(self.sent, part)]
+        return tiles
+
+    def reads(self) -> "_Exchange":
+        """Return the messages with blocks: all are posted at once."""
+        return _Exchange(self, self.sent)
+
+    def gradients(self) -> "_Exchange":
+        """Return the messages with gradients: all have landed at the end."""
+        return _Exchange(self, self.sent.gradient)
+
+    def result_sizes(self, sizes: Mapping[Kind, int]) -> NDArray[np.int64]:
+        """Return the bytes of a whole gradient as each rank returns that of another's block."""
+        gradient, is_once = self.sent.gradient, self.tiling.needs.once[self.sent]
+        return np.where(is_once, sizes[gradient.partial], sizes[gradient])
+
+    def part(self, owner: int, user: int) -> Part:
+        """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
+        if not self.tiling.needs.rows[self.sent][owner, user]:
+            return ()
+        return tuple(union_of(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """The messages of all ranks with what others need of their blocks, or with its gradients."""
+
+    schedule: Direct
+    kind: Kind
+
+    def hops(self, rank: int | None = None) -> list[Hop]:
+        """Return all messages, or those that `rank` sends or receives, in the same order."""
+        distances, owners, users = self._needed()
+        some = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
+        found = np.stack([distances, owners, users])[:, some]
+        ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
+        return [self._hop(*needed) for needed in ordered]
+
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them, [distance - 1, owner]."""
+        users = stations(self.schedule.grid)[1:]
+        owners = np.broadcast_to(np.arange(users.shape[1]), users.shape)
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent][owners, users]
+        distances = np.arange(1, len(users) + 1)
+        if self.kind.is_result:
+            payload = self.schedule.result_sizes(sizes)[owners, users] * rows // local_tokens
+            last = np.full(len(users), len(users) + 1)
+            return Loads(users, owners, payload, distances + 1, last)
+        payload = sizes[self.kind] * rows // local_tokens
+        return Loads(owners, users, payload, 0 * distances, distances - 1)
+
+    def _needed(self) -> tuple[NDArray[np.int64], ...]:
+        """Who needs something of whom: distances, owners, users."""
+        ranks = stations(self.schedule.grid)
+        rows = self.schedule.tiling.needs.rows[self.schedule.sent]
+        distances, owners = np.nonzero(rows[np.arange(len(ranks)), ranks])
+        away = distances > 0
+        return distances[away], owners[away], ranks[distances[away], owners[away]]
+
+    def _hop(self, distance: int, owner: int, user: int) -> Hop:
+        grid = self.schedule.grid
+        within = len({grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
+        item = Item(self.kind, owner, self.schedule.part(owner, user))
+        if self.kind.is_result:
+            if self.schedule.tiling.needs.once[self.schedule.sent][owner, user]:
+                item = item._replace(kind=self.kind.partial)
+            channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
+            return Hop(item, user, owner, channel, distance + 1, grid.ranks)
+        channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
+        return Hop(item, owner, user, channel, 0, distance - 1)

@@ -1,0 +1,112 @@
+"""What makes the plans of all ranks of an attention call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_burst.plans.schedules.assembly import assemble
+from megatron_burst.plans.schedules.plan import Hop, Kind, Plan, Tiles
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.work import Work
+
+
+class Loads(NamedTuple):
+    """Who sends how much to whom, many messages at a time: arrays [leg, message], in their order.
+
+    In a leg no rank sends twice or receives twice, and all are posted and land together.
+    """
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # bytes; 0 where nothing goes
+    leaves: NDArray[np.int64]  # of each leg, the step that posts it
+    lands: NDArray[np.int64]
+
+
+class Messages(Protocol):
+    """The messages of all ranks that move the blocks, or the gradients, of one kind."""
+
+    def hops(self, rank: int | None = None) -> list[Hop]:
+        """Return all messages, or those that `rank` sends or receives, in the same order."""
+
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them; `sizes` are the bytes of a whole item, `local_tokens` its rows.
+
+        Where the steps do not matter, those between the same ranks may be `summed`.
+        """
+
+
+class Schedule(ABC):
+    """The messages of all ranks and the tiles of each; a new way to send is a class of these.
+
+    It is a value: equal schedules make equal plans, on every rank.
+    """
+
+    __slots__ = ()
+
+    tiling: Tiling
+    """Who computes what."""
+    sent: Kind
+    """What goes around, or straight to whom needs it: KV or QUERY."""
+
+    worth: ClassVar[float] = 1.0
+    """Up to which share of a ring's bytes on the bottleneck link it is worth its other costs."""
+    worth_in_all: ClassVar[float] = 0.0
+    """Up to which share of all that a rank sends in a ring, with no more on the bottleneck link."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What it is called in the log."""
+
+    @property
+    @abstractmethod
+    def pairs(self) -> NDArray[np.int64]:
+        """How many pairs of tokens each rank computes."""
+
+    @abstractmethod
+    def messages(self, *, backward: bool) -> tuple[Messages, ...]:
+        """Return all messages of a forward or a backward: blocks, then results."""
+
+    @abstractmethod
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
+        """Return what a rank computes, by step."""
+
+    @abstractmethod
+    def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
+        """Return the bytes that a rank has of others' blocks and results, at the most.
+
+        The same on every rank. `sizes` are the bytes of a whole item of each kind.
+        """
+
+    def of_one_step(self, result: Kind) -> Kind:
+        """Return the kind of what a rank adds to a result in a step: no sum if each row once."""
+        return result.partial if self.tiling.needs.once[self.sent].all() else result
+
+    @property
+    def imbalance(self) -> float:
+        """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
+        return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
+
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute; a schedule may do so faster than tile by tile."""
+        ranks = range(self.tiling.ranks)
+        return Work.of([self.tiles(rank, backward=backward) for rank in ranks])
+
+    def forward(self, rank: int) -> Plan:
+        """Return a rank's plan of the forward."""
+        return self._plan(rank, backward=False)
+
+    def backward(self, rank: int) -> Plan:
+        """Return a rank's plan of the backward.
+
+        The gradient of what is sent returns to its owner; that of what stays is summed in place.
+        """
+        return self._plan(rank, backward=True)
+
+    def _plan(self, rank: int, *, backward: bool) -> Plan:
+        hops = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
+        return assemble(rank, hops, self.tiles(rank, backward=backward))

@@ -1,0 +1,1 @@
+"""What queries see of keys: layouts, masks, and the tiles of arrays made of both."""
