@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_burst.attention.autograd import ring_attention as ring_attention
     from megatron_burst.attention.context import BurstContext as BurstContext
-    from megatron_burst.attention.latent import latent_ring_attention as latent_ring_attention
+    from megatron_burst.attention.latent_attention import (
+        latent_ring_attention as latent_ring_attention,
+    )
     from megatron_burst.config import BurstConfig as BurstConfig
     from megatron_burst.loss.function import linear_cross_entropy as linear_cross_entropy
     from megatron_burst.plans.visibility.mask import Mask as Mask
@@ -21,7 +23,7 @@ _HOMES = {
     "BurstConfig": "config",
     "BurstContext": "attention.context",
     "Mask": "plans.visibility.mask",
-    "latent_ring_attention": "attention.latent",
+    "latent_ring_attention": "attention.latent_attention",
     "linear_cross_entropy": "loss.function",
     "ring_attention": "attention.autograd",
 }

@@ -15,12 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import preparing
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import in_chunks
-from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.kernels import TileCall
+from megatron_burst.kernels import KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel, Item, Send
 from megatron_burst.plans.schedules.topology import choose_grid
@@ -38,12 +38,12 @@ class EmptyKernel:
     def reasons_against(self, _: Any) -> list[str]:
         return []
 
-    def forward(self, tile: TileCall) -> Any:
+    def forward(self, tile: KernelInput) -> Any:
         q, _, v = tile.qkv
         lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
 
-    def backward(self, tile: TileCall, *_: Tensor) -> Any:
+    def backward(self, tile: KernelInput, *_: Tensor) -> Any:
         return tuple(x.new_empty(x.shape) for x in tile.qkv)
 
 
@@ -95,7 +95,7 @@ class Counted:
 
     forward: Pass
     backward: Pass
-    call: AttentionCall
+    call: AttentionPlan
     batches: Sequence[Batch]
 
 
@@ -137,10 +137,10 @@ def count(
             call = prepare(context, *chunk, mask, 1.0, layout=layout)
 
             def there_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
-                return forward(q, Keys(rank, k, v), call)
+                return forward(q, KeysAndValues(rank, k, v), call)
 
             def back_of(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *finished: Tensor) -> Any:
-                return backward(dout, q, Keys(rank, k, v), *finished, call)
+                return backward(dout, q, KeysAndValues(rank, k, v), *finished, call)
 
             with Counting((q, k, v)) as there:
                 out, lse = in_chunks(head_chunks, "forward", there_of, q, k, v)

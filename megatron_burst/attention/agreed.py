@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from megatron_burst.attention.asked import Given
 from megatron_burst.attention.call import Prepared
 from megatron_burst.attention.kept import Recent
+from megatron_burst.attention.signature import Given
 from megatron_burst.transport.agreement import Said
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.errors import CommunicationError

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.attention.asked import Given, KindOfTensor
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall, Prepared
+from megatron_burst.attention.call import AttentionPlan, Prepared
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import head_chunks, in_chunks
@@ -20,10 +19,11 @@ from megatron_burst.attention.inputs import (
     check_scores,
     check_shapes,
 )
-from megatron_burst.attention.keys import ExpandedLatents, Keys, Latents
+from megatron_burst.attention.kv import ExpandedLatents, KeysAndValues, Latents
 from megatron_burst.attention.preparing import head_exchange
 from megatron_burst.attention.preparing import prepare as prepare_call
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.signature import Given, KindOfTensor
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.attention.uncompiled import uncompiled
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
@@ -232,7 +232,7 @@ class _RingAttention(torch.autograd.Function):
         weight: Tensor | None,
         sink: Tensor | None,
         chunks: int,
-        call: AttentionCall,
+        call: AttentionPlan,
         memory: AttentionMemory | None,
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, latent, weight, sink, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
-        call: AttentionCall = ctx.call
+        call: AttentionPlan = ctx.call
         add = ctx.add_weight_gradient
 
         def one_chunk(
@@ -283,12 +283,12 @@ class _RingAttention(torch.autograd.Function):
 def _keys(
     latent: Tensor | None,
     weight: Tensor | None,
-    call: AttentionCall,
+    call: AttentionPlan,
     k: Tensor,
     v: Tensor,
     differentiates_weight: bool = False,
-) -> Keys:
+) -> KeysAndValues:
     rank = call.forward_plan.rank
     if latent is None or weight is None:
-        return Keys(rank, k, v)
+        return KeysAndValues(rank, k, v)
     return ExpandedLatents(rank, k, v, latent, weight, differentiates_weight)

@@ -2,17 +2,17 @@
 
 from torch import Tensor
 
-from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.call import AttentionPlan
+from megatron_burst.attention.kv import KeysAndValues
+from megatron_burst.attention.launches import Launch, rows_of
 from megatron_burst.attention.loop import Blocks, run
-from megatron_burst.attention.rows import DeviceCall, rows_of
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.transport.comm import Block
 
 
 def backward(
-    dout: Tensor, q: Tensor, keys: Keys, out: Tensor, lse: Tensor, call: AttentionCall
+    dout: Tensor, q: Tensor, keys: KeysAndValues, out: Tensor, lse: Tensor, call: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of this rank's q, k, v and latent in the dtype of q."""
     plan = call.backward_plan
@@ -23,7 +23,7 @@ def backward(
     surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
     sums = keys.sums(q, call.wire)
 
-    def differentiate(some: DeviceCall, blocks: Blocks, leaves_room: bool) -> Block:
+    def differentiate(some: Launch, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = some.tile.blocks
         q, dout, lse, *factor = blocks[query_item]
         if query_item.owner != plan.rank and query_item not in surrogates:
@@ -35,7 +35,7 @@ def backward(
         return call.kernel.backward(tile, *rows_of(finished, some.queries))
 
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
-    run("backward", plan, call.backward_calls, own, sums, call, differentiate)
+    run("backward", plan, call.backward_launches, own, sums, call, differentiate)
     totals = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
     dq, dk, dv, *dlatent = (x.to(q.dtype) for total in totals for x in total)
     return dq, dk, dv, dlatent[0] if dlatent else None

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
+from megatron_burst.attention.launches import Launch, Launches, Parts, rows_of
 from megatron_burst.attention.sums import WireDtypes
-from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.kernels import Kernel, KernelInput
 from megatron_burst.plans.schedules.plan import Plan
 from megatron_burst.transport.comm import Communicator
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionPlan:
     """All of one attention call but its tensors."""
 
     forward_plan: Plan
@@ -26,26 +26,26 @@ class AttentionCall:
     first_saved_row: int = 0  # of a call with a memory: see `AttentionMemory`
     sends_latents: bool = False  # in the place of K and V
     leaves_room: bool = False  # for messages, see `room_pays`
-    forward_calls: DeviceCalls = field(kw_only=True)
-    backward_calls: DeviceCalls = field(kw_only=True)
+    forward_launches: Launches = field(kw_only=True)
+    backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
     is_ahead: bool = False  # planned, and compared, before it came
     choice: str = ""  # how messages go, in words that are the same on all ranks
 
     def of_rows(
-        self, some: DeviceCall, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
-    ) -> TileCall:
+        self, some: Launch, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
+    ) -> KernelInput:
         """Take the rows of a kernel call out of the blocks that it reads."""
         (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
         settings = some.band, self.scale, self.soft_cap, some.packing, leaves_room
-        return TileCall(q, k, v, *settings)
+        return KernelInput(q, k, v, *settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """All that is done before the first message of `ring_attention`."""
 
-    call: AttentionCall
+    call: AttentionPlan
     chunks: int  # of the heads
     exchange: HeadExchange | None = None
     copies: int = 1  # of kv heads

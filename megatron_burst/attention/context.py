@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_burst.attention.agreed import AgreedCalls
 from megatron_burst.attention.kept import Kept
-from megatron_burst.attention.log import News
+from megatron_burst.attention.log import LogOnce
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.choice.cost import Shape
@@ -52,7 +52,7 @@ class BurstContext:
         self.rank = 0 if self.group is None else self.group.rank()
         self.ranks = self.grid.ranks * self.heads.size
         self.agreed = AgreedCalls(self.communicator)
-        self.is_news = News(self.rank)
+        self.should_log = LogOnce(self.rank)
         self.kept = Kept()
 
     @classmethod

@@ -2,27 +2,27 @@
 
 from torch import Tensor
 
-from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.call import AttentionPlan
+from megatron_burst.attention.kv import KeysAndValues
+from megatron_burst.attention.launches import Launch
 from megatron_burst.attention.loop import Blocks, run
-from megatron_burst.attention.rows import DeviceCall
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.transport.comm import Block
 
 
 def forward(
-    q: Tensor, keys: Keys, call: AttentionCall, sink: Tensor | None = None
+    q: Tensor, keys: KeysAndValues, call: AttentionPlan, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out [B,S,H,dv], lse [B,H,S])."""
     plan = call.forward_plan
     sums = PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
 
-    def attend(some: DeviceCall, blocks: Blocks, leaves_room: bool) -> Block:
+    def attend(some: Launch, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = some.tile.blocks
         (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
         return call.kernel.forward(call.of_rows(some, q, k, v, leaves_room))
 
     own: dict[Kind, Block] = {Kind.QUERY: (q,), Kind.KV: keys.sent}
-    run("forward", plan, call.forward_calls, own, sums, call, attend)
+    run("forward", plan, call.forward_launches, own, sums, call, attend)
     return sums.finish(sink)

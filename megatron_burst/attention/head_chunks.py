@@ -29,7 +29,7 @@ def head_chunks(
         is_worth_it=q.is_cuda and context.grid.ranks > 1 and mask.documents is None,
         has_latents=has_latents,
     )
-    if chunks > 1 and context.is_news(("head chunks", chunks)):
+    if chunks > 1 and context.should_log(("head chunks", chunks)):
         logger.info("burst attention: --burst-head-chunks %d, one after the other", chunks)
     return chunks
 

@@ -56,11 +56,11 @@ class HeadExchange:
         Equals the tensors of all ranks put together by the layout and cut along the heads, which
         must divide by the ranks. Differentiable; gradients are sent in the tensors' dtype.
         """
-        return _Exchange.apply(self, True, *tensors)
+        return _AllToAll.apply(self, True, *tensors)
 
     def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Undo `to_heads`."""
-        return _Exchange.apply(self, False, *tensors)
+        return _AllToAll.apply(self, False, *tensors)
 
     def exchange(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
         """Carry out one all-to-all; what goes from rank to rank goes together."""
@@ -84,7 +84,7 @@ class HeadExchange:
         return self._layout.unshard(parts, dim=1) if to_heads else torch.cat(parts, dim=2)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor

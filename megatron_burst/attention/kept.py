@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from megatron_burst.attention.asked import Asked
-from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means
+from megatron_burst.attention.signature import CallSignature
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.visibility.layout import Layout
 
@@ -29,7 +29,7 @@ class Recent[Key: Hashable, Value](dict[Key, Value]):
         return value
 
 
-type DocumentCalls = tuple[tuple[Asked, float | None], ...]
+type DocumentCalls = tuple[tuple[CallSignature, float | None], ...]
 """What calls with documents ask for, but the documents, and which fraction they recompute."""
 
 
@@ -37,11 +37,11 @@ type DocumentCalls = tuple[tuple[Asked, float | None], ...]
 class Kept:
     """What calls of one group leave for the next ones."""
 
-    calls: Recent[Asked, AttentionCall] = field(default_factory=Recent)
-    ready: Recent[tuple[object, ...], AttentionCall] = field(default_factory=Recent)
+    calls: Recent[CallSignature, AttentionPlan] = field(default_factory=Recent)
+    ready: Recent[tuple[object, ...], AttentionPlan] = field(default_factory=Recent)
     """With their scale and pass."""
     exchanges: Recent[int | Layout, HeadExchange] = field(default_factory=Recent)
-    with_documents: Recent[tuple[Asked, float | None], None] = field(default_factory=Recent)
+    with_documents: Recent[tuple[CallSignature, float | None], None] = field(default_factory=Recent)
     means: Means = field(default_factory=Means)
 
     @property

@@ -60,7 +60,7 @@ def kind_of(mask: Mask) -> tuple[object, ...]:
     return mask.is_causal, mask.window, documents, mask.block_table, is_early
 
 
-class News:
+class LogOnce:
     """Whether a rank is to log something: the first of the group, once, and not without end."""
 
     def __init__(self, rank: int) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from megatron_burst.attention.call import AttentionCall
-from megatron_burst.attention.rows import DeviceCall, DeviceCalls, Parts, rows_of
+from megatron_burst.attention.call import AttentionPlan
+from megatron_burst.attention.launches import Launch, Launches, Parts, rows_of
 from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.transport.comm import Block, Transfers
@@ -15,11 +15,11 @@ type Blocks = Mapping[Item, Block]
 def run(
     name: str,
     plan: Plan,
-    calls: DeviceCalls,
+    calls: Launches,
     own: Mapping[Kind, Block],
     sums: Sums,
-    call: AttentionCall,
-    compute: Callable[[DeviceCall, Blocks, bool], Block],
+    call: AttentionPlan,
+    compute: Callable[[Launch, Blocks, bool], Block],
 ) -> None:
     """Add up what `compute` makes of blocks that arrive meanwhile, and what others send of it.
 

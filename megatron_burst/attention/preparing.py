@@ -8,22 +8,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.asked import Asked
-from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.kept import DocumentCalls
+from megatron_burst.attention.launches import launches_of, own_parts
 from megatron_burst.attention.log import kind_of, log_choice
-from megatron_burst.attention.rows import device_calls, own_parts
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.signature import CallSignature
 from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.config import GradDtype
 from megatron_burst.kernels import select_kernel
 from megatron_burst.plans.choice.cost import LatentShape, Shape, room_pays
-from megatron_burst.plans.choice.latents import choose_keys
+from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links
-from megatron_burst.plans.collector import without_collecting
+from megatron_burst.plans.gc_pause import without_gc
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.visibility.mask import Mask
@@ -31,7 +31,7 @@ from megatron_burst.transport.profiling import span
 
 logger = logging.getLogger(__name__)
 
-type Plans = dict[Asked, AttentionCall]
+type Plans = dict[CallSignature, AttentionPlan]
 
 
 def prepare(
@@ -45,14 +45,14 @@ def prepare(
     memory: AttentionMemory | None = None,
     latents: LatentShape | None = None,
     layout: Layout | None = None,
-) -> AttentionCall:
+) -> AttentionPlan:
     """Choose the kernel and the plans for these tensors; see `ring_attention`.
 
     Of two passes with one memory the first is whole, the second's forward stops early.
     """
     tensors = q.shape, k.shape, v.shape, q.dtype, q.device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = Asked(*tensors, mask, soft_cap, latents, layout, deterministic)
+    asked = CallSignature(*tensors, mask, soft_cap, latents, layout, deterministic)
     key = asked, scale, memory and (memory.fraction, memory.saved is not None)
     return context.kept.ready.recall(key, lambda: _for_pass(context, asked, scale, memory))
 
@@ -104,15 +104,15 @@ def head_exchange(
 
 
 def _for_pass(
-    context: BurstContext, asked: Asked, scale: float, memory: AttentionMemory | None
-) -> AttentionCall:
+    context: BurstContext, asked: CallSignature, scale: float, memory: AttentionMemory | None
+) -> AttentionPlan:
     second = None if memory is None or memory.saved is None else memory.fraction
     if asked.mask.documents is not None:
         context.kept.with_documents.keep((asked.kind, second), None)
     whole, early = _call(context, asked), _call(context, _early(context, asked, second))
-    plan, calls = early.forward_plan, early.forward_calls
+    plan, calls = early.forward_plan, early.forward_launches
     parts = {**whole.parts, **early.parts}
-    call = replace(whole, forward_plan=plan, forward_calls=calls, parts=parts, scale=scale)
+    call = replace(whole, forward_plan=plan, forward_launches=calls, parts=parts, scale=scale)
     call = replace(call, is_ahead=whole.is_ahead and early.is_ahead)
     if memory is None:
         return call
@@ -122,7 +122,7 @@ def _for_pass(
     return replace(call, first_saved_row=row)
 
 
-def _early(context: BurstContext, asked: Asked, fraction: float | None) -> Asked:
+def _early(context: BurstContext, asked: CallSignature, fraction: float | None) -> CallSignature:
     """Return what the forward of a second pass needs; `fraction` is None in any other."""
     if fraction is None:
         return asked
@@ -132,19 +132,19 @@ def _early(context: BurstContext, asked: Asked, fraction: float | None) -> Asked
     return asked._replace(mask=early)
 
 
-def _call(context: BurstContext, asked: Asked) -> AttentionCall:
+def _call(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     """Return what was planned, or plan it."""
     return context.kept.calls.recall(asked, lambda: _plan_now(context, asked))
 
 
-def _plan_now(context: BurstContext, asked: Asked) -> AttentionCall:
+def _plan_now(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     begun = time.perf_counter()
     with span("wait for the plan"):
         call = _plan(context, asked)
     # What is asked for the first time has to be waited for, but not other documents.
     is_early = asked.mask.query_stop is not None  # where it stops moves with every micro-batch
-    is_new = asked.mask.documents is None or context.is_news((asked.kind, is_early))
-    if not is_new and not context.rank and context.is_news("a wait"):
+    is_new = asked.mask.documents is None or context.should_log((asked.kind, is_early))
+    if not is_new and not context.rank and context.should_log("a wait"):
         logger.info(
             "burst attention: waited %.0f ms for the plan of other documents, and does so "
             "wherever they are not known a micro-batch before",
@@ -153,8 +153,8 @@ def _plan_now(context: BurstContext, asked: Asked) -> AttentionCall:
     return call
 
 
-@without_collecting()
-def _plan(context: BurstContext, asked: Asked) -> AttentionCall:
+@without_gc()
+def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     layout, mask = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout), asked.mask
     tiling = Tiling(context.heads.ring_layout(layout), mask)
     choice, shape, instead = _choose(context, tiling, asked)
@@ -165,26 +165,28 @@ def _plan(context: BurstContext, asked: Asked) -> AttentionCall:
     request = asked.request(is_banded=choice.is_banded)
     kernel = select_kernel(context.config.kernel, request)
     said = f"{choice}{instead}"
-    if context.is_news((shape, *kind_of(mask))):
+    if context.should_log((shape, *kind_of(mask))):
         log_choice(context.config, context.heads.size, context.grid, kernel, request, said, shape)
     number, index = context.heads.coordinates(context.rank)
     messenger = context.communicator
     if context.group is not None:
         messenger = messenger.subgroup(context.heads.ring(index))
     scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
-    forward, backward = device_calls(plans, asked.q[0], asked.device)
-    return AttentionCall(
+    forward, backward = launches_of(plans, asked.q[0], asked.device)
+    return AttentionPlan(
         *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
         sends_latents=shape.latents is not None,
         leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
-        forward_calls=forward,
-        backward_calls=backward,
+        forward_launches=forward,
+        backward_launches=backward,
         parts=own_parts(plans, asked.device),
         choice=said,
     )
 
 
-def _choose(context: BurstContext, tiling: Tiling, asked: Asked) -> tuple[Choice, Shape, str]:
+def _choose(
+    context: BurstContext, tiling: Tiling, asked: CallSignature
+) -> tuple[Choice, Shape, str]:
     """Choose what travels and how; return for the log what does not."""
     config = context.config
     shape = asked.shape(config.grad_dtype)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.rows import (
-    DeviceCall,
+from megatron_burst.attention.launches import (
+    Launch,
     Parts,
     Rows,
     rows_of,
@@ -52,10 +52,10 @@ class Sums:
             for t in self._shape(item)
         )
 
-    def make_room(self, call: DeviceCall) -> None:
+    def make_room(self, call: Launch) -> None:
         """Do before a kernel call what must not wait until its results are there, too."""
 
-    def collect(self, call: DeviceCall, results: Block) -> None:
+    def collect(self, call: Launch, results: Block) -> None:
         """Add what a kernel call has returned; the tensors become ours."""
         (dq, *of_keys), (query, key) = results, call.tile.gradients
         self.add(query, call.queries, (dq,))
@@ -153,12 +153,12 @@ class PartialOutputs(Sums):
         """Return tensors without storage of the shapes and dtypes in which an output arrives."""
         return self._shape(item)
 
-    def make_room(self, call: DeviceCall) -> None:
+    def make_room(self, call: Launch) -> None:
         """Widen a first result before a second one is computed, not while it waits to be added."""
         if call.tile.output in self._sums:
             self._whole(call.tile.output)
 
-    def collect(self, call: DeviceCall, results: Block) -> None:
+    def collect(self, call: Launch, results: Block) -> None:
         """Add (out, lse) of a kernel call; the tensors become ours."""
         self.add(call.tile.output, call.queries, results)
 

@@ -12,10 +12,10 @@ from megatron_burst.kernels.flash2 import Flash2Kernel
 from megatron_burst.kernels.flash3 import Flash3Kernel
 from megatron_burst.kernels.flash4 import Flash4Kernel
 from megatron_burst.kernels.padded import PaddedKernel
-from megatron_burst.kernels.protocol import Kernel, Request, TileCall
+from megatron_burst.kernels.protocol import Kernel, KernelInput, Request
 from megatron_burst.kernels.reference import ReferenceKernel
 
-__all__ = ["KERNELS", "Kernel", "Request", "TileCall", "passed_over", "select_kernel"]
+__all__ = ["KERNELS", "Kernel", "Request", "KernelInput", "passed_over", "select_kernel"]
 
 _OLDEST_TORCH = 2, 9  # before, cuDNN's attention takes and returns another log-sum-exp
 

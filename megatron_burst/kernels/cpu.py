@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import OneByOne
-from megatron_burst.kernels.protocol import Gradients, TileCall, swapped
+from megatron_burst.kernels.protocol import Gradients, KernelInput, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.interval import Interval
@@ -23,7 +23,7 @@ class CpuKernel(OneByOne, DeclaredKernel):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     largest_head = None
 
-    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         if tile.is_banded:
             parts = [_attend(stripe, mask) for _, _, stripe, mask in _stripes(tile)]
             out_BHSD, lse_BHS = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
@@ -31,7 +31,7 @@ class CpuKernel(OneByOne, DeclaredKernel):
             out_BHSD, lse_BHS = _attend(tile)
         return out_BHSD.transpose(1, 2), lse_BHS
 
-    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         if not tile.is_banded:
             return _differentiate(tile, dout, out, lse)
         wide = accumulation_dtype(tile.q.dtype)
@@ -45,7 +45,7 @@ class CpuKernel(OneByOne, DeclaredKernel):
         return dq.to(tile.q.dtype), dk.to(tile.k.dtype), dv.to(tile.v.dtype)
 
 
-def _stripes(tile: TileCall) -> Iterator[tuple[slice, slice, TileCall, Tensor | None]]:
+def _stripes(tile: KernelInput) -> Iterator[tuple[slice, slice, KernelInput, Tensor | None]]:
     """Cut a banded tile into rows with the keys they see and a mask, because the kernel knows none.
 
     Yields the rows and the keys of a stripe, its call and its mask, no larger than the stripe.
@@ -62,10 +62,10 @@ def _stripes(tile: TileCall) -> Iterator[tuple[slice, slice, TileCall, Tensor | 
             mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
             mask.masked_fill_(~visible, -torch.inf)
         q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]
-        yield rows.rows, keys.rows, TileCall(q, k, v, Band.FULL, tile.scale), mask
+        yield rows.rows, keys.rows, KernelInput(q, k, v, Band.FULL, tile.scale), mask
 
 
-def _attend(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _attend(tile: KernelInput, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, S, D], lse) of a full tile, a causal square, or one under a mask."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *swapped(*tile.qkv),
@@ -77,7 +77,7 @@ def _attend(tile: TileCall, mask: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 
 def _differentiate(
-    tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
+    tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
 ) -> Gradients:
     grads_BHSD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *swapped(dout, *tile.qkv, out),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.packed import OneByOne
-from megatron_burst.kernels.protocol import Gradients, Request, TileCall, swapped
+from megatron_burst.kernels.protocol import Gradients, KernelInput, Request, swapped
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
@@ -35,14 +35,14 @@ class CudnnKernel(OneByOne, DeclaredKernel):
             return []
         return [f"cuDNN {_dotted(version)} is older than {_dotted(_OLDEST)}"]
 
-    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *swapped(*tile.qkv), None, True, 0.0, tile.is_causal, scale=tile.scale
         )
         batch, tokens, heads, _ = tile.q.shape
         return out_BHSD.transpose(1, 2), lse.view(batch, heads, tokens)
 
-    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         seed = torch.zeros((), dtype=torch.int64, device=tile.q.device)  # of dropout, which is 0
         grads_BHSD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *swapped(dout, *tile.qkv, out),

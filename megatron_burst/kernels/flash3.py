@@ -7,7 +7,7 @@ import torch
 
 from megatron_burst.kernels.flash2 import Flash2Kernel
 from megatron_burst.kernels.package import Package
-from megatron_burst.kernels.protocol import Request, TileCall
+from megatron_burst.kernels.protocol import KernelInput, Request
 
 # Before 3.0.0 signatures changed while the version stayed 3.0.0b1.
 PACKAGE = Package("flash_attn_3", "flash_attn_interface", "3.0.0", "3.1")
@@ -26,7 +26,7 @@ class Flash3Kernel(Flash2Kernel):
     causal_backward = "is_causal"
     of_several = "_flash_attn_"
 
-    def of_forward(self, tile: TileCall) -> Mapping[str, Any]:
+    def of_forward(self, tile: KernelInput) -> Mapping[str, Any]:
         """Return how many SMs the forward leaves to messages.
 
         It holds one block on every SM to its end. A message that comes after it waits for that, and

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.package import Package
 from megatron_burst.kernels.packed import InSequences, flash_settings
-from megatron_burst.kernels.protocol import Gradients, Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, KernelInput, Request
 from megatron_burst.kernels.requirements import DeclaredKernel
 
 PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
@@ -34,7 +34,7 @@ class Flash4Kernel(InSequences, DeclaredKernel):
         if sizes == (256, 256) and request.soft_cap is not None:
             yield "it has no soft cap for head size 256 on this GPU"
 
-    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
             *tile.qkv,
             causal=tile.is_causal,
@@ -44,7 +44,7 @@ class Flash4Kernel(InSequences, DeclaredKernel):
         )
         return out, lse
 
-    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
             *(*tile.qkv, out, dout, lse),
             causal=tile.is_causal,

@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.protocol import Gradients, TileCall
+from megatron_burst.kernels.protocol import Gradients, KernelInput
 
 
 class _OfOne(ABC):
     """What a kernel does itself; arguments and results are those of `Kernel`, but for lengths."""
 
     @abstractmethod
-    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]: ...
+    def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
-    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients: ...
+    def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients: ...
 
 
 class OneByOne(_OfOne):
     """A kernel that takes one tile at a time."""
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         if tile.packing is None:
             return self._forward(tile)
         outs, lses = zip(*(self._forward(one) for _, one in tile.tiles()), strict=True)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         if tile.packing is None:
             return self._backward(tile, dout, out, lse)
@@ -45,7 +45,7 @@ class OneByOne(_OfOne):
 class InSequences(_OfOne):
     """A kernel that takes several tiles as sequences: [B · S, H, D], and lse [H, B · S]."""
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         if tile.packing is None:
             return self._forward(tile)
@@ -53,7 +53,7 @@ class InSequences(_OfOne):
         batch = tile.q.shape[0]
         return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         if tile.packing is None:  # of lse flash kernels ignore the strides
             return self._backward(tile, dout, out, lse.contiguous())
@@ -64,19 +64,19 @@ class InSequences(_OfOne):
         return dq, dk, dv
 
 
-def _folded(tile: TileCall) -> TileCall:
+def _folded(tile: KernelInput) -> KernelInput:
     q, k, v = (x.flatten(0, 1) for x in tile.qkv)
     return replace(tile, q=q, k=k, v=v)
 
 
-def flash_settings(call: TileCall, no_limit: int | None = None) -> dict[str, Any]:
+def flash_settings(call: KernelInput, no_limit: int | None = None) -> dict[str, Any]:
     """Return flash-attn's arguments for the scale, the window and the lengths of several tiles."""
     left, right = (no_limit if limit is None else limit for limit in call.window)
     window = {"window_size_left": left, "window_size_right": right}
     return {"softmax_scale": call.scale, **window, **lengths_of(call)}
 
 
-def lengths_of(call: TileCall) -> dict[str, Any]:
+def lengths_of(call: KernelInput) -> dict[str, Any]:
     """Return flash-attn's arguments for the lengths of several tiles; none of one."""
     if call.packing is None:
         return {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.protocol import Gradients, Kernel, Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, Kernel, KernelInput, Request
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class PaddedKernel:
         padded = replace(request, head_dim=self.size, value_head_dim=self.size)
         return self.inner.reasons_against(padded)
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         """Return (out, lse); see `Kernel`."""
         out, lse = self.inner.forward(self._padded(tile))
         return _cut(out, tile.v), lse
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv); see `Kernel`."""
         gradients = self.inner.backward(self._padded(tile), self._pad(dout), self._pad(out), lse)
         dq, dk, dv = map(_cut, gradients, tile.qkv)
         return dq, dk, dv
 
-    def _padded(self, tile: TileCall) -> TileCall:
+    def _padded(self, tile: KernelInput) -> KernelInput:
         q, k, v = map(self._pad, tile.qkv)
         return replace(tile, q=q, k=k, v=v)
 

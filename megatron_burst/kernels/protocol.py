@@ -38,7 +38,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class TileCall:
+class KernelInput:
     """The attention of one tile, or of several, as a kernel is given it.
 
     q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
@@ -78,7 +78,7 @@ class TileCall:
         """Whether FlashAttention calls it causal: nothing to the right of its diagonal."""
         return self.window == (None, 0)
 
-    def tiles(self) -> "Iterator[tuple[slice, TileCall]]":
+    def tiles(self) -> "Iterator[tuple[slice, KernelInput]]":
         """Yield the tiles of a packing one by one, each with its queries, as slices."""
         assert self.packing is not None
         query = key = 0
@@ -86,7 +86,7 @@ class TileCall:
             rows, seen = slice(query, query + queries), slice(key, key + keys)
             tensors = self.q[:, rows], self.k[:, seen], self.v[:, seen]
             band = self.band.of_corner(queries, keys)
-            yield rows, TileCall(*tensors, band, self.scale, self.soft_cap)
+            yield rows, KernelInput(*tensors, band, self.scale, self.soft_cap)
             query, key = rows.stop, seen.stop
 
 
@@ -108,7 +108,7 @@ class Kernel(Protocol):
     are those of the finished output (delta = rowsum(dout ∘ out)).
 
     Every query of a tile sees one of its keys, so that every lse is finite. Of several tiles
-    (`TileCall.packing`) all that is given and returned is packed as q, k and v are.
+    (`KernelInput.packing`) all that is given and returned is packed as q, k and v are.
     """
 
     name: str
@@ -117,10 +117,10 @@ class Kernel(Protocol):
         """Return why this kernel cannot serve the request; empty if it can."""
         ...
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         """Return (out, lse), newly made tensors."""
         ...
 
-    def backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return (dq, dk, dv), newly made, of the shapes and dtypes of q, k and v."""
         ...

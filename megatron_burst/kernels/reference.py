@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.packed import OneByOne
-from megatron_burst.kernels.protocol import Gradients, Request, TileCall
+from megatron_burst.kernels.protocol import Gradients, KernelInput, Request
 
 
 class ReferenceKernel(OneByOne):
@@ -17,14 +17,14 @@ class ReferenceKernel(OneByOne):
         """Nothing stands against it but its speed."""
         return []
 
-    def _forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         scores_BHQK = _masked(_scores(tile), tile)
         lse_BHQ = scores_BHQK.logsumexp(-1)
         weights_BHQK = (scores_BHQK - lse_BHQ[..., None]).exp()
         out, dtype = _weighted_sum(weights_BHQK, _per_query_head(tile.v, tile.q)), tile.q.dtype
         return out.to(dtype), lse_BHQ.to(accumulation_dtype(dtype))
 
-    def _backward(self, tile: TileCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = tile.qkv
         scores_BHQK = _scores(tile)
         weights_BHQK = (_masked(scores_BHQK, tile) - lse.double()[..., None]).exp()
@@ -40,13 +40,13 @@ class ReferenceKernel(OneByOne):
         return dq.to(q.dtype), _per_kv_head(dk, k), _per_kv_head(dv, v)
 
 
-def _scores(tile: TileCall) -> Tensor:
+def _scores(tile: KernelInput) -> Tensor:
     q, k, cap = tile.q, tile.k, tile.soft_cap
     scores_BHQK = torch.einsum("bqhd,bkhd->bhqk", q.double(), _per_query_head(k, q)) * tile.scale
     return scores_BHQK if cap is None else cap * (scores_BHQK / cap).tanh()
 
 
-def _masked(scores_BHQK: Tensor, tile: TileCall) -> Tensor:
+def _masked(scores_BHQK: Tensor, tile: KernelInput) -> Tensor:
     queries, keys = scores_BHQK.shape[2:]
     visible_QK = torch.from_numpy(tile.band.visible(queries, keys)).to(scores_BHQK.device)
     return scores_BHQK.masked_fill(~visible_QK, float("-inf"))

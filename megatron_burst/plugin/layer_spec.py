@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
-from megatron_burst.plugin.attention.latents import WITH_LATENTS
+from megatron_burst.plugin.attention.latent_layers import WITH_LATENTS
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.kv import Latents
 from megatron_burst.config import GradDtype, LayoutName
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.reference.dense import (

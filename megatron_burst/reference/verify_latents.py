@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.kv import Latents
 from megatron_burst.reference.dense import Expected
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.backward import backward
 from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
+from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.kernels import Kernel, TileCall
+from megatron_burst.kernels import Kernel, KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.band import Band
@@ -77,7 +77,7 @@ class OneRank:
     def __init__(self, context: BurstContext, tensors: Tensors, mask: Mask | None = None) -> None:
         self._q, k, v, self._dout = tensors
         self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
-        self._keys = Keys(self.call.forward_plan.rank, k, v)
+        self._keys = KeysAndValues(self.call.forward_plan.rank, k, v)
         self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)
         self.result: tuple[Tensor, Tensor] | None = None
 
@@ -109,7 +109,7 @@ class OneCall:
         q, k, v, self._dout = tensors
         self.pairs = band.pairs(q.shape[1], k.shape[1])
         self._kernel = kernel
-        self._tile = TileCall(q, k, v, band, k.shape[-1] ** -0.5)
+        self._tile = KernelInput(q, k, v, band, k.shape[-1] ** -0.5)
         self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:

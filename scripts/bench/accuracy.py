@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_burst import BurstContext, Mask, ring_attention
 from megatron_burst.config import Backward, GradDtype
-from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools.gpu_check.stage import relative_error
 
@@ -49,7 +49,7 @@ def on_ranks(inputs: Sequence[Tensor], context: BurstContext) -> list[Tensor]:
 def oracle(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return (out, dq, dk, dv) of dense attention in float64."""
     q, k, v, dout = (x.double() for x in inputs)
-    tile, dense = TileCall(q, k, v, Band.CAUSAL, q.shape[-1] ** -0.5), KERNELS["reference"]
+    tile, dense = KernelInput(q, k, v, Band.CAUSAL, q.shape[-1] ** -0.5), KERNELS["reference"]
     out, lse = dense.forward(tile)
     return out, *dense.backward(tile, dout, out, lse)
 

@@ -12,8 +12,8 @@ from harness import seconds
 from ranks import PATIENCE_SECONDS
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.launches import rows_of
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.attention.rows import rows_of
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import Shape
@@ -135,11 +135,11 @@ class Kernels:
         self.finished = dout, torch.zeros_like(dout), lse
 
     def forward(self) -> None:
-        for some in chain(*self.call.forward_calls):
+        for some in chain(*self.call.forward_launches):
             self.call.kernel.forward(self.call.of_rows(some, *self.qkv))
 
     def backward(self) -> None:
-        for some in chain(*self.call.backward_calls):
+        for some in chain(*self.call.backward_launches):
             finished = rows_of(self.finished, some.queries)
             self.call.kernel.backward(self.call.of_rows(some, *self.qkv), *finished)
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import context as contexts
 from megatron_burst.config import LmHeadConfig, MlpConfig
-from megatron_burst.kernels import TileCall, in_triton
+from megatron_burst.kernels import KernelInput, in_triton
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plugin.attention.core_attention import SharedState
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
@@ -189,12 +189,12 @@ class _EmptyKernel:
 
     name = "empty"
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         q, _, v = tile.qkv
         lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
 
-    def backward(self, tile: TileCall, *_: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, tile: KernelInput, *_: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in tile.qkv)
 
 

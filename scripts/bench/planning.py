@@ -15,12 +15,12 @@ import torch
 from harness import Flags, Row, origin, publish, seconds, spread, table, wait_until_quiet
 
 from megatron_burst import BurstConfig, BurstContext, Mask
+from megatron_burst.attention.launches import launches_of
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.attention.rows import device_calls
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.planning import choose
-from megatron_burst.plans.collector import without_collecting
+from megatron_burst.plans.gc_pause import without_gc
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.layout import Layout, zigzag, zigzag_of_each
@@ -40,14 +40,14 @@ def nodes_of(ranks: int) -> list[int]:
     return [rank // A_NODE for rank in range(ranks)]
 
 
-@without_collecting()
+@without_gc()
 def plan(layout: Layout, seen: Mask) -> None:
     """Plan as a rank does: choose the schedules of all, then make one's own plans and calls."""
     ranks, local = layout.ranks, layout.local_tokens
     rows = tuple(tuple(range(i, i + A_NODE)) for i in range(0, ranks, A_NODE))
     tiling, shape = Tiling(layout, seen), Shape(local, 32, 8, 128, 128, 2, 4)
     choice = choose(BurstConfig(), tiling, Grid(rows), shape, nodes_of(ranks))
-    device_calls(choice.plans(ranks // 2), 1, torch.device("cpu"))
+    launches_of(choice.plans(ranks // 2), 1, torch.device("cpu"))
 
 
 def apart(seen: Mask, ranks: int) -> tuple[Layout, Mask]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.visibility.band import Band
@@ -91,7 +91,7 @@ class Case:
         """The same by one call of a kernel for the whole sequence."""
         q, k, v, dout = (x.to(device) for x in self.inputs(ranks))
         band = Band.CAUSAL if self.mask.is_causal else Band.FULL
-        kernel, tile = KERNELS[kernel_name], TileCall(q, k, v, band, self.dim**-0.5)
+        kernel, tile = KERNELS[kernel_name], KernelInput(q, k, v, band, self.dim**-0.5)
         out, lse = kernel.forward(tile)
         gradients = kernel.backward(tile, dout, out, lse)
         return oracle.Result(*(x.cpu() for x in (out, lse, *gradients)))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from megatron_burst import Mask
-from megatron_burst.kernels import TileCall
+from megatron_burst.kernels import KernelInput
 from megatron_burst.plans.schedules.plan import Kind
 from tests.counting import Counting, HostRead
 from tests.fake_ring import EmptyKernel, check_order, count
@@ -105,7 +105,7 @@ class Impolite(EmptyKernel):
     def __init__(self, way: str) -> None:
         self.way = way
 
-    def forward(self, tile: TileCall) -> Any:
+    def forward(self, tile: KernelInput) -> Any:
         if self.way == "item":
             tile.q.sum().item()
         elif self.way == "nonzero":

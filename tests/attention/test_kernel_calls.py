@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_burst import Mask
-from megatron_burst.attention.rows import RowTable
+from megatron_burst.attention.launches import RowTable
 from megatron_burst.attention.sums import PartialOutputs
-from megatron_burst.kernels import KERNELS, Kernel, TileCall
+from megatron_burst.kernels import KERNELS, Kernel, KernelInput
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Item, Kind
@@ -42,11 +42,11 @@ class Counted:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.calls = kernel, Counter[str]()
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         self.calls["forward"] += 1
         return self.kernel.forward(tile)
 
-    def backward(self, tile: TileCall, *finished: Tensor) -> Any:
+    def backward(self, tile: KernelInput, *finished: Tensor) -> Any:
         self.calls["backward"] += 1
         gradients = self.kernel.backward(tile, *finished)
         assert [x.shape for x in gradients] == [x.shape for x in tile.qkv]
@@ -70,7 +70,9 @@ def test_a_step_of_a_thousand_documents_takes_few_calls(
     mask = thousand_documents(1024 * ranks)
     made = LAYOUTS[layout](1024 * ranks, ranks, mask)
     call = count(ranks=ranks, mask=mask, kernel=kernel, layout=made, **RINGS[way]).call
-    forward, backward = ([*map(len, calls)] for calls in (call.forward_calls, call.backward_calls))
+    forward, backward = (
+        [*map(len, calls)] for calls in (call.forward_launches, call.backward_launches)
+    )
     assert max(forward) <= 2 and max(backward) <= 3
     assert kernel.calls == {"forward": sum(forward), "backward": sum(backward)}
     tiles = max(len(step.tiles) for step in call.forward_plan.steps)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, latent_ring_attention, ring_attention
-from megatron_burst.attention.keys import Latents, expand
+from megatron_burst.attention.kv import Latents, expand
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.sums import Sums
-from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.choice.cost import LatentShape, Shape
-from megatron_burst.plans.choice.latents import latents_pay
+from megatron_burst.plans.choice.kv_or_latents import latents_pay
 from megatron_burst.plans.choice.planning import choose, make_layout
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
@@ -89,7 +89,7 @@ class Case:
         size = q.shape[3]
         padded = torch.nn.functional.pad(v, (0, size - self.value)).detach()
         kernel = KERNELS["cpu"]
-        tile = TileCall(q.detach(), k.detach(), padded, Band.CAUSAL, size**-0.5)
+        tile = KernelInput(q.detach(), k.detach(), padded, Band.CAUSAL, size**-0.5)
         out, lse = kernel.forward(tile)
         wide_dout = torch.nn.functional.pad(dout, (0, size - self.value))
         dq, dk, dv = kernel.backward(tile, wide_dout, out, lse)

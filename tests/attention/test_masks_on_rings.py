@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.attention.asked import Asked
+from megatron_burst.attention.signature import CallSignature
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.planning import choose, make_layout
 from megatron_burst.plans.schedules.direct import Direct
@@ -271,8 +271,10 @@ def test_calls_on_other_documents_share_all_of_a_mask_but_the_documents() -> Non
         assert getattr(common, part.name) == expected
 
 
-def asked_of(x: torch.Tensor, mask: Mask) -> Asked:
-    return Asked(x.shape, x.shape, x.shape, x.dtype, x.device, mask, None, None, None, False)
+def asked_of(x: torch.Tensor, mask: Mask) -> CallSignature:
+    return CallSignature(
+        x.shape, x.shape, x.shape, x.dtype, x.device, mask, None, None, None, False
+    )
 
 
 def test_a_rank_whose_tokens_see_only_themselves_sends_nothing() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.planning import choose, make_layout
@@ -104,7 +104,7 @@ def counted(team: Team, *arguments: Any) -> dict[str, Any]:
     """`twice`, with the pairs that forward kernel calls compute counted."""
     forward = CpuKernel._forward  # of one tile
 
-    def counting(self: CpuKernel, tile: TileCall) -> Any:
+    def counting(self: CpuKernel, tile: KernelInput) -> Any:
         calls["pairs"] += tile.band.pairs(tile.q.shape[1], tile.k.shape[1])
         return forward(self, tile)
 

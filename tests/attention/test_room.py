@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_burst import Mask
-from megatron_burst.kernels import TileCall
+from megatron_burst.kernels import KernelInput
 from tests.fake_ring import EmptyKernel, count
 
 
@@ -15,7 +15,7 @@ class Noting(EmptyKernel):
     def __init__(self) -> None:
         self.noted: list[bool] = []
 
-    def forward(self, tile: TileCall) -> Any:
+    def forward(self, tile: KernelInput) -> Any:
         self.noted.append(tile.leaves_room)
         return super().forward(tile)
 
@@ -31,7 +31,7 @@ def test_tiles_leave_room_where_messages_are_long_and_on_their_way(
     kernel = Noting()
     call = count(8, nodes, "kv", Mask.causal(), tokens=tokens, kernel=kernel).call
     assert call.leaves_room is leave_room
-    steps = [len(calls) for calls in call.forward_calls]
+    steps = [len(calls) for calls in call.forward_launches]
     assert len(kernel.noted) == sum(steps)
     last = steps[-1]  # nothing is on its way any more
     assert kernel.noted == [leave_room] * sum(steps[:-1]) + [False] * last

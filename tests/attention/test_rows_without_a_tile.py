@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention.backward import backward
-from megatron_burst.attention.call import AttentionCall
+from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.forward import forward
-from megatron_burst.attention.keys import Keys
-from megatron_burst.attention.rows import device_calls
+from megatron_burst.attention.kv import KeysAndValues
+from megatron_burst.attention.launches import launches_of
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step, Tile
@@ -25,12 +25,14 @@ TOKENS = 64
 def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracle.Result:
     plan = Plan(0, (Step(tiles=tuple(tiles)),))
     q, k, v, dout = tensors
-    (calls,) = device_calls([plan], len(q), q.device)
+    (calls,) = launches_of([plan], len(q), q.device)
     communicator = Communicator((), {}, 1)
-    call = AttentionCall(
-        *(plan, plan, kernel, DIM**-0.5, communicator), forward_calls=calls, backward_calls=calls
+    call = AttentionPlan(
+        *(plan, plan, kernel, DIM**-0.5, communicator),
+        forward_launches=calls,
+        backward_launches=calls,
     )
-    out, lse = forward(q, keys := Keys(0, k, v), call)
+    out, lse = forward(q, keys := KeysAndValues(0, k, v), call)
     return oracle.Result(out, lse, *backward(dout, q, keys, out, lse, call)[:3])
 
 

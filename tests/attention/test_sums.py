@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.rows import RowTable, own_parts
+from megatron_burst.attention.launches import RowTable, own_parts
 from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Part, Plan, Receive, Send, Step
 from megatron_burst.plans.visibility.interval import Interval

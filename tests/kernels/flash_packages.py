@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import KERNELS, TileCall
+from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.visibility.band import Band
 
 SIGNATURES = {
@@ -122,7 +122,7 @@ class StandIn(ModuleType):
 
         return function
 
-    def _tiles(self, a: Arguments) -> Iterator[tuple[slice, TileCall]]:
+    def _tiles(self, a: Arguments) -> Iterator[tuple[slice, KernelInput]]:
         """The sequences one by one, each with its queries, [1, S, H, D]."""
         begins = [a.get("cu_seqlens_q"), a.get("cu_seqlens_k")]
         if begins[0] is None:
@@ -138,7 +138,7 @@ class StandIn(ModuleType):
             of_keys = (a[name][None, slice(*seen)] for name in "kv")
             yield slice(*rows), self._tile(a, a["q"][None, slice(*rows)], *of_keys)
 
-    def _tile(self, a: Arguments, q: Tensor, k: Tensor, v: Tensor) -> TileCall:
+    def _tile(self, a: Arguments, q: Tensor, k: Tensor, v: Tensor) -> KernelInput:
         """Undo what the package does: a window is counted from the last corner's diagonal."""
         left, right = (
             None if a[f"window_size_{side}"] == self._none else a[f"window_size_{side}"]
@@ -152,7 +152,7 @@ class StandIn(ModuleType):
         band = Band(
             None if left is None else left - shift, None if right is None else right + shift
         )
-        return TileCall(q, k, v, band, _scale(a), a["softcap"] or None)
+        return KernelInput(q, k, v, band, _scale(a), a["softcap"] or None)
 
     def _forward(self, a: Arguments) -> tuple[Tensor | None, ...]:
         results = [KERNELS["reference"].forward(tile) for _, tile in self._tiles(a)]

@@ -14,8 +14,8 @@ from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import (
     KERNELS,
     Kernel,
+    KernelInput,
     Request,
-    TileCall,
     flash2,
     flash3,
     flash4,
@@ -86,7 +86,7 @@ def test_the_forward_of_flash_attn_3_leaves_room_to_messages(
     kernel: Kernel, stand_in: StandIn, leaves_room: bool
 ) -> None:
     q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
-    tile = TileCall(q, k, v, contract.Band.FULL, 0.25, leaves_room=leaves_room)
+    tile = KernelInput(q, k, v, contract.Band.FULL, 0.25, leaves_room=leaves_room)
     expected = 8 if leaves_room and kernel.name == "flash3" else 0
     kernel.forward(tile)
     assert stand_in.last.get("sm_margin", 0) == expected
@@ -105,7 +105,7 @@ def test_deterministic_mode_is_passed_on(
         q, k, v, dout = (contract.draw(24, 4, *CPU, seed) for seed in range(4))
         lse = torch.zeros(2, 4, 24)
         for packing in (None, contract.packing([(9, 9), (15, 15)], "cpu")):
-            tile = TileCall(q, k, v, contract.Band.FULL, 0.25, packing=packing)
+            tile = KernelInput(q, k, v, contract.Band.FULL, 0.25, packing=packing)
             kernel.backward(tile, dout, dout, lse)
             assert stand_in.last["deterministic"] is deterministic
     finally:

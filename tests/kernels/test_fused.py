@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.attention import surrogate
-from megatron_burst.attention.rows import Rows, RowTable
+from megatron_burst.attention.launches import Rows, RowTable
 from megatron_burst.attention.sums import PartialOutputs, Sums, WireDtypes
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton

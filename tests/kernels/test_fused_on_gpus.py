@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.attention.rows import Rows, RowTable
+from megatron_burst.attention.launches import Rows, RowTable
 from megatron_burst.attention.sums import PartialOutputs, Sums, WireDtypes
 from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from megatron_burst.kernels import in_triton

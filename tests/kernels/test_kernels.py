@@ -14,8 +14,8 @@ from megatron_burst.attention.surrogate import surrogate_factor, surrogate_outpu
 from megatron_burst.kernels import (
     KERNELS,
     Kernel,
+    KernelInput,
     Request,
-    TileCall,
     cpu,
     passed_over,
     select_kernel,
@@ -126,7 +126,7 @@ def test_a_tile_equals_the_oracle(
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     expected = oracle.attention(q, k, v, dout, visible(band, queries, keys, device))
-    tile = TileCall(q, k, v, band, DIM**-0.5)
+    tile = KernelInput(q, k, v, band, DIM**-0.5)
 
     out, lse = kernel.forward(tile)
     assert out.dtype == dtype and lse.dtype in (torch.float32, torch.float64)
@@ -182,7 +182,7 @@ def test_several_tiles_in_one_call_equal_the_oracle(
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     dout, v = dout[..., :value_dim], v[..., :value_dim]
     expected = oracle.attention(q, k, v, dout, visible_to_several(band, lengths, device))
-    call = TileCall(q, k, v, band, DIM**-0.5, packing=packing(lengths, device))
+    call = KernelInput(q, k, v, band, DIM**-0.5, packing=packing(lengths, device))
     out, lse = kernel.forward(call)
     found = oracle.Result(out, lse, *kernel.backward(call, dout, out, sliced_rows(lse)))
     for name in oracle.Result._fields[:5]:
@@ -209,7 +209,7 @@ def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
     seen = torch.ones(queries, others + keys, dtype=torch.bool, device=device)
     seen[:, others:] = visible(band, queries, keys, device)
     expected = oracle.attention(q, k, v, dout, seen)
-    tile = TileCall(q, k[:, others:], v[:, others:], band, DIM**-0.5)
+    tile = KernelInput(q, k[:, others:], v[:, others:], band, DIM**-0.5)
     wide = kernel.forward(tile)[1].dtype
     out, lse = expected.out.to(dtype), expected.lse.to(wide)
     _, dk, dv = kernel.backward(tile, dout, out, lse)
@@ -225,7 +225,7 @@ def test_any_out_with_the_same_row_products_serves_the_backward(
     skip_bands(kernel, device, dtype, band, queries, keys)
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
-    tile = TileCall(q, k, v, band, DIM**-0.5)
+    tile = KernelInput(q, k, v, band, DIM**-0.5)
     out, lse = kernel.forward(tile)
     surrogate = surrogate_output(dout, surrogate_factor(dout, out))
     assert oracle.relative_error(surrogate, out) > 0.1
@@ -240,7 +240,7 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     skip_without(kernel, device, dtype, soft_cap=SOFT_CAP)
     q, dout = (3 * draw(32, 8, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(32, 2, device, dtype, seed) for seed in (2, 3))
-    tile = TileCall(q, k, v, Band.CAUSAL, DIM**-0.5, SOFT_CAP)
+    tile = KernelInput(q, k, v, Band.CAUSAL, DIM**-0.5, SOFT_CAP)
     out, lse = kernel.forward(tile)
     gradients = kernel.backward(tile, dout, out, lse)
     seen = visible(Band.CAUSAL, 32, 32, device)
@@ -255,7 +255,7 @@ def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
 def test_results_are_new_tensors(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     # Whoever gets them writes into them.
     q, k, v, dout = (draw(24, 4, device, dtype, seed) for seed in range(4))
-    tile = TileCall(q, k, v, Band.FULL, DIM**-0.5)
+    tile = KernelInput(q, k, v, Band.FULL, DIM**-0.5)
     out, lse = kernel.forward(tile)
     gradients = kernel.backward(tile, dout, out, lse)
     tensors = (q, k, v, dout, out, lse, *gradients)
@@ -368,7 +368,7 @@ def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], band: Band) -
         dout[..., : sizes[1]],
     )
     kernel = PaddedKernel(KERNELS["cpu"], 16)
-    tile = TileCall(q, k, v, band, sizes[0] ** -0.5)
+    tile = KernelInput(q, k, v, band, sizes[0] ** -0.5)
     out, lse = kernel.forward(tile)
     found = oracle.Result(out, lse, *kernel.backward(tile, dout, out, lse))
     expected = oracle.attention(q, k, v, dout, visible(band, 32, 32, "cpu"))

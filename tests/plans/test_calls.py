@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.plans.schedules.calls import KernelCall, calls_of
+from megatron_burst.plans.schedules.batches import TileBatch, batches_of
 from megatron_burst.plans.schedules.plan import Tile
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
@@ -31,7 +31,7 @@ def rows_of(intervals: Iterable[Interval]) -> Tensor:
     return torch.cat([torch.arange(*interval) for interval in intervals])
 
 
-def computed(calls: Iterable[KernelCall], tokens: int) -> Tensor:
+def computed(calls: Iterable[TileBatch], tokens: int) -> Tensor:
     """How often each pair of rows is computed, by what a kernel is told."""
     count = torch.zeros(tokens, tokens)
     for call in calls:
@@ -86,7 +86,7 @@ def test_the_calls_compute_the_tiles(
             steps += [half, end]
         for some in steps:
             expected = by_tiles(some, 4 * chunk)
-            assert torch.equal(computed(calls_of(blocks_of(some)), 4 * chunk), expected)
+            assert torch.equal(computed(batches_of(blocks_of(some)), 4 * chunk), expected)
 
 
 def documents(tokens: int, count: int, seed: int = 0) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ def test_a_thousand_documents_take_two_calls_forward_and_three_backward(window: 
         half, first, second = half_and_quarters(tiling(rank, rank))
         steps = {"own": tiling(rank, rank), "half": half, "end": [*first, *second]}
         others = (tiling(rank, other) for other in range(ranks) if other != rank)
-        found = {name: len(calls_of(blocks_of(tiles))) for name, tiles in steps.items()}
-        found["visit"] = max(len(calls_of(blocks_of(tiles))) for tiles in others)
+        found = {name: len(batches_of(blocks_of(tiles))) for name, tiles in steps.items()}
+        found["visit"] = max(len(batches_of(blocks_of(tiles))) for tiles in others)
         most |= Counter(found)
     assert most["own"] <= (2 if window is None else 3) and most["visit"] <= 2
     assert most["half"] <= 3 and most["end"] <= 3
@@ -124,11 +124,11 @@ def test_ranks_that_see_alike_share_what_is_made_of_it(monkeypatch: pytest.Monke
         for step in plan.steps
         for block in step.blocks
     ]
-    calls = [call for tiles in steps for call in calls_of(blocks_of(tiles), known)]
+    calls = [call for tiles in steps for call in batches_of(blocks_of(tiles), known)]
     assert sum(map(len, steps)) > 60_000 and len(made) < 1000
     assert len({id(call.lengths) for call in calls}) < 12
     for tiles in steps[:4]:
-        (call,) = calls_of(blocks_of(tiles))
+        (call,) = batches_of(blocks_of(tiles))
         shared = next(c for c in calls if c.tile == call.tile and c.band == call.band)
         assert (call.queries, call.keys, call.lengths) == (
             *(shared.queries, shared.keys),
@@ -144,7 +144,7 @@ def test_documents_on_their_own_rank_are_causal_squares_of_one_slice() -> None:
         (3, 12, Band.CAUSAL),
         (12, 16, Band.CAUSAL),
     ]
-    (call,) = calls_of(blocks_of(tiles))
+    (call,) = batches_of(blocks_of(tiles))
     assert call.queries == call.keys == (Interval(0, 16),)
     assert call.lengths == ((3, 3), (9, 9), (4, 4)) and call.band == Band.CAUSAL
 
@@ -153,7 +153,7 @@ def test_short_documents_under_a_window_go_with_the_long_ones() -> None:
     mask = Mask.causal(window=5, documents=documents_of([3, 8, 1, 6, 12, 2]))
     tiles = Tiling(zigzag(32, 1), mask)(0, 0)
     assert len({tile.band for tile in tiles}) == 3
-    (call,) = calls_of(blocks_of(tiles))
+    (call,) = batches_of(blocks_of(tiles))
     assert call.band == Band(5, 0) and len(call.lengths) == 6
 
 
@@ -163,7 +163,7 @@ def test_blocks_that_see_the_same_are_one_sequence() -> None:
     table[:, 0] = True
     tiles = Tiling(zigzag(64, 1), Mask.causal(block_table=table))(0, 0)
     assert len(tiles) == 13
-    squares, full = calls_of(blocks_of(tiles))
+    squares, full = batches_of(blocks_of(tiles))
     assert squares.queries == (Interval(0, 64),) and squares.band == Band.CAUSAL
     assert (full.queries, full.keys) == ((Interval(16, 64),), (Interval(0, 8),))
 
@@ -174,7 +174,7 @@ def test_runs_of_keys_are_one_sequence() -> None:
     table[7, 7] = True
     tiles = Tiling(zigzag(64, 1), Mask.full(block_table=table))(0, 0)
     assert len(tiles) == 4
-    (call,) = calls_of(blocks_of(tiles))
+    (call,) = batches_of(blocks_of(tiles))
     assert call.lengths == ((8, 40),)
     assert call.keys == (Interval(0, 8), Interval(16, 24), Interval(32, 40), Interval(48, 64))
 
@@ -182,7 +182,7 @@ def test_runs_of_keys_are_one_sequence() -> None:
 def test_what_overlaps_goes_to_a_further_call() -> None:
     """Three chunks of a document see more and more of another rank's chunks."""
     tiles = Tiling(segmented_zigzag([16] * 4, 2), Mask.causal())(1, 0)
-    calls = calls_of(blocks_of(tiles))
+    calls = batches_of(blocks_of(tiles))
     assert len(tiles) > 2 and 1 < len(calls) <= len(tiles)
 
 
@@ -191,7 +191,7 @@ def test_one_or_two_tiles_stay_calls_of_their_own(ranks: int) -> None:
     tiling = Tiling(zigzag(64, ranks), Mask.causal())
     half, first, second = half_and_quarters(tiling(0, 0))
     for tiles in (tiling(0, 0), tiling(0, ranks - 1), half, [*first, *second]):
-        calls = calls_of(blocks_of(tiles))
+        calls = batches_of(blocks_of(tiles))
         found = [(call.queries, call.keys, call.band) for call in calls]
         assert found == [((t.query_rows,), (t.key_rows,), t.band) for t in tiles]
         assert all(len(call.lengths) == 1 for call in calls)
@@ -203,7 +203,7 @@ def test_tiles_of_different_blocks_share_no_call() -> None:
         for i in range(4)
         for owner in (1, 2)
     ]
-    assert [call.tile.key_owner for call in calls_of(blocks_of(full))] == [1, 2]
+    assert [call.tile.key_owner for call in batches_of(blocks_of(full))] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import preparing
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.plans.collector import without_collecting
+from megatron_burst.plans.gc_pause import without_gc
 
 
 def test_it_stands_still_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +27,12 @@ def test_it_stands_still_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_is_off_stays_off_and_an_error_changes_nothing() -> None:
-    with pytest.raises(ValueError, match="wrong"), without_collecting():
+    with pytest.raises(ValueError, match="wrong"), without_gc():
         raise ValueError("wrong")
     assert gc.isenabled()
     gc.disable()
     try:
-        with without_collecting():
+        with without_gc():
             pass
         assert not gc.isenabled()
     finally:

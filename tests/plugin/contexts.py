@@ -24,7 +24,7 @@ class Context:
         self.asked += 1
         return make_layout(self.config, tokens, self.ranks)
 
-    def is_news(self, about: Any) -> bool:
+    def should_log(self, about: Any) -> bool:
         return not (about in self.said or self.said.add(about))
 
 

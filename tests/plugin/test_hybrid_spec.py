@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
-from megatron_burst.plugin.attention.latents import LatentSelfAttention  # noqa: E402
+from megatron_burst.plugin.attention.latent_layers import LatentSelfAttention  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import name_mtp_layers  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402

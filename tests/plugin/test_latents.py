@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
-from megatron_burst.plugin.attention.latents import _normalised, attach  # noqa: E402
+from megatron_burst.plugin.attention.latent_layers import _normalised, attach  # noqa: E402
 
 
 def up_projection(kind: type = ColumnParallelLinear, **more: Any) -> Any:

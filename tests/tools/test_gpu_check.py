@@ -18,10 +18,10 @@ from rich.console import Console
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.attention import keys
+from megatron_burst.attention import kv as keys
 from megatron_burst.attention.saved import AttentionMemory, SavedRows
 from megatron_burst.attention.sums import PartialOutputs, Sums
-from megatron_burst.kernels import TileCall
+from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.tools.gpu_check import (
@@ -137,7 +137,7 @@ LEAKED: list[Tensor] = []
 def hoards(original: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that keeps its workspace."""
 
-    def forward(self: CpuKernel, tile: TileCall) -> Any:
+    def forward(self: CpuKernel, tile: KernelInput) -> Any:
         LEAKED.append(tile.q.float())
         return original(self, tile)
 
@@ -238,7 +238,7 @@ def test_what_raises_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Other cases, kernels and schedules are looked at; a refusal is one of kernels alone."""
     whole = CpuKernel.forward
 
-    def forward(self: CpuKernel, tile: TileCall) -> Any:
+    def forward(self: CpuKernel, tile: KernelInput) -> Any:
         if tile.q.shape[1] == 1:
             raise RuntimeError("no engine serves one query\nmore")
         return whole(self, tile)

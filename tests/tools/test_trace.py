@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, ring_attention
-from megatron_burst.plans.schedules.calls import calls_of
+from megatron_burst.plans.schedules.batches import batches_of
 from megatron_burst.plans.schedules.plan import Plan
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools import command, trace
@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def planned(plan: Plan) -> tuple[int, int, int]:
-    calls = sum(len(calls_of(step.blocks)) for step in plan.steps)
+    calls = sum(len(batches_of(step.blocks)) for step in plan.steps)
     return calls, len(plan.sends), len(plan.receives)
 
 

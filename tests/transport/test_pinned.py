@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.attention.rows import device_calls
+from megatron_burst.attention.launches import launches_of
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import flat_grid
@@ -49,5 +49,5 @@ def test_what_goes_to_a_gpu_is_pinned() -> None:
     device, plan = torch.device("cuda"), schedule.forward(0)
     with FakeTensorMode(), Copies() as copies:
         assert to_device(torch.arange(3), device).is_cuda
-        device_calls([plan], 1, device)
+        launches_of([plan], 1, device)
     assert copies.count > 1, "tables of rows, too"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.balance.document_work import DocumentWork, Items
+from megatron_burst.plans.balance.document_work import DocumentItems, DocumentWork
 from megatron_burst.plans.balance.one_by_one import deal_one_by_one
 from megatron_burst.plans.balance.places import Shares
 from megatron_burst.plans.balance.whole_documents import deal_whole
@@ -50,7 +50,7 @@ QUICK_WAYS = (Way(40, 4),), (Way(0, 0, is_even=False),)
 def deal(work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> Layout:
     """Return a layout for the ranks on these nodes; they divide the tokens."""
     local, rows = int(work.lengths.sum()) // len(nodes), by_node(nodes)
-    items = Items.of(work, local // _FEW)
+    items = DocumentItems.of(work, local // _FEW)
     order = np.argsort(-items.rate, kind="stable")
     every = np.stack([order, items.length[order], items.rate[order], 0 * order])
     dealt = [*_to_nodes(every, rows, local, way)]

@@ -55,7 +55,7 @@ class DocumentWork:
         return behind if self.is_causal else behind + count * length - count * (count + 1) // 2
 
 
-class Items(NamedTuple):
+class DocumentItems(NamedTuple):
     """What is dealt: documents, and short ones that follow each other as one; arrays."""
 
     start: _Ints
@@ -64,7 +64,7 @@ class Items(NamedTuple):
     reach: _Ints  # how far queries see; 0 where all see as much, wherever they are
 
     @classmethod
-    def of(cls, work: DocumentWork, short: int) -> "Items":
+    def of(cls, work: DocumentWork, short: int) -> "DocumentItems":
         """Neighbours shorter than `short` are one if they begin in the same `short` tokens."""
         is_short, place = work.lengths < short, work.starts // max(short, 1)
         again = is_short[1:] & is_short[:-1] & (place[1:] == place[:-1])

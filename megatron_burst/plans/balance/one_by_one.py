@@ -32,7 +32,7 @@ def deal_one_by_one(
     stock = _Stock(items)
     for tokens in room[:-1]:
         work = stock.work * tokens // stock.tokens
-        hand = _Hand(stock, tokens, work, work // slack if slack else 0, is_even=is_even)
+        hand = _Taker(stock, tokens, work, work // slack if slack else 0, is_even=is_even)
         yield hand.fill()
         stock = hand.stock
     yield stock.left
@@ -114,7 +114,7 @@ class _Stock:
         return int(fits.argmax())
 
 
-class _Hand:
+class _Taker:
     """What one of them gets of the stock."""
 
     def __init__(self, stock: _Stock, tokens: int, work: int, slack: int, *, is_even: bool) -> None:

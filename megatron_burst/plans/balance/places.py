@@ -14,7 +14,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.balance.document_work import Items
+from megatron_burst.plans.balance.document_work import DocumentItems
 from megatron_burst.plans.visibility.layout import Layout
 
 _FAR = 64  # how much worse it is to send to another node
@@ -26,7 +26,7 @@ type _Ints = NDArray[np.int64]
 class Shares:
     """How many tokens of each item the ranks get."""
 
-    items: Items
+    items: DocumentItems
     shares: _Ints  # [item, tokens and rank, share], by item
     nodes: Sequence[int]  # of each rank
     slack: int  # how much more queries than keys may have, that ends need not be shared evenly

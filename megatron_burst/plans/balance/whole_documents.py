@@ -30,11 +30,11 @@ def deal_whole(
             else each takes as much as it can, and the last one what is left.
     """
     rest = _Rest(items)
-    hands = [_Hand(number, n, rest.work * n // rest.tokens) for number, n in enumerate(room)]
+    hands = [_Share(number, n, rest.work * n // rest.tokens) for number, n in enumerate(room)]
     due, left = max(hand.work for hand in hands), cuts * len(room)
     if int(((items[1] * items[2] - 1) // due).sum()) > left:
         return None
-    order = sorted(hands, key=_Hand.order)
+    order = sorted(hands, key=_Share.order)
     for item in zip(*items.tolist(), strict=True):
         shares = [*_shares(item, order, rest, due // slack, is_even=is_even)]
         left -= len(shares) - 1
@@ -44,7 +44,7 @@ def deal_whole(
             order.remove(hand)
             hand.take(item, tokens)
             if hand.tokens:
-                insort(order, hand, key=_Hand.order)
+                insort(order, hand, key=_Share.order)
     return [np.array(hand.parts, np.int64).T for hand in hands]
 
 
@@ -65,7 +65,7 @@ class _Rest:
 
 
 @dataclass(slots=True, eq=False)
-class _Hand:
+class _Share:
     """What a rank, or a node, gets."""
 
     number: int
@@ -93,8 +93,8 @@ class _Hand:
 
 
 def _shares(
-    item: tuple[int, ...], order: Sequence[_Hand], rest: _Rest, slack: int, *, is_even: bool
-) -> Iterator[tuple[_Hand, int]]:
+    item: tuple[int, ...], order: Sequence[_Share], rest: _Rest, slack: int, *, is_even: bool
+) -> Iterator[tuple[_Share, int]]:
     """Give an item to the first that can take it whole; or to as few as can together."""
     _, length, rate, _ = item
     for hand in order:

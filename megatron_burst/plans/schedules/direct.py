@@ -54,7 +54,7 @@ class Direct(Schedule):
             held = held + results.sum(axis=0) + results.sum(axis=1)
         return int(held.max()) // self.tiling.local_tokens
 
-    def messages(self, *, backward: bool) -> "tuple[_Exchange, ...]":
+    def messages(self, *, backward: bool) -> "tuple[_DirectMessages, ...]":
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
@@ -69,13 +69,13 @@ class Direct(Schedule):
                 tiles[distance] = [used.reading(self.sent, part)]
         return tiles
 
-    def reads(self) -> "_Exchange":
+    def reads(self) -> "_DirectMessages":
         """Return the messages with blocks: all are posted at once."""
-        return _Exchange(self, self.sent)
+        return _DirectMessages(self, self.sent)
 
-    def gradients(self) -> "_Exchange":
+    def gradients(self) -> "_DirectMessages":
         """Return the messages with gradients: all have landed at the end."""
-        return _Exchange(self, self.sent.gradient)
+        return _DirectMessages(self, self.sent.gradient)
 
     def result_sizes(self, sizes: Mapping[Kind, int]) -> NDArray[np.int64]:
         """Return the bytes of a whole gradient as each rank returns that of another's block."""
@@ -90,7 +90,7 @@ class Direct(Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _DirectMessages:
     """The messages of all ranks with what others need of their blocks, or with its gradients."""
 
     schedule: Direct

@@ -9,7 +9,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
-from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Check, Mla
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask

@@ -52,7 +52,7 @@ class Layouts:
 
     def _balanced(self, mask: Mask, tokens: int) -> Layout:
         found = self._find(mask, tokens)
-        if self.context.is_news((LayoutName.BALANCED, tokens)):
+        if self.context.should_log((LayoutName.BALANCED, tokens)):
             logger.info(
                 "burst attention: %d tokens in documents are balanced over %d ranks in chunks of "
                 "%d on the mean: the busiest rank has %.2f times the mean work, under zigzag %.2f",

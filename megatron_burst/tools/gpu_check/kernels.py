@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import KERNELS, Kernel, Request, TileCall, select_kernel
+from megatron_burst.kernels import KERNELS, Kernel, KernelInput, Request, select_kernel
 from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
@@ -42,7 +42,7 @@ class Case(NamedTuple):
         packed = bool(self.lengths)
         return Request(device, self.dtype, *heads, *dims, is_banded=banded, has_documents=packed)
 
-    def tile(self, device: torch.device) -> tuple[TileCall, Tensor]:
+    def tile(self, device: torch.device) -> tuple[KernelInput, Tensor]:
         """Draw q, k, v and dout; the first three are slices, as in a ring."""
         draw = drawing(device, self.dtype)
 
@@ -57,7 +57,7 @@ class Case(NamedTuple):
         if self.lengths:
             begins = torch.tensor([*accumulate(self.lengths, initial=0)]).to(device, torch.int32)
             packing = Packing(self.lengths, self.lengths, begins, begins)
-        tile = TileCall(q, k, v, self.band, self.dim**-0.5, packing=packing)
+        tile = KernelInput(q, k, v, self.band, self.dim**-0.5, packing=packing)
         return tile, drawn(self.queries, self.heads, self.value_dim)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels import TileCall
+from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.protocol import Gradients
 from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
@@ -21,12 +21,12 @@ _RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv
 class _EmptyKernel(ReferenceKernel):
     """Returns what a kernel returns, without values."""
 
-    def forward(self, tile: TileCall) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         (batch, queries, heads, _), dim = tile.q.shape, tile.v.shape[3]
         lse = tile.q.new_empty((batch, heads, queries), dtype=torch.float32)
         return tile.q.new_empty((batch, queries, heads, dim)), lse
 
-    def backward(self, tile: TileCall, *_: Tensor) -> Gradients:
+    def backward(self, tile: KernelInput, *_: Tensor) -> Gradients:
         q, k, v = (x.new_empty(x.shape) for x in tile.qkv)
         return q, k, v
 

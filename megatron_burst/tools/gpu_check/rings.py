@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.attention.keys import ExpandedLatents, expand
+from megatron_burst.attention.kv import ExpandedLatents, expand
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.latents import choose_keys
+from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links, exchange, pass_seconds
 from megatron_burst.plans.schedules.plan import Kind

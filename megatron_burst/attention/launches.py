@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
-from megatron_burst.plans.schedules.calls import KernelCall, Known, calls_of
+from megatron_burst.plans.schedules.batches import Known, TileBatch, batches_of
 from megatron_burst.plans.schedules.plan import Part, Plan, Receive, Send, Tiles
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.interval import Interval
@@ -31,8 +31,8 @@ type Parts = Mapping[Part, Rows]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceCall:
-    """A `KernelCall`: which rows of which blocks it reads, and how they are packed."""
+class Launch:
+    """A `TileBatch`: which rows of which blocks it reads, and how they are packed."""
 
     tile: Tiles
     band: Band
@@ -41,24 +41,24 @@ class DeviceCall:
     packing: Packing | None  # of several sequences
 
 
-type DeviceCalls = Sequence[Sequence[DeviceCall]]  # by step
+type Launches = Sequence[Sequence[Launch]]  # by step
 
 
-def device_calls(plans: Sequence[Plan], batch: int, device: torch.device) -> list[DeviceCalls]:
+def launches_of(plans: Sequence[Plan], batch: int, device: torch.device) -> list[Launches]:
     """Return the kernel calls of every step of plans, their tables on the device.
 
     Steps whose tiles have the same rows share them.
     """
     known: Known = {}
-    made: dict[int, DeviceCall] = {}
+    made: dict[int, Launch] = {}
 
-    def on_device(call: KernelCall) -> DeviceCall:
+    def on_device(call: TileBatch) -> Launch:
         key = id(call.lengths)  # the object is the same where rows are
         if key not in made:
             made[key] = _on_device(call, batch, device)
         return replace(made[key], tile=call.tile)
 
-    steps = [[calls_of(step.blocks, known) for step in plan.steps] for plan in plans]
+    steps = [[batches_of(step.blocks, known) for step in plan.steps] for plan in plans]
     return [[[on_device(call) for call in calls] for calls in of_plan] for of_plan in steps]
 
 
@@ -71,7 +71,7 @@ def own_parts(plans: Sequence[Plan], device: torch.device) -> Parts:
     return {part: _rows(part, device) for part in parts if part}
 
 
-def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall:
+def _on_device(call: TileBatch, batch: int, device: torch.device) -> Launch:
     def begins(lengths: tuple[int, ...]) -> Tensor:
         return _table(np.array([*accumulate(lengths * batch, initial=0)], np.int32), device)
 
@@ -80,7 +80,7 @@ def _on_device(call: KernelCall, batch: int, device: torch.device) -> DeviceCall
         heights, widths = zip(*call.lengths, strict=True)
         packing = Packing(heights, widths, begins(heights), begins(widths))
     queries, keys = (_rows(runs, device) for runs in (call.queries, call.keys))
-    return DeviceCall(call.tile, call.band, queries, keys, packing)
+    return Launch(call.tile, call.band, queries, keys, packing)
 
 
 def _rows(runs: Sequence[Interval], device: torch.device) -> Rows:

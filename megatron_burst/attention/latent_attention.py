@@ -5,7 +5,7 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.inputs import check_alike
-from megatron_burst.attention.keys import Latents, expand
+from megatron_burst.attention.kv import Latents, expand
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.plans.visibility.mask import Mask
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.rows import Rows, rows_of
+from megatron_burst.attention.launches import Rows, rows_of
 from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.kernels.dtypes import accumulation_dtype, as_autocast
 from megatron_burst.plans.choice.cost import LatentShape
@@ -55,7 +55,7 @@ class Latents:
         return LatentShape(rank + int(rotary), rows * rank)
 
 
-class Keys:
+class KeysAndValues:
     """One rank's keys and values: K and V of all heads travel."""
 
     weight_gradient: Tensor | None = None
@@ -76,7 +76,7 @@ class Keys:
         return Sums(self._rank, shaped, wire)
 
 
-class ExpandedLatents(Keys):
+class ExpandedLatents(KeysAndValues):
     """Latents and rotary keys travel; K and V of a visitor are made when a tile first reads it."""
 
     def __init__(

@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttenti
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from megatron_burst.attention.keys import Latents
+from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
@@ -65,7 +65,7 @@ def attach(attention: Any) -> None:
     reasons = [] if asked is Mla.HEADS else reasons_against(attention)
     if asked is Mla.LATENT:
         refuse_all(f"layer {attention.layer_number} cannot run --burst-mla {asked}", reasons)
-    if reasons and core.context.is_news(text := "; ".join(reasons)):
+    if reasons and core.context.should_log(text := "; ".join(reasons)):
         logger.info("burst attention: K and V of all heads travel, not latents: %s", text)
     if not reasons and asked is not Mla.HEADS:
         core.latents = LastLatents(attention).take

@@ -47,7 +47,7 @@ class Given(NamedTuple):
         return ", ".join(parts + ["deterministic"] * self.is_deterministic)
 
 
-class Asked(NamedTuple):
+class CallSignature(NamedTuple):
     """All of a call but the values of its tensors, its scale and its memory."""
 
     q: torch.Size  # [batch, local tokens, query heads, dk]
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
         return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
 
     @property
-    def kind(self) -> "Asked":
+    def kind(self) -> "CallSignature":
         """What it has in common with calls on other documents."""
         mask = replace(self.mask, documents=None, padding=(), query_stop=None)
         return self._replace(mask=mask, layout=None)

@@ -19,7 +19,7 @@ _FEW = 2  # tiles that need not share a call: two large ones gain nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KernelCall:
+class TileBatch:
     """Tiles of one query block and one key block that a kernel computes together.
 
     They make up sequences, some rows of queries that see some rows of keys. No row is in two of
@@ -43,17 +43,17 @@ class _Sequence(NamedTuple):
     keys: tuple[Interval, ...]
 
 
-type Known = dict[tuple[object, ...], tuple[Tiles, list[KernelCall]]]
+type Known = dict[tuple[object, ...], tuple[Tiles, list[TileBatch]]]
 """The calls of blocks that were seen, by their cells, which they keep alive."""
 
 
-def calls_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[KernelCall, ...]:
+def batches_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[TileBatch, ...]:
     """Return the kernel calls that compute the tiles of pairs of blocks, one pair after the other.
 
     What is `known` is not found again: of blocks that have the same cells.
     """
     known = {} if known is None else known
-    found: list[KernelCall] = []
+    found: list[TileBatch] = []
     for tiles in filter(len, blocks):
         key = id(tiles.cells), tiles.query_part, tiles.key_part
         if key not in known:
@@ -62,7 +62,7 @@ def calls_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[Kerne
     return tuple(found)
 
 
-def _calls(tiles: Tiles) -> list[KernelCall]:
+def _calls(tiles: Tiles) -> list[TileBatch]:
     """Return those of one pair of blocks, the one of the most queries first.
 
     What comes of the first stays as it is where it is all that there is of a block.
@@ -70,7 +70,7 @@ def _calls(tiles: Tiles) -> list[KernelCall]:
     cells = tiles.slices
     if len(cells) <= _FEW:
         return [
-            KernelCall(tiles, band, (queries,), (keys,), ((queries.length, keys.length),))
+            TileBatch(tiles, band, (queries,), (keys,), ((queries.length, keys.length),))
             for queries, keys, band in cells
         ]
     calls = [call for alike in _by_band(cells) for call in _of_band(tiles, *alike)]
@@ -97,7 +97,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         yield Band(left, right), cells.select(number == which)
 
 
-def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[KernelCall]:
+def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[TileBatch]:
     """Make calls of cells of one band, so that no row is in two of a call's."""
     queries, keys = cells.queries, cells.keys
     order = queries[:, 0].argsort()
@@ -117,10 +117,10 @@ def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[KernelCall]:
 
 def _call(
     tile: Tiles, band: Band, queries: Ints, keys: Ints, lengths: Sequence[tuple[int, int]]
-) -> KernelCall:
+) -> TileBatch:
     if len(lengths) == 1:
         band = band.of_corner(*lengths[0])
-    return KernelCall(tile, band, _runs(queries), _runs(keys), tuple(lengths))
+    return TileBatch(tile, band, _runs(queries), _runs(keys), tuple(lengths))
 
 
 def _share_no_row(rows: Ints) -> bool:

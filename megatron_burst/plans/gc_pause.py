@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Hold the collector back, as a decorator or in a `with`; what it was set to comes back.
 
     It runs by the number of objects, and took a third of the time in which 1024 ranks are planned.
