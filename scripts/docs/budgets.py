@@ -89,7 +89,7 @@ def row(case: Case, found: Counted) -> Row:
     cells = {name: str(value) for name, value in case._asdict().items()}
     chunks = int(case.ring.partition(" / ")[2] or 1)
     for way in WAYS:
-        made, steps = getattr(found, way), getattr(found.call, f"{way}_calls")
+        made, steps = getattr(found, way), getattr(found.call, f"{way}_launches")
         cells |= {
             f"{way}_calls": str(chunks * sum(map(len, steps))),
             f"{way}_kernels": str(made.kernels),

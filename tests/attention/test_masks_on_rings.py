@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.attention import preparing
 from megatron_burst.attention.signature import CallSignature
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.planning import choose, make_layout
@@ -252,12 +253,12 @@ def test_passes_that_stop_elsewhere_are_logged_once_and_lines_do_not_grow_withou
     context, x = BurstContext.create(BurstConfig()), torch.zeros(1, 16, 2, 8)
     with logged() as lines:
         for stop in range(2, 14, 2):
-            context._plan_now(asked_of(x, Mask.causal(documents=(0, stop, 16))))
+            preparing._plan_now(context, asked_of(x, Mask.causal(documents=(0, stop, 16))))
             early = replace(Mask.causal(documents=(0, 4, 16)), query_stop=stop)
-            context._plan_now(asked_of(x, early))
+            preparing._plan_now(context, asked_of(x, early))
         assert len([line for line in lines if "FLOPs" in line or "nothing is sent" in line]) == 2
         for window in range(100):
-            context._plan_now(asked_of(x, Mask.causal(window=window)))
+            preparing._plan_now(context, asked_of(x, Mask.causal(window=window)))
     assert len(lines) < 70 and "says no more" in lines[-1]
 
 

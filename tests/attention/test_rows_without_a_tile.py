@@ -18,12 +18,13 @@ from megatron_burst.transport.comm import Communicator
 from tests import oracle
 from tests.attention.cases import errors
 from tests.kernels.test_kernels import DIM, EVERY_KERNEL, TOLERANCE
+from tests.plans.simulator import blocks_of
 
 TOKENS = 64
 
 
 def run(tiles: list[Tile], kernel: Kernel, tensors: tuple[Tensor, ...]) -> oracle.Result:
-    plan = Plan(0, (Step(tiles=tuple(tiles)),))
+    plan = Plan(0, (Step(blocks=tuple(blocks_of(tiles))),))
     q, k, v, dout = tensors
     (calls,) = launches_of([plan], len(q), q.device)
     communicator = Communicator((), {}, 1)
