@@ -143,6 +143,16 @@ def test_a_room_says_what_it_is(room: Path) -> None:
     assert ast.get_docstring(ast.parse(room.read_text()))
 
 
+def test_rooms_of_plans_import_only_those_before() -> None:
+    rooms = ["visibility", "schedules", "choice", "balance"]
+    for module in (name for name in MODULES if name.startswith("megatron_burst.plans.")):
+        named = within_the_package(imports(module, only_when_loaded=False))
+        met = {name.split(".")[2] for name in named if name.startswith("megatron_burst.plans.")}
+        if (own := module.split(".")[2]) in rooms:
+            later = rooms[rooms.index(own) + 1 :]
+            assert not met & set(later), f"{module} imports {met}"
+
+
 def test_imports_point_to_earlier_rooms() -> None:
     for module in MODULES:
         # A module inside a folder loads the folder's __init__, too; that is no edge of its own.
