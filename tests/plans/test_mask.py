@@ -97,6 +97,13 @@ def test_pieces_that_see_the_same_keys_but_not_all_of_both() -> None:
     check(zigzag(12, 3), Masking(False, 1, (0, 1, 12)))  # query 2 sees key 1 and, as 8, 10 and 11
 
 
+def test_keys_of_two_ranks_are_not_joined() -> None:
+    """Block 1 sees the first half of one rank's keys and the second half of the next one's."""
+    seen = {(1, 2), (1, 5)}
+    table = tuple(tuple((row, column) in seen for column in range(6)) for row in range(6))
+    check(LAYOUTS["contiguous"](12, 3), Masking(False, None, (0, 1, 12), table))
+
+
 @examples(60)
 @given(
     ranks=st.integers(1, 5),
