@@ -11,14 +11,14 @@ with one.
 
 import sys
 
-from megatron_burst import launch
+from megatron_burst.launch import start
 from megatron_burst.transport import failure
 
 
 def main() -> None:
     """Parse the command line and train."""
     with failure.reported():
-        launch.start(own_entry=True)
+        start(own_entry=True)
         _train()
 
 

@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_burst import launch
+from megatron_burst.launch import start
 from megatron_burst.transport import failure
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     # As Python does for a script: what lies beside it comes first, a checkout before the wheel.
     sys.path.insert(0, str(script.parent))
     with failure.reported():
-        launch.start()
+        start()
         runpy.run_path(str(script), run_name="__main__")
 
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.attention import context as contexts
+from megatron_burst.attention import preparing
 from megatron_burst.config import LmHeadConfig, MlpConfig
 from megatron_burst.kernels import KernelInput, in_triton
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
-from megatron_burst.plugin.attention.core_attention import SharedState
+from megatron_burst.plugin.attention.contexts import Contexts
+from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.offload import OffloadInputs
@@ -70,8 +71,9 @@ def model_of(settings: Settings) -> Any:
         sizes = settings.tokens, settings.heads, settings.kv_heads
         chunks = choose_head_chunks(BurstConfig(head_chunks=settings.head_chunks), *sizes)
     config = _config(settings)
-    shared = _Shared(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
-    shared.context = _context(settings, shared.config)
+    shared = SharedState(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
+    shared.contexts = _Silent(shared.config, None, shared.masks)
+    shared.contexts.context = _context(settings, shared.config)
     spec = burst_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), shared)
     model = GPTModel(
         config,
@@ -170,12 +172,12 @@ def _config(settings: Settings) -> TransformerConfig:
     )
 
 
-class _Shared(SharedState):
+class _Silent(Contexts):
     """Gives layers a context that sends nothing."""
 
     context: BurstContext
 
-    def get_megatrons(self, *_: Any, **__: Any) -> BurstContext:
+    def of(self, *_: Any) -> BurstContext:
         return self.context
 
 
@@ -247,7 +249,7 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
         put(Tensor, cuda=lambda x, *_, **__: x, __bool__=lambda _: False)
         put(random, _get_cuda_rng_state=lambda *_, **__: None)
         put(random, _set_cuda_rng_state=lambda *_, **__: None)
-        put(contexts, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)
+        put(preparing, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)
         put(in_triton, why_plain=lambda *_: "")
         if settings.fused:
             put(rope_utils, fused_apply_rotary_pos_emb=_rotated)

@@ -26,6 +26,7 @@ ROOMS = {
     ),
     "transport": ("process groups, messages, time limits, errors with a name", "Communicator"),
     "attention": ("the loop over a plan; sums in float32; autograd", "ring_attention"),
+    "reference": ("unsharded attention in float64, and what compares with it", "a difference"),
     "loss": ("LM head and cross entropy in chunks of tokens", "linear_cross_entropy"),
     "plugin": (
         "flags, layer specs, batches, checkpoints: where Megatron is attached",

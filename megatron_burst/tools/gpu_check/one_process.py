@@ -83,7 +83,7 @@ class ThreadedCommunicator(Communicator):
         """Let what is received land; look whether what was sent is still the same."""
         for name, tensor, other in works:
             if isinstance(other, Tensor):
-                if not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)):
+                if not torch.equal(_bytes_of(tensor), _bytes_of(other)):
                     self._fail(f"{where}: written to before it had landed: {name}")
                 continue
             arrived = self._post.take(other, f"{name}, {where}")
@@ -93,6 +93,10 @@ class ThreadedCommunicator(Communicator):
 
     def _fail(self, text: str) -> None:
         raise CommunicationError(f"rank {self._rank}, {text}")
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)  # flat: the stride of a dimension of one is any number
 
 
 def run_all[T](post: Post, jobs: Sequence[Callable[[], T]]) -> list[T]:
