@@ -6,7 +6,7 @@ on a GPU: Triton's kernels and the chunks of heads. What is in the host's memory
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -48,11 +48,13 @@ class Settings:
     layers: int = 4
     tokens: int = 131072  # of this rank
     ranks: int = 8  # of the ring, on one node
+    tensor: int = 1  # tensor-parallel size, with sequence parallelism
     hidden: int = 4096
     ffn: int = 14336
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 128256
+    mlp_chunks_for_training: int = 1  # Megatron's own
     savings: frozenset[str] = frozenset()  # of SAVINGS
     head_chunks: int | None = None  # with that saving; None: as `auto` has it on a GPU
     fused: bool = False  # saves what the fused layers of TransformerEngine save, by their sources
@@ -68,8 +70,9 @@ def model_of(settings: Settings) -> Any:
     has = settings.savings.__contains__
     chunks = 1
     if has("head_chunks"):
-        sizes = settings.tokens, settings.heads, settings.kv_heads
-        chunks = choose_head_chunks(BurstConfig(head_chunks=settings.head_chunks), *sizes)
+        heads = settings.heads // settings.tensor, max(1, settings.kv_heads // settings.tensor)
+        asked = BurstConfig(head_chunks=settings.head_chunks)
+        chunks = choose_head_chunks(asked, settings.tokens, *heads)
     config = _config(settings)
     shared = SharedState(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
     shared.contexts = _Silent(shared.config, None, shared.masks)
@@ -149,9 +152,12 @@ def _config(settings: Settings) -> TransformerConfig:
         num_layers=settings.layers,
         hidden_size=settings.hidden,
         ffn_hidden_size=settings.ffn,
+        mlp_chunks_for_training=settings.mlp_chunks_for_training,
         num_attention_heads=settings.heads,
         num_query_groups=settings.kv_heads,
         context_parallel_size=settings.ranks,
+        tensor_model_parallel_size=settings.tensor,
+        sequence_parallel=settings.tensor > 1,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
@@ -226,12 +232,15 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
         for name, value in names.items():
             patches.enter_context(mock.patch.object(where, name, value))
 
-    rank, world = settings.ranks // 2, settings.ranks
+    world = settings.ranks * settings.tensor
+    rank = world // 2
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(
-            context_parallel_size=world, create_gloo_process_groups=False
+            tensor_model_parallel_size=settings.tensor,
+            context_parallel_size=settings.ranks,
+            create_gloo_process_groups=False,
         )
         patches.callback(parallel_state.destroy_model_parallel)
         patches.enter_context(torch._dynamo.config.patch(disable=True))
@@ -247,6 +256,7 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
             empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
         )
         put(Tensor, cuda=lambda x, *_, **__: x, __bool__=lambda _: False)
+        put(random.CudaRNGStatesTracker, fork=lambda *_: nullcontext())
         put(random, _get_cuda_rng_state=lambda *_, **__: None)
         put(random, _set_cuda_rng_state=lambda *_, **__: None)
         put(preparing, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)

@@ -79,7 +79,8 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     # The last layer's output and its norm, and with the loss's chunks their gradient.
     hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
-    hidden //= tensor if load.sequence_parallel else 1
+    if tensor > 1 and load.sequence_parallel:
+        hidden = hidden // tensor + tokens * model.hidden * e  # gathered for the head
     of_loss = hidden + (load.loss_bytes if load.chunked_loss else logits)
     return Memory(
         weights=weights,
