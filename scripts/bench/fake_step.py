@@ -225,16 +225,33 @@ class _AllIsDone:
 
 
 @contextmanager
+def without_a_gpu(host: str) -> Iterator[None]:
+    """Replace what asks for a GPU; what would be pinned is on the device `host`."""
+    random, done = tensor_parallel.random, _AllIsDone()
+    make, empty = torch.tensor, torch.empty
+    pinned = {"device": host}
+    with ExitStack() as patches:
+        _put(patches, torch.cuda, current_device=lambda: torch.device("cpu"))
+        _put(patches, torch.cuda, manual_seed=lambda _: None, Stream=lambda _: done)
+        _put(patches, torch.cuda, stream=lambda _: done, current_stream=lambda _=None: done)
+        _put(
+            patches,
+            torch,
+            tensor=lambda *given, pin_memory=False, **named: make(*given, **named),
+            empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
+        )
+        _put(patches, Tensor, cuda=lambda x, *_, **__: x)
+        _put(patches, random.CudaRNGStatesTracker, fork=lambda *_: nullcontext())
+        _put(patches, random, _get_cuda_rng_state=lambda *_, **__: None)
+        _put(patches, random, _set_cuda_rng_state=lambda *_, **__: None)
+        yield
+
+
+@contextmanager
 def as_on_a_gpu(settings: Settings) -> Iterator[None]:
     """Replace what asks for a device, or for the other ranks."""
-
-    def put(where: Any, **names: Any) -> None:
-        for name, value in names.items():
-            patches.enter_context(mock.patch.object(where, name, value))
-
     world = settings.ranks * settings.tensor
-    rank = world // 2
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(
@@ -244,24 +261,17 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
         )
         patches.callback(parallel_state.destroy_model_parallel)
         patches.enter_context(torch._dynamo.config.patch(disable=True))
-        random, done = tensor_parallel.random, _AllIsDone()
-        put(torch.cuda, current_device=lambda: torch.device("cpu"), manual_seed=lambda _: None)
-        put(torch.cuda, Stream=lambda _: done, stream=lambda _: done)
-        put(torch.cuda, current_stream=lambda _=None: done)
-        make, empty = torch.tensor, torch.empty
-        put(torch, tensor=lambda *given, pin_memory=False, **named: make(*given, **named))
-        pinned = {"device": HOST}
-        put(
-            torch,
-            empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
-        )
-        put(Tensor, cuda=lambda x, *_, **__: x, __bool__=lambda _: False)
-        put(random.CudaRNGStatesTracker, fork=lambda *_: nullcontext())
-        put(random, _get_cuda_rng_state=lambda *_, **__: None)
-        put(random, _set_cuda_rng_state=lambda *_, **__: None)
-        put(preparing, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)
-        put(in_triton, why_plain=lambda *_: "")
+        patches.enter_context(without_a_gpu(HOST))
+        _put(patches, Tensor, __bool__=lambda _: False)
+        _put(patches, preparing, select_kernel=lambda *_: _EmptyKernel())
+        _put(patches, preparing, log_choice=lambda *_: None)
+        _put(patches, in_triton, why_plain=lambda *_: "")
         if settings.fused:
-            put(rope_utils, fused_apply_rotary_pos_emb=_rotated)
-            put(fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
+            _put(patches, rope_utils, fused_apply_rotary_pos_emb=_rotated)
+            _put(patches, fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
         yield
+
+
+def _put(patches: ExitStack, where: Any, **names: Any) -> None:
+    for name, value in names.items():
+        patches.enter_context(mock.patch.object(where, name, value))

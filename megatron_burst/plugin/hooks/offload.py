@@ -42,7 +42,7 @@ class OffloadInputs:
             for part in (model.decoder, getattr(model, "mtp", None)):
                 if part is not None:
                     part.register_forward_pre_hook(lambda *_: self._enter())
-                    part.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                    part.register_forward_hook(self._leave, always_call=True)
             for module in (*model.decoder.layers, *_mtp_norms(model)):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
                 if (attention := _attention(module)) is not None:
@@ -58,9 +58,14 @@ class OffloadInputs:
         self._hooks.append(hooks)
         hooks.__enter__()
 
-    def _leave(self) -> None:
+    def _leave(self, part: Any, _: Any, output: Any) -> None:
         self._hooks.pop().__exit__()
         self._inputs.clear()
+        if output is None:  # an exception ends the forward
+            self._host.settle()
+            for module in part.modules():  # Megatron keeps an MLP's residual there, and its graph
+                if getattr(module, "mlp_norm_manager", None) is not None:
+                    module.mlp_norm_manager = None
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins that may be the first of a checkpoint."""
