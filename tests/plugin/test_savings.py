@@ -37,7 +37,7 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
 from megatron_burst.plugin.layer_spec import burst_layer_spec, stack_spec  # noqa: E402
 from megatron_burst.plugin.local_layers import block_spec  # noqa: E402
-from megatron_burst.transport.host import PinnedBuffers  # noqa: E402
+from megatron_burst.transport.host import HostMemory, PinnedBuffers  # noqa: E402
 
 TOKENS, VOCABULARY, LAYERS = 48, 96, 3
 HEAD = LmHeadConfig(loss=LmHeadLoss.CHUNKED, chunk_size=10)
@@ -111,9 +111,9 @@ def model_of(kind: str, *, saves: bool) -> Any:
     if saves:
         assert shared.checkpoints is not None
         hooks = RecomputeHooks(shared.checkpoints), OffloadInputs(shared.checkpoints)
+        model.offload = hooks[1]
         for hook in (*hooks, ChunkedHead(HEAD), ChunkedMlps(MlpConfig(chunks=3))):
             hook([model])
-        model.checkpoints = shared.checkpoints
     return model
 
 
@@ -138,6 +138,32 @@ def test_the_gradient_of_every_parameter_equals_that_without(kind: str) -> None:
     for name, value in expected.items():
         worst = (saved[name] - value).norm() / value.norm()
         assert worst < 1e-6, (name, worst)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_an_input_comes_back_behind_attention(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Not beside the MLP behind it, though that is a layer of its own in a hybrid model."""
+    seen: list[str] = []
+    model, back = model_of(kind, saves=True), HostMemory.start_back
+
+    def arriving(host: HostMemory, *there: Any) -> Any:
+        if host is model.offload._host:
+            seen.append("input")
+        return back(host, *there)
+
+    def projected(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        if output[0].requires_grad:
+            output[0].register_hook(lambda _: seen.append("attention"))
+
+    monkeypatch.setattr(HostMemory, "start_back", arriving)
+    losses = losses_of(model)
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "linear_fc2"):
+            layer.mlp.register_forward_pre_hook(lambda *_: seen.append("MLP"))
+        if hasattr(layer.self_attention, "linear_proj"):
+            layer.self_attention.linear_proj.register_forward_hook(projected)
+    losses.sum().backward()
+    assert seen == [*["MLP", "attention", "input"] * (LAYERS - 1), "MLP", "attention"]
 
 
 @pytest.mark.parametrize("place", ["mlp", "self_attention"])

@@ -134,6 +134,19 @@ def test_copies_are_exposed_as_far_as_no_layer_hides_them() -> None:
     assert 0 < copies[1].exposed < copies[1].seconds
 
 
+def test_an_input_comes_back_beside_the_projections_of_queries_keys_and_values() -> None:
+    """By hand: 131072 tokens of 8192 bytes at 25 GB/s, and 4 FLOPs a weight of 4096 x 6144."""
+    flags = given("llama3_8b", context_parallel_size=8, recompute_offload=True)
+    del flags["recompute-attention-fraction"]
+    load = workload_of(flags, CONFIGS.cluster("h100", host_gb_s=25), 8)
+    copy = 131072 * 8192 / 25e9
+    window = 131072 * 4 * 4096 * 6144 / load.cluster.linear_rate
+    assert window < copy
+    found = step.host_copies(load, 100.0, 100.0)
+    assert found.seconds == pytest.approx(2 * 32 * copy)
+    assert found.exposed == pytest.approx(32 * (copy - window))
+
+
 def test_the_page_says_what_the_planner_counts() -> None:
     page = (ROOT / "docs" / "million.md").read_text()
     assert filled(page, million.parts()) == page

@@ -22,7 +22,7 @@ class OffloadInputs:
 
     Each leaves behind its checkpoint's forward. In the backward one comes back while the layer
     behind it differentiates what is before its attention: earlier it would stand beside what
-    attention needs there, the most of a layer. Behind a layer without attention it comes at once.
+    attention needs there, the most of a layer. In a checkpoint without attention it comes at once.
 
     Args:
         checkpoints: what finds attention's results by the storage of that input; None: nothing.
@@ -33,6 +33,7 @@ class OffloadInputs:
         self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
         self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
         self._next: Callable[[], _Input | None] = _nothing  # to come back, weak
+        self._comes_later = False  # behind the attention of this second pass
         self._hooks: list[saved_tensors_hooks] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -69,7 +70,7 @@ class OffloadInputs:
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins that may be the first of a checkpoint."""
-        if is_in_backward() and _attention(module) is None:
+        if is_in_backward() and _attention(module) is None and not self._comes_later:
             self._fetch()
         hidden = args[0] if args else kwargs["hidden_states"]
         if starts_a_pass(hidden) and not torch.is_grad_enabled():
@@ -80,6 +81,7 @@ class OffloadInputs:
         query = args[0]
         if is_in_backward() and query.requires_grad:
             query.register_hook(lambda _: self._fetch())
+            self._comes_later = True
 
     def _fetch(self) -> None:
         before, self._next = self._next(), _nothing
@@ -100,7 +102,7 @@ class OffloadInputs:
         """Return it for the second pass."""
         if not isinstance(saved, _Input):
             return saved
-        self._next = saved.before
+        self._next, self._comes_later = saved.before, False
         (x,) = saved.stored.recall()
         saved.moved(x.untyped_storage())
         return x
