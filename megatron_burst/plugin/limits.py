@@ -161,6 +161,22 @@ MLP_WORKING: Mapping[str, tuple[Any, ...]] = {
     "mlp_chunks_for_training": (None, 1),
 }
 
+# Of any of our flags, where Megatron itself fails beside the weights that it shards.
+SHARDING_LIMITS = {
+    "use_megatron_fsdp": with_remedies(
+        optimizer_cpu_offload=(
+            "Megatron copies gradients into whole tensors there, which --use-megatron-fsdp shards, "
+            "and its first step ends with an error: drop one of them"
+        )
+    ),
+    "use_torch_fsdp2": with_remedies(
+        calculate_per_token_loss=(
+            "Megatron scales no gradient under --use-torch-fsdp2, which are then larger by the "
+            "number of tokens: drop --calculate-per-token-loss, or take --use-megatron-fsdp"
+        )
+    ),
+}
+
 
 def refuse_all(what: str, reasons: Iterable[str]) -> None:
     """Raise a ValueError that says what cannot be done and every reason, if there is one."""
@@ -204,6 +220,13 @@ def lm_head_refusals(args: Any) -> list[str]:
             f"the next: take --context-parallel-algo {Algorithm.BURST}, or drop one of them"
         )
     return reasons
+
+
+def sharding_refusals(args: Any) -> Iterator[str]:
+    """Yield why none of our flags can run beside the weights that Megatron shards."""
+    for flag, limits in SHARDING_LIMITS.items():
+        if getattr(args, flag, False):
+            yield from beyond(limits, args)
 
 
 def documents_flag(args: Any) -> str | None:

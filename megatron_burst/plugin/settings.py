@@ -26,6 +26,7 @@ from megatron_burst.plugin.limits import (
     documents_flag,
     lm_head_refusals,
     refuse_all,
+    sharding_refusals,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """
     head, mlp = lm_head_config_from_args(args), mlp_config_from_args(args)
     attention, documents = burst_config_from_args(args), documents_flag(args) is not None
-    return Settings(attention, head, mlp, documents, tokens_of_rank(args))
+    settings = Settings(attention, head, mlp, documents, tokens_of_rank(args))
+    if settings.flags:
+        refuse_all(f"{settings.flags} cannot run this", sharding_refusals(args))
+    return settings
 
 
 def tokens_of_rank(args: argparse.Namespace) -> int | None:

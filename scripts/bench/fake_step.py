@@ -6,7 +6,7 @@ on a GPU: Triton's kernels and the chunks of heads. What is in the host's memory
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -48,11 +48,13 @@ class Settings:
     layers: int = 4
     tokens: int = 131072  # of this rank
     ranks: int = 8  # of the ring, on one node
+    tensor: int = 1  # tensor-parallel size, with sequence parallelism
     hidden: int = 4096
     ffn: int = 14336
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 128256
+    mlp_chunks_for_training: int = 1  # Megatron's own
     savings: frozenset[str] = frozenset()  # of SAVINGS
     head_chunks: int | None = None  # with that saving; None: as `auto` has it on a GPU
     fused: bool = False  # saves what the fused layers of TransformerEngine save, by their sources
@@ -68,8 +70,9 @@ def model_of(settings: Settings) -> Any:
     has = settings.savings.__contains__
     chunks = 1
     if has("head_chunks"):
-        sizes = settings.tokens, settings.heads, settings.kv_heads
-        chunks = choose_head_chunks(BurstConfig(head_chunks=settings.head_chunks), *sizes)
+        heads = settings.heads // settings.tensor, max(1, settings.kv_heads // settings.tensor)
+        asked = BurstConfig(head_chunks=settings.head_chunks)
+        chunks = choose_head_chunks(asked, settings.tokens, *heads)
     config = _config(settings)
     shared = SharedState(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
     shared.contexts = _Silent(shared.config, None, shared.masks)
@@ -149,9 +152,12 @@ def _config(settings: Settings) -> TransformerConfig:
         num_layers=settings.layers,
         hidden_size=settings.hidden,
         ffn_hidden_size=settings.ffn,
+        mlp_chunks_for_training=settings.mlp_chunks_for_training,
         num_attention_heads=settings.heads,
         num_query_groups=settings.kv_heads,
         context_parallel_size=settings.ranks,
+        tensor_model_parallel_size=settings.tensor,
+        sequence_parallel=settings.tensor > 1,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
@@ -219,39 +225,53 @@ class _AllIsDone:
 
 
 @contextmanager
+def without_a_gpu(host: str) -> Iterator[None]:
+    """Replace what asks for a GPU; what would be pinned is on the device `host`."""
+    random, done = tensor_parallel.random, _AllIsDone()
+    make, empty = torch.tensor, torch.empty
+    pinned = {"device": host}
+    with ExitStack() as patches:
+        _put(patches, torch.cuda, current_device=lambda: torch.device("cpu"))
+        _put(patches, torch.cuda, manual_seed=lambda _: None, Stream=lambda _: done)
+        _put(patches, torch.cuda, stream=lambda _: done, current_stream=lambda _=None: done)
+        _put(
+            patches,
+            torch,
+            tensor=lambda *given, pin_memory=False, **named: make(*given, **named),
+            empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
+        )
+        _put(patches, Tensor, cuda=lambda x, *_, **__: x)
+        _put(patches, random.CudaRNGStatesTracker, fork=lambda *_: nullcontext())
+        _put(patches, random, _get_cuda_rng_state=lambda *_, **__: None)
+        _put(patches, random, _set_cuda_rng_state=lambda *_, **__: None)
+        yield
+
+
+@contextmanager
 def as_on_a_gpu(settings: Settings) -> Iterator[None]:
     """Replace what asks for a device, or for the other ranks."""
-
-    def put(where: Any, **names: Any) -> None:
-        for name, value in names.items():
-            patches.enter_context(mock.patch.object(where, name, value))
-
-    rank, world = settings.ranks // 2, settings.ranks
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    world = settings.ranks * settings.tensor
+    dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
         parallel_state.initialize_model_parallel(
-            context_parallel_size=world, create_gloo_process_groups=False
+            tensor_model_parallel_size=settings.tensor,
+            context_parallel_size=settings.ranks,
+            create_gloo_process_groups=False,
         )
         patches.callback(parallel_state.destroy_model_parallel)
         patches.enter_context(torch._dynamo.config.patch(disable=True))
-        random, done = tensor_parallel.random, _AllIsDone()
-        put(torch.cuda, current_device=lambda: torch.device("cpu"), manual_seed=lambda _: None)
-        put(torch.cuda, Stream=lambda _: done, stream=lambda _: done)
-        put(torch.cuda, current_stream=lambda _=None: done)
-        make, empty = torch.tensor, torch.empty
-        put(torch, tensor=lambda *given, pin_memory=False, **named: make(*given, **named))
-        pinned = {"device": HOST}
-        put(
-            torch,
-            empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
-        )
-        put(Tensor, cuda=lambda x, *_, **__: x, __bool__=lambda _: False)
-        put(random, _get_cuda_rng_state=lambda *_, **__: None)
-        put(random, _set_cuda_rng_state=lambda *_, **__: None)
-        put(preparing, select_kernel=lambda *_: _EmptyKernel(), log_choice=lambda *_: None)
-        put(in_triton, why_plain=lambda *_: "")
+        patches.enter_context(without_a_gpu(HOST))
+        _put(patches, Tensor, __bool__=lambda _: False)
+        _put(patches, preparing, select_kernel=lambda *_: _EmptyKernel())
+        _put(patches, preparing, log_choice=lambda *_: None)
+        _put(patches, in_triton, why_plain=lambda *_: "")
         if settings.fused:
-            put(rope_utils, fused_apply_rotary_pos_emb=_rotated)
-            put(fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
+            _put(patches, rope_utils, fused_apply_rotary_pos_emb=_rotated)
+            _put(patches, fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
         yield
+
+
+def _put(patches: ExitStack, where: Any, **names: Any) -> None:
+    for name, value in names.items():
+        patches.enter_context(mock.patch.object(where, name, value))

@@ -146,7 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("layers", "tokens", "ranks", "hidden", "ffn", "heads", "kv_heads", "vocabulary"):
+    sizes = ("layers", "tokens", "ranks", "tensor", "hidden", "ffn", "heads", "kv_heads")
+    for name in (*sizes, "vocabulary", "mlp_chunks_for_training"):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=getattr(Settings, name))
     parser.add_argument("--save", nargs="*", choices=[*SAVINGS, "all"], help="none: every rung")

@@ -682,6 +682,26 @@ def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
         configure(parse(parser, BURST))
 
 
+OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--use-megatron-fsdp --optimizer-cpu-offload", "its first step ends with an error: drop"),
+        ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
+    ],
+)
+def test_what_fails_in_megatron_beside_sharded_weights_is_refused(
+    parser: argparse.ArgumentParser, ours: str, flags: str, reason: str
+) -> None:
+    assert reason in refusal(parser, ours + flags)
+    configure(parse(parser, flags))  # Megatron's alone
+    for flag in flags.split():
+        configure(parse(parser, ours + flag))
+
+
 BOTH = ["moe_router", "moe_preprocess", "mamba", "moe_router moe_preprocess mamba"]
 GRAPHS_BESIDE_ATTENTION = {"local": BOTH, "transformer_engine": [*BOTH, "mlp", "moe", "mamba mlp"]}
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_burst.tools.command import main
-from megatron_burst.tools.plan import ladder, memory, step
+from megatron_burst.tools.plan import ladder, memory, savings, step
 from megatron_burst.tools.plan.configs import Configs, arguments
 from megatron_burst.tools.plan.reading import workload_of
+from tests.tier import slow_if
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "docs"))
+sys.path += [str(ROOT / "scripts" / "docs"), str(ROOT / "scripts" / "bench")]
 import million  # noqa: E402
 from pages import filled  # noqa: E402
 
@@ -55,6 +56,28 @@ def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
         parts = memory.predict(load)
         found.append((parts.inputs + max(parts.layer, parts.loss)) / (load.local_tokens * 8192))
     assert found == pytest.approx(counted, rel=0.05)
+
+
+FAST = {(4, 4), (8, 0)}
+STEPS = [(tensor, rung) for tensor in (1, 2, 4, 8) for rung in (0, 4)]
+
+
+@pytest.mark.parametrize("case", slow_if({*STEPS} - FAST, STEPS))
+def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(case: tuple[int, int]) -> None:
+    """On 8 GPUs, without savings and with all."""
+    tensor, rung = case
+    pytest.importorskip("megatron.core.models.gpt")
+    from step_memory import SAVINGS, Settings, measure
+
+    tokens, ranks = 131072, 8 // tensor
+    sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": ranks}
+    more = {"sequence_parallel": True} if tensor > 1 else {}
+    flags = given("llama3_8b", num_layers=2, lm_head_memory_mb=512, **sizes, **more)
+    _, asked = list(savings.rungs(flags))[rung]
+    found = memory.predict(workload_of(ladder.sized(asked, tokens * ranks), H100, 8))
+    step = Settings(2, tokens, ranks, tensor, savings=frozenset(SAVINGS[:rung]))
+    counted = measure(step).peak
+    assert found.inputs + max(found.layer, found.loss) == pytest.approx(counted, rel=0.05)
 
 
 def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +134,19 @@ def test_copies_are_exposed_as_far_as_no_layer_hides_them() -> None:
     assert 0 < copies[1].exposed < copies[1].seconds
 
 
+def test_an_input_comes_back_beside_the_projections_of_queries_keys_and_values() -> None:
+    """By hand: 131072 tokens of 8192 bytes at 25 GB/s, and 4 FLOPs a weight of 4096 x 6144."""
+    flags = given("llama3_8b", context_parallel_size=8, recompute_offload=True)
+    del flags["recompute-attention-fraction"]
+    load = workload_of(flags, CONFIGS.cluster("h100", host_gb_s=25), 8)
+    copy = 131072 * 8192 / 25e9
+    window = 131072 * 4 * 4096 * 6144 / load.cluster.linear_rate
+    assert window < copy
+    found = step.host_copies(load, 100.0, 100.0)
+    assert found.seconds == pytest.approx(2 * 32 * copy)
+    assert found.exposed == pytest.approx(32 * (copy - window))
+
+
 def test_the_page_says_what_the_planner_counts() -> None:
     page = (ROOT / "docs" / "million.md").read_text()
     assert filled(page, million.parts()) == page
@@ -132,4 +168,4 @@ def test_doctor_names_the_saving_that_is_missing(capsys: pytest.CaptureFixture[s
     found = said("mlp-chunks")
     assert "that may be counted on h100 -> --mlp-chunks auto" in found
     MORE += ["--mlp-chunks-for-training", "4"]
-    assert "--mlp-chunks-for-training 4 saves" in said("mlp-chunks")
+    assert "--mlp-chunks-for-training 4 saves a third" in said("mlp-chunks")

@@ -22,7 +22,7 @@ class OffloadInputs:
 
     Each leaves behind its checkpoint's forward. In the backward one comes back while the layer
     behind it differentiates what is before its attention: earlier it would stand beside what
-    attention needs there, the most of a layer. Behind a layer without attention it comes at once.
+    attention needs there, the most of a layer. In a checkpoint without attention it comes at once.
 
     Args:
         checkpoints: what finds attention's results by the storage of that input; None: nothing.
@@ -33,6 +33,7 @@ class OffloadInputs:
         self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
         self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
         self._next: Callable[[], _Input | None] = _nothing  # to come back, weak
+        self._comes_later = False  # behind the attention of this second pass
         self._hooks: list[saved_tensors_hooks] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -42,7 +43,7 @@ class OffloadInputs:
             for part in (model.decoder, getattr(model, "mtp", None)):
                 if part is not None:
                     part.register_forward_pre_hook(lambda *_: self._enter())
-                    part.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                    part.register_forward_hook(self._leave, always_call=True)
             for module in (*model.decoder.layers, *_mtp_norms(model)):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
                 if (attention := _attention(module)) is not None:
@@ -58,13 +59,18 @@ class OffloadInputs:
         self._hooks.append(hooks)
         hooks.__enter__()
 
-    def _leave(self) -> None:
+    def _leave(self, part: Any, _: Any, output: Any) -> None:
         self._hooks.pop().__exit__()
         self._inputs.clear()
+        if output is None:  # an exception ends the forward
+            self._host.settle()
+            for module in part.modules():  # Megatron keeps an MLP's residual there, and its graph
+                if getattr(module, "mlp_norm_manager", None) is not None:
+                    module.mlp_norm_manager = None
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins that may be the first of a checkpoint."""
-        if is_in_backward() and _attention(module) is None:
+        if is_in_backward() and _attention(module) is None and not self._comes_later:
             self._fetch()
         hidden = args[0] if args else kwargs["hidden_states"]
         if starts_a_pass(hidden) and not torch.is_grad_enabled():
@@ -75,6 +81,7 @@ class OffloadInputs:
         query = args[0]
         if is_in_backward() and query.requires_grad:
             query.register_hook(lambda _: self._fetch())
+            self._comes_later = True
 
     def _fetch(self) -> None:
         before, self._next = self._next(), _nothing
@@ -95,7 +102,7 @@ class OffloadInputs:
         """Return it for the second pass."""
         if not isinstance(saved, _Input):
             return saved
-        self._next = saved.before
+        self._next, self._comes_later = saved.before, False
         (x,) = saved.stored.recall()
         saved.moved(x.untyped_storage())
         return x

@@ -75,7 +75,8 @@ def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
     chunks = getattr(args, "mlp_chunks_for_training", 1) or 1
     if chunks > 1 and args.recompute_granularity == "full":
         text = (
-            f"--mlp-chunks-for-training {chunks} saves next to nothing under full recompute: "
-            "autograd keeps every chunk of the replay"
+            f"--mlp-chunks-for-training {chunks} saves a third under full recompute, for autograd "
+            "keeps every chunk of the replay: the backward of an 8B layer's MLP holds 23 times "
+            "the layer's input with 4 chunks, 33 without, and 11 with --mlp-chunks"
         )
         yield Finding("megatrons-chunks", Level.WARNING, text, "--mlp-chunks auto in its place")

@@ -79,7 +79,8 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     # The last layer's output and its norm, and with the loss's chunks their gradient.
     hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
-    hidden //= tensor if load.sequence_parallel else 1
+    if tensor > 1 and load.sequence_parallel:
+        hidden = hidden // tensor + tokens * model.hidden * e  # gathered for the head
     of_loss = hidden + (load.loss_bytes if load.chunked_loss else logits)
     return Memory(
         weights=weights,
@@ -96,13 +97,16 @@ def _of_stage(load: Workload, stage: int) -> Memory:
 def hosted_activations(load: Workload) -> float:
     """Return a micro-batch's bytes on the host: inputs of layers, results that attention saves."""
     model, tokens, fraction = load.model, load.local_tokens, load.config.recompute_fraction
-    stored = 0.0
-    if load.offload_inputs:
-        stored += _inputs(load)
+    stored = float(hosted_inputs(load) * load.pipeline)
     if load.config.recompute_offload and fraction is not None:
         a_row = load.heads[0] * (model.value_head_dim * load.element_bytes + 4)
         stored += (1 - fraction) * model.layers * tokens * a_row
     return stored / load.pipeline
+
+
+def hosted_inputs(load: Workload) -> float:
+    """Return a micro-batch's bytes on the host that are inputs of layers."""
+    return _inputs(load) / load.pipeline if load.offload_inputs else 0.0
 
 
 def _in_flight(load: Workload, stage: int) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
-from megatron_burst.tools.plan.memory import hosted_activations
+from megatron_burst.tools.plan.memory import hosted_activations, hosted_inputs
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
 
@@ -60,17 +60,29 @@ def _of_stage(load: Workload, attention: float) -> float:
 def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     """Return the copies of a step, given the seconds of a micro-batch and of all computing.
 
-    Inputs of layers leave behind the forward, a quarter of a recomputed layer's time, and come back
-    ahead of the rest. Megatron's optimizer waits for its gradients and is waited for; DeepSpeed's
-    copies go along with the backward.
+    What is saved leaves behind the forward, a quarter of a recomputed layer's time. Inputs come
+    back beside the projections behind attention's backward, its results ahead of the rest of a
+    layer. Megatron's optimizer waits for its gradients and is waited for; DeepSpeed's copies go
+    along with the backward.
     """
     rate = load.cluster.host_rate
-    one_way = hosted_activations(load) / rate
-    exposed = max(0.0, one_way - stage / 4) + max(0.0, one_way - stage * 3 / 4)
+    one_way, inputs = hosted_activations(load) / rate, hosted_inputs(load) / rate
+    exposed = max(0.0, one_way - stage / 4) + max(0.0, one_way - inputs - stage * 3 / 4)
+    exposed += max(0.0, inputs - min(stage * 3 / 4, _behind_attention(load)))
     states = load.offload * _own(load) / load.shards * (load.gradient_bytes + load.element_bytes)
     waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
     batches = load.micro_batches
     return Copies(2 * one_way * batches + states / rate, exposed * batches + waited)
+
+
+def _behind_attention(load: Workload) -> float:
+    """A micro-batch's seconds in a stage's gradients of the projections before attention."""
+    model, part = load.model, load.model.parts.get("attention")
+    if part is None:
+        return math.inf  # inputs come back at once
+    before = part.parameters - model.hidden * model.heads * model.value_head_dim
+    rate = load.cluster.linear_rate * (load.cluster.fp8_speedup if load.fp8 else 1)
+    return part.count / load.pipeline * 4 * before * load.local_tokens / load.tensor / rate
 
 
 def model_flops(load: Workload) -> float:
