@@ -34,6 +34,7 @@ ENDED = {
     "--burst-segments": "drop it: --burst-layout segmented-zigzag takes as many as pay",
     "--burst-high-priority-streams": "give Megatron's --high-priority-stream-groups cp hcp",
     "--burst-blocks-per-call": "drop it: heads are shared out where one block's tile is too small",
+    "--recompute-attention-offload": "pass --recompute-offload",
 }
 """Flags of before, and what to do in their place."""
 

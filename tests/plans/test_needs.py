@@ -15,6 +15,8 @@ from megatron_burst.plans.schedules.schedule import Messages, Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.interval import Interval, union_of
+from megatron_burst.plans.visibility.layout import striped
+from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
 from tests.tier import some
 
@@ -43,6 +45,12 @@ def schedules(tiling: Tiling, grid: Grid) -> list[Schedule]:
     direct = [Direct(tiling, grid, kind) for kind in BLOCKS] if tiling.mask.is_sparse else []
     rings = [Ring(tiling, grid, *way) for way in ways]
     return [*rings, *direct, *(mesh for kind in BLOCKS for mesh in meshes(tiling, grid, kind))]
+
+
+def test_as_many_kinds_as_a_byte_counts() -> None:
+    tokens, ranks = 254, 127  # striped: 253 distances, and three kinds beside them
+    needs = Tiling(striped(tokens, ranks), Mask.causal()).needs
+    assert needs.pairs.sum() == tokens * (tokens + 1) // 2
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -18,7 +18,7 @@ _LINEAR = (
     "get_rng_state_tracker init_method bias return_bias parallel_mode params_dtype device "
 )
 # What takes what. The classes are the bases of Megatron's; the functions are called by Megatron
-# around our attention, and general_gemm by plugin/main_grad.py.
+# around our attention, and general_gemm by plugin/hooks/main_grad.py.
 TRANSFORMER_ENGINE = {
     f"{TE}.Linear": _LINEAR + "ub_overlap_ag ub_overlap_rs ub_name rng_tracker_name "
     "delay_wgrad_compute symmetric_ar_type",
@@ -88,7 +88,7 @@ def test_transformer_engine_has_what_is_used() -> None:
 
 
 def test_general_gemm_takes_no_workspace() -> None:
-    """By that plugin/main_grad.py tells the TransformerEngines apart."""
+    """By that plugin/hooks/main_grad.py tells the TransformerEngines apart."""
     found = find("transformer_engine", "TRANSFORMER_ENGINE_PATH")
     assert "workspace" not in found.parameters(f"{TE}.cpp_extensions.general_gemm")
 

@@ -243,7 +243,8 @@ def test_a_control_group_bounds_what_is_available(
     folder.mkdir(parents=True)
     for group, limit in ((folder, "max"), (folder.parent, str(7 * 2**30))):
         (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{2**30}\n")
+        (group / "memory.current").write_text(f"{6 * 2**30}\n")  # of it 5 of files that were read
+        (group / "memory.stat").write_text(f"active_file {2**30}\ninactive_file {4 * 2**30}\n")
     (tmp_path / "cgroup").write_text("0::/job/step\n")
     monkeypatch.setattr(host_room, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host_room, "_OWN_CGROUPS", tmp_path / "cgroup")

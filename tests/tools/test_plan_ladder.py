@@ -40,6 +40,7 @@ def test_how_far_a_sequence_goes(model: str, gpus: int, tokens: float) -> None:
     best = max(rungs, key=lambda rung: rung.longest)
     assert best.longest >= tokens, f"{best.name}: {best.longest}"
     assert not memory.lacks(best.way.load)
+    assert best.way.load.config.head_parallel_size == 1  # not left to training's clock
     longer = ladder.sized(best.flags, best.longest + 2**16)
     assert memory.lacks(workload_of(longer, H100, gpus))
 

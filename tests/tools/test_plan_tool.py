@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.timing import sum_bytes
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import Flags, model_of, whole
@@ -220,6 +221,13 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
     assert seconds("burst query double", "0") < seconds("ring double", "0")
     assert seconds("ring double", "0") < seconds("ring double", "1") < seconds("ring flat", "1")
     assert "--nnodes 2" in found[0].command() and "--seq-length 131072" in found[0].command()
+
+
+def test_heads_are_shared_out_over_nodes_too_as_training_does() -> None:
+    flags = {**FLAGS, "context-parallel-size": 32}
+    found = rank(flags, CONFIGS.cluster("a800"), 32, [0])
+    wanted = {1, *degrees([n // 8 for n in range(32)], *found[0].load.heads), 32}
+    assert {each.load.head_parallel for each in found} == wanted and 16 in wanted
 
 
 def test_a_plan_with_two_names_has_one_row() -> None:

@@ -124,7 +124,7 @@ def _kinds(
     base = 3 + len(distances)
     if base**count**2 >= 2**64:
         return None
-    digits = table.astype(np.min_scalar_type(base**count**2 - 1))
+    digits = table.astype(np.min_scalar_type(base**count**2))
     digits[query, key] = 3 + number
     codes = np.zeros((ranks, ranks), digits.dtype)  # all digits of two ranks as one number
     for i, j in product(range(count), repeat=2):

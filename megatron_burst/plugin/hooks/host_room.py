@@ -116,7 +116,14 @@ def available_bytes() -> int:
     for line in _OWN_CGROUPS.read_text().splitlines():
         folder = _CGROUPS / line.rpartition(":")[2].lstrip("/")
         for group in (folder, *folder.parents):
-            limit, used = group / "memory.max", group / "memory.current"
+            limit = group / "memory.max"
             if limit.is_file() and (text := limit.read_text().strip()) != "max":
-                left.append(int(text) - int(used.read_text()))
+                left.append(int(text) - _held(group))
     return max(0, min(left))
+
+
+def _held(group: Path) -> int:
+    """Return what a control group holds, without the files that it has read: these give way."""
+    stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+    cached = int(stat["active_file"]) + int(stat["inactive_file"])
+    return int((group / "memory.current").read_text()) - cached

@@ -32,7 +32,13 @@ _OF_CHUNKED_LOSS = "lm-head-memory-mb", "lm-head-chunk-size"
 
 def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the flags of every row of the ladder, the first without any saving."""
-    flags = {**given, **_OFF, **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False)}
+    # Training's own choice may hold more, and leaves attention fewer heads to cut.
+    flags = {
+        "burst-head-parallel-size": 1,
+        **given,
+        **_OFF,
+        **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False),
+    }
     flags = {name: value for name, value in flags.items() if value is not False}
     bare = {name: value for name, value in flags.items() if name not in _OF_CHUNKED_LOSS}
     yield "Megatron's full recompute", bare
