@@ -49,7 +49,7 @@ def choose_degree(
         return 1, "latents are to travel, which have no heads to share out"
     if any(getattr(config, name) != "auto" for name in _OF_RINGS):
         return 1, "rings are asked for by a topology or a backward that is given"
-    if not (sizes := _sizes(nodes, shape)):
+    if not (sizes := degrees(nodes, shape.query_heads, shape.kv_heads)):
         return 1, "no other degree divides its heads and the ranks of every node"
     held = _HELD * shape.tokens * shape.query_heads * shape.head_dim * shape.element_bytes
     if held > memory_limit:
@@ -65,18 +65,21 @@ def choose_degree(
     return best, f"reckoned for a layer's attention: {others}; more with others"
 
 
-def _sizes(nodes: Sequence[Hashable], shape: Shape) -> list[int]:
-    """Return the degrees above 1: divisors of every node, or so many whole nodes."""
+def degrees(nodes: Sequence[Hashable], query_heads: int, kv_heads: int) -> list[int]:
+    """Return the Ulysses degrees above 1: divisors of every node, or so many whole nodes.
+
+    They share out so many heads of a rank, with copies of kv heads where these are fewer.
+    """
     rows = [len(row) for row in by_node(nodes)]
     found = [size for size in range(2, math.gcd(*rows) + 1) if math.gcd(*rows) % size == 0]
     if len({*rows}) == 1:
         found += [n * rows[0] for n in range(2, len(rows) + 1) if len(rows) % n == 0]
-    return [size for size in found if _divides(shape, size)]
+    return [size for size in found if _divides(query_heads, kv_heads, size)]
 
 
-def _divides(shape: Shape, size: int) -> bool:
+def _divides(query_heads: int, kv_heads: int, size: int) -> bool:
     try:
-        return kv_head_copies(shape.query_heads, shape.kv_heads, size) > 0
+        return kv_head_copies(query_heads, kv_heads, size) > 0
     except ValueError:
         return False
 

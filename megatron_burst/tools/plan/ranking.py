@@ -147,9 +147,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     if load.context == 1:
         yield {"context-parallel-algo": "burst"}
         return
-    for size in range(1, min(load.ranks_per_node, load.context - 1) + 1):
-        if load.ranks_per_node % size or not _heads_divide(load, size):
-            continue
+    for size in (size for size in load.degrees if size < load.context):
         heads = {"burst-head-parallel-size": size}
         double = load.context > load.ranks_per_node > size
         for topology in ("flat", "double") if double else ("flat",):
@@ -160,16 +158,11 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
         if load.context > load.ranks_per_node:  # a mesh where it pays, else one of the rings
             yield {"context-parallel-algo": "burst", "burst-topology": "auto", **heads}
     yield {"context-parallel-algo": "allgather"}
-    if _heads_divide(load, load.context):
+    if load.context in load.degrees:
         # No gradient is sent around a ring there, and another dtype than the default is refused.
         asked = load.config.grad_dtype is not GradDtype.AUTO
         usual = {"burst-grad-dtype": GradDtype.AUTO.value} if asked else {}
         yield {"context-parallel-algo": "ulysses", **usual}
-
-
-def _heads_divide(load: Workload, size: int) -> bool:
-    heads, kv_heads = load.heads
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def recomputing(fraction: float | None) -> dict[str, Any]:
