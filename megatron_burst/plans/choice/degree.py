@@ -12,7 +12,7 @@ from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import exchanged, head_groups, kv_head_copies
 from megatron_burst.plans.choice.machine import H100, Machine
 from megatron_burst.plans.choice.planning import choose, mib
-from megatron_burst.plans.choice.timing import Links, exchange, least_seconds, pass_seconds
+from megatron_burst.plans.choice.timing import Links, exchange, least_seconds
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import by_node, choose_grid
 from megatron_burst.plans.visibility.layout import zigzag
@@ -124,9 +124,4 @@ class _Timed:
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings
         choice = choose(*given, memory_limit=self._limit, links=links)
-        forward, backward = choice.forward[0].schedule, choice.backward[0].schedule
-        return (
-            self._exchanges
-            + pass_seconds(forward, links, backward=False)[0]
-            + pass_seconds(backward, links, backward=True)[0]
-        )
+        return self._exchanges + choice.seconds(links)
