@@ -25,11 +25,11 @@ from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator, warm_up
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 from megatron_burst.transport.links import machine_here
-from megatron_burst.transport.objects import check_agreement, gather_objects
+from megatron_burst.transport.objects import check_agreement, gather_objects, of_first_rank
 
 logger = logging.getLogger(__name__)
 
-_LEARN = "learn what the first rank has chosen, and by which links"
+_LEARN = "choose the Ulysses degree, and learn by which links"
 
 
 @dataclass(eq=False, repr=False)
@@ -172,14 +172,16 @@ def _chosen_degree(
     shape: Shape | str,
     memory_limit: float,
 ) -> tuple[Machine, int]:
-    """Return the machine and the Ulysses degree as the first rank knows them."""
-    chosen = None  # by the first rank, as what it reads of its node may differ elsewhere
-    if group.rank() == 0:
+    """Return the machine and the Ulysses degree as the first rank knows them.
+
+    What another reads of its node may differ.
+    """
+
+    def choose_here() -> tuple[Machine, int, str]:
         here = machine_here()
-        chosen = here, *choose_degree(config, nodes, shape, memory_limit, here)
-    of_first = gather_objects(group, _LEARN, chosen, config.timeout_seconds)[0]
-    assert of_first is not None
-    machine, size, why = of_first
+        return here, *choose_degree(config, nodes, shape, memory_limit, here)
+
+    machine, size, why = of_first_rank(group, _LEARN, choose_here, config.timeout_seconds)
     if why and group.rank() == 0:
         logger.info("burst attention: --burst-head-parallel-size %d: %s", size, why)
     return machine, size

@@ -190,12 +190,13 @@ def _choose(
     """Choose what travels and how; return for the log what does not."""
     config = context.config
     shape = asked.shape(config.grad_dtype)
+    links = Links.of(context.nodes, shape, context.machine, context.beside)
 
     def choose_for(shape: Shape) -> Choice:
         return choose(
             *(config, tiling, context.grid, shape, context.nodes, context.along_grid),
             memory_limit=context.memory_limit,
-            links=Links.of(context.nodes, shape, context.machine, context.beside),
+            links=links,
         )
 
-    return choose_keys(choose_for, shape, asked.latents, config)
+    return choose_keys(choose_for, links, asked.latents, config)

@@ -58,6 +58,28 @@ def gather_objects[T](
     return values
 
 
+def of_first_rank[T](
+    group: dist.ProcessGroup, purpose: str, make: Callable[[], T], timeout_seconds: float
+) -> T:
+    """Return what `make` returns on the first rank of `group`, a collective call.
+
+    Raises:
+        ValueError: it raised an error there; all ranks raise it.
+    """
+    made: tuple[T | None, str] = None, ""
+    cause: Exception | None = None
+    if group.rank() == 0:
+        try:
+            made = make(), ""
+        except Exception as error:
+            made, cause = (None, f"{type(error).__name__}: {error}"), error
+    value, failure = gather_objects(group, purpose, made, timeout_seconds)[0]
+    if failure:
+        first = dist.get_process_group_ranks(group)[0]
+        raise ValueError(f"could not {purpose}: rank {first} raised {failure}") from cause
+    return value  # type: ignore[return-value] # of what `make` returned, be it None
+
+
 def broadcast_object[T](
     group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
 ) -> T:

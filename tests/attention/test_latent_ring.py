@@ -19,7 +19,9 @@ from megatron_burst.attention.sums import Sums
 from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.choice.kv_or_latents import latents_pay
+from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import choose_grid
@@ -272,18 +274,19 @@ def test_hops_have_the_bytes_of_the_formula_and_deepseeks_shape_sends_an_eighth(
             for theirs, ours in pairs:
                 assert 8 * bytes_sent(ours, small) <= bytes_sent(theirs, large)
         # Within a node messages of heads hide under attention, and expanding takes time.
-        assert latents_pay(with_heads, with_latents, latents) is pays
+        links = Links.of(nodes, heads, H100, 1)
+        assert latents_pay(with_heads, with_latents, links, latents) is pays
 
 
-@pytest.mark.parametrize(("tokens", "pays"), [(1024, True), (1536, False)])
+@pytest.mark.parametrize(("tokens", "pays"), [(256, True), (512, False)])
 def test_expanding_again_in_the_backward_counts(tokens: int, pays: bool) -> None:
-    """On 8 ranks of a node; without those FLOPs latents would be worth it at 1536 tokens, too."""
+    """On 8 ranks of a node; without those FLOPs latents would be worth it at 512 tokens, too."""
     heads = Shape(tokens, 16, 16, 192, 128, 2, 4, sends_raw=True)
     latents = replace(heads, latents=LatentShape(512 + 64, 16 * 256 * 512), sends_raw=False)
     tiling, nodes = Tiling(zigzag(8 * tokens, 8), Mask.causal()), [0] * 8
     grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
-    choices = (choose(BurstConfig(), tiling, grid, shape, nodes) for shape in (heads, latents))
-    assert latents_pay(*choices, latents) is pays
+    choices = [choose(BurstConfig(), tiling, grid, shape, nodes) for shape in (heads, latents)]
+    assert latents_pay(*choices, Links.of(nodes, heads, H100, 1), latents) is pays
 
 
 def attend_twice(team: Team, case: Case, fraction: float) -> tuple[Tensor, int, int]:

@@ -21,7 +21,7 @@ from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
-from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _sizes, search
+from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport import ports as ports_of_here
 
@@ -206,6 +206,13 @@ def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -
     usual = load_of("llama3_8b", 8, context_parallel_size=8, recompute_attention_fraction=0)
     assert rates[0] >= step.predict(usual).tokens_per_gpu
     assert "--tensor-model-parallel-size" in found[0].command()
+
+
+def test_heads_are_shared_out_over_nodes_where_the_ranks_allow_it() -> None:
+    load = load_of("llama3_8b", 32, context_parallel_size=32)
+    assert load.degrees == [1, 2, 4, 8, 16, 32] and load.ranks_per_node == 8
+    tried = [way.get("burst-head-parallel-size") for way in _schedules(load)]
+    assert tried == [1, 1, 2, 2, 4, 4, 8, 16, None], "double rings within a node alone, and ulysses"
 
 
 @pytest.mark.parametrize("asked", [(), ("pp",), ("ep",), ("pp", "ep")])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention import context as context_module
 from megatron_burst.attention import preparing
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS
@@ -49,6 +50,21 @@ def test_ranks_that_disagree_on_the_configuration_all_say_so(workers: WorkerPool
     values = listed_by_rank(workers.run(3, disagree_on_the_configuration), "the configuration")
     assert ["kernel='cpu'" in value for value in values] == [False, True, False]
     assert ["kernel='auto'" in value for value in values] == [True, False, True]
+
+
+def cannot_choose(team: Team) -> tuple[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if team.rank == 0:  # the others have nothing to choose
+            patch.setattr(context_module, "choose_degree", lambda *_: raised(KeyError("no NIC")))
+        start = time.monotonic()
+        return error_of(lambda: team.context(CONFIG)), time.monotonic() - start
+
+
+def test_what_the_first_rank_cannot_choose_all_say_at_once(workers: WorkerPool) -> None:
+    found = workers.run(3, cannot_choose, timeout=60)
+    (message,) = {text for text, _ in found}
+    assert "Ulysses degree" in message and message.endswith("rank 5 raised KeyError: 'no NIC'")
+    assert max(seconds for _, seconds in found) < SECONDS
 
 
 # Of one call.

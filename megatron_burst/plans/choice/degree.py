@@ -12,7 +12,7 @@ from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import exchanged, head_groups, kv_head_copies
 from megatron_burst.plans.choice.machine import H100, Machine
 from megatron_burst.plans.choice.planning import choose, mib
-from megatron_burst.plans.choice.timing import Links, exchange, least_seconds, pass_seconds
+from megatron_burst.plans.choice.timing import Links, exchange, least_seconds
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import by_node, choose_grid
 from megatron_burst.plans.visibility.layout import zigzag
@@ -66,16 +66,18 @@ def choose_degree(
 
 
 def degrees(nodes: Sequence[Hashable], query_heads: int, kv_heads: int) -> list[int]:
-    """Return those above 1 that divide the heads: ranks of part of a node, or of whole nodes."""
+    """Return the Ulysses degrees above 1: divisors of every node, or so many whole nodes.
+
+    They share out so many heads of a rank, with copies of kv heads where these are fewer.
+    """
     rows = [len(row) for row in by_node(nodes)]
     found = [size for size in range(2, math.gcd(*rows) + 1) if math.gcd(*rows) % size == 0]
     if len({*rows}) == 1:
         found += [n * rows[0] for n in range(2, len(rows) + 1) if len(rows) % n == 0]
-    return [size for size in found if heads_divide(query_heads, kv_heads, size)]
+    return [size for size in found if _divides(query_heads, kv_heads, size)]
 
 
-def heads_divide(query_heads: int, kv_heads: int, size: int) -> bool:
-    """Whether so many ranks can share out the heads, kv heads copied where there are fewer."""
+def _divides(query_heads: int, kv_heads: int, size: int) -> bool:
     try:
         return kv_head_copies(query_heads, kv_heads, size) > 0
     except ValueError:
@@ -122,9 +124,4 @@ class _Timed:
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings
         choice = choose(*given, memory_limit=self._limit, links=links)
-        forward, backward = choice.forward[0].schedule, choice.backward[0].schedule
-        return (
-            self._exchanges
-            + pass_seconds(forward, links, backward=False)[0]
-            + pass_seconds(backward, links, backward=True)[0]
-        )
+        return self._exchanges + choice.seconds(links)

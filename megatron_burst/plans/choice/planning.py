@@ -70,6 +70,11 @@ class Choice:
         """Return the plans of a rank's forward and backward."""
         return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
 
+    def seconds(self, links: Links) -> float:
+        """Return the time of a layer's forward and backward by the clock."""
+        passes = (self.forward, False), (self.backward, True)
+        return sum(pass_seconds(of[0].schedule, links, backward=back)[0] for of, back in passes)
+
     def __str__(self) -> str:
         mask, forward = self.tiling.mask, self.forward[0]
         if self.tiling.ranks == 1:

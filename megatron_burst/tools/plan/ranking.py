@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.config import GradDtype, LayoutName
-from megatron_burst.plans.choice.degree import degrees, heads_divide
 from megatron_burst.tools.model import Flags
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
@@ -148,8 +147,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     if load.context == 1:
         yield {"context-parallel-algo": "burst"}
         return
-    nodes = [rank // load.ranks_per_node for rank in range(load.context)]
-    for size in (1, *(n for n in degrees(nodes, *load.heads) if n < load.context)):
+    for size in (size for size in load.degrees if size < load.context):
         heads = {"burst-head-parallel-size": size}
         double = load.context > load.ranks_per_node > size
         for topology in ("flat", "double") if double else ("flat",):
@@ -160,7 +158,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
         if load.context > load.ranks_per_node:  # a mesh where it pays, else one of the rings
             yield {"context-parallel-algo": "burst", "burst-topology": "auto", **heads}
     yield {"context-parallel-algo": "allgather"}
-    if heads_divide(*load.heads, load.context):
+    if load.context in load.degrees:
         # No gradient is sent around a ring there, and another dtype than the default is refused.
         asked = load.config.grad_dtype is not GradDtype.AUTO
         usual = {"burst-grad-dtype": GradDtype.AUTO.value} if asked else {}

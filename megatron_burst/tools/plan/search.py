@@ -33,7 +33,6 @@ SEARCHED = (
     # Without them the loss takes the least memory that costs no time; less where that is too much.
     *_CHUNKS,
 )
-_DEGREES = (1, 2, 4, 8)  # of head parallelism
 
 
 class Wish(NamedTuple):
@@ -59,7 +58,7 @@ def search(
             break
         if not (loads := [*_with_room(way, given, wish)]):
             continue
-        clocks += way.load.context**2 + 2**14
+        clocks += len(way.load.ring.nodes) ** 2 + 2**14
         if clocks > _CLOCKS and found:
             break
         fitting: list[Candidate] = []
@@ -134,15 +133,15 @@ def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
     found: list[_Way] = []
     reason = "the GPUs do not divide over the sizes that are given"
     for sizes in _sizes(flags, gpus, wish):
-        for schedule in _schedules(sizes["context-parallel-size"]):
-            wanted = {**flags, **sizes, **schedule}
-            try:
+        try:
+            alone = workload_of({**flags, **sizes, **fastest}, cluster, gpus)
+            for schedule in _schedules(alone):
+                wanted = {**flags, **sizes, **schedule}
                 load = workload_of({**wanted, **fastest}, cluster, gpus)
                 _ = load.ring.layout  # whether the tokens divide
-            except ValueError as error:
-                reason = str(error)
-                continue
-            found.append(_Way(_bound(load), wanted, load))
+                found.append(_Way(_bound(load), wanted, load))
+        except ValueError as error:
+            reason = str(error)
     if not found:
         raise ValueError(f"no sizes go with these flags: {reason}")
     return found
@@ -186,16 +185,18 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
             }
 
 
-def _schedules(context: int) -> Iterator[dict[str, Any]]:
-    """What may be sent around: ours chooses ring, mesh and latents by their bytes."""
-    if context == 1:
+def _schedules(load: Workload) -> Iterator[dict[str, Any]]:
+    """What may be sent around: ours chooses ring, mesh and latents by the clock."""
+    if load.context == 1:
         yield {"context-parallel-algo": "burst"}
         return
-    for degree in (size for size in _DEGREES if size < context):
+    for degree in (size for size in load.degrees if size < load.context):
         heads = {"burst-head-parallel-size": degree}
-        for topology in ("auto", "double"):
+        double = load.context > load.ranks_per_node > degree
+        for topology in ("auto", "double") if double else ("auto",):
             yield {"context-parallel-algo": "burst", "burst-topology": topology, **heads}
-    yield {"context-parallel-algo": "ulysses"}
+    if load.context in load.degrees:
+        yield {"context-parallel-algo": "ulysses"}
 
 
 def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:

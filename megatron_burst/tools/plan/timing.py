@@ -75,12 +75,13 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
     tiling, config = _tiling(ring.layout, ring.mask), ring.config
     limit = config.memory_limit(ring.card)
 
+    heads = replace(ring.shape, latents=None)
+    links = Links(ring.nodes, heads, ring.machine, ring.beside)
+
     def choose_for(shape: Shape) -> Choice:
-        links = Links(ring.nodes, shape, ring.machine, ring.beside)
         return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
 
-    heads = replace(ring.shape, latents=None)
-    return choose_keys(choose_for, heads, ring.shape.latents, config)[:2]
+    return choose_keys(choose_for, links, ring.shape.latents, config)[:2]
 
 
 @lru_cache(maxsize=32)

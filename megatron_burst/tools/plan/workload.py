@@ -6,6 +6,7 @@ from functools import cached_property
 from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import LatentShape, Shape
+from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plans.choice.head_parallel import exchanged
 from megatron_burst.plans.choice.machine import Machine
@@ -148,6 +149,12 @@ class Workload:
         """U, over how many ranks the heads are spread; 1 where it is left to the training."""
         ulysses = self.config.algorithm is Algorithm.ULYSSES
         return self.context if ulysses else self.config.head_parallel_size or 1
+
+    @property
+    def degrees(self) -> list[int]:
+        """The Ulysses degrees that the context-parallel ranks may have."""
+        nodes = [rank // self.ranks_per_node for rank in range(self.context)]
+        return [1, *degrees(nodes, *self.heads)]
 
     @property
     def ranks_per_node(self) -> int:
