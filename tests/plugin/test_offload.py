@@ -236,16 +236,37 @@ def test_an_exception_leaves_nothing_behind(copies: Counter[str]) -> None:
         assert (x - y).norm() <= 2e-6 * y.norm()
 
 
+@pytest.mark.parametrize(
+    ("own", "tree", "limit", "held", "of_all"),
+    [
+        ("0::/job/step", ".", "memory.max", "memory.current", ""),
+        (
+            "9:memory:/job/step",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
 def test_a_control_group_bounds_what_is_available(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: str,
+    tree: str,
+    limit: str,
+    held: str,
+    of_all: str,
 ) -> None:
-    folder = tmp_path / "job" / "step"
+    folder = tmp_path / tree / "job" / "step"
     folder.mkdir(parents=True)
-    for group, limit in ((folder, "max"), (folder.parent, str(7 * 2**30))):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{6 * 2**30}\n")  # of it 5 of files that were read
-        (group / "memory.stat").write_text(f"active_file {2**30}\ninactive_file {4 * 2**30}\n")
-    (tmp_path / "cgroup").write_text("0::/job/step\n")
+    files = f"active_file 0\ninactive_file 0\n{of_all}active_file {2**30}\n"
+    for group, bytes_ in ((folder, 2**62 if of_all else "max"), (folder.parent, 7 * 2**30)):
+        (group / limit).write_text(f"{bytes_}\n")
+        (group / held).write_text(f"{6 * 2**30}\n")  # of it 5 of files that were read
+        (group / "memory.stat").write_text(f"{files}{of_all}inactive_file {4 * 2**30}\n")
+    (tmp_path / "cgroup").write_text(f"4:cpu:/other\n{own}\n")
     monkeypatch.setattr(host_room, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host_room, "_OWN_CGROUPS", tmp_path / "cgroup")
     free = SimpleNamespace(available=100 * 2**30)

@@ -14,6 +14,8 @@ from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.models import need_language_models
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_FILES = "memory.max", "memory.current"  # of a control group: its limit, what it holds
+_OLD_FILES = "memory.limit_in_bytes", "memory.usage_in_bytes"  # of version 1
 _GIB = 2**30
 _OPTIMIZER = 16  # bytes of a weight: four numbers in float32
 
@@ -114,16 +116,20 @@ def available_bytes() -> int:
     """Return what the machine, and the control groups of this process, can still give to it."""
     left = [psutil.virtual_memory().available]
     for line in _OWN_CGROUPS.read_text().splitlines():
-        folder = _CGROUPS / line.rpartition(":")[2].lstrip("/")
+        _, controllers, path = line.split(":", 2)
+        is_old = "memory" in controllers.split(",")  # version 1 has a tree for each controller
+        root = _CGROUPS / "memory" if is_old else _CGROUPS
+        limit, held = _OLD_FILES if is_old else _FILES
+        folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
-            limit = group / "memory.max"
-            if limit.is_file() and (text := limit.read_text().strip()) != "max":
-                left.append(int(text) - _held(group))
+            if (file := group / limit).is_file() and (text := file.read_text().strip()) != "max":
+                left.append(int(text) - _held(group, held))
     return max(0, min(left))
 
 
-def _held(group: Path) -> int:
+def _held(group: Path, file: str) -> int:
     """Return what a control group holds, without the files that it has read: these give way."""
     stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-    cached = int(stat["active_file"]) + int(stat["inactive_file"])
-    return int((group / "memory.current").read_text()) - cached
+    of_all = "total_" if "total_active_file" in stat else ""  # version 1 tells its own first
+    cached = int(stat[f"{of_all}active_file"]) + int(stat[f"{of_all}inactive_file"])
+    return int((group / file).read_text()) - cached
