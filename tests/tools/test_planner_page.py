@@ -31,7 +31,7 @@ BEYOND = {
     *("e2e/14b/32/loongtrain_double", "e2e/14b/32/loongtrain_double_none"),
     *("e2e/13b/32/loongtrain_double", "kernel/1M/double", "kernel/node/32k"),
     *(f"magi/b200/causal/{gpus}/allgather/backward" for gpus in (8, 16, 32, 64)),
-    *("magi/b200/causal/64/ulysses/forward", "alst/8b/both", "alst/70b/both"),
+    *("magi/b200/causal/64/ulysses/forward", "alst/8b/inputs", "alst/32b/both", "alst/70b/both"),
 }
 WRONG_ORDER = {
     *("e2e/14b/32/loongtrain_double", "alst/70b/both"),
