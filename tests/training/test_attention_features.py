@@ -137,13 +137,13 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
 
 # What is said of a degree that nobody gave: a model, flags on all ranks, more on several.
 CHOSEN = {
-    "4: of what a rank sends within its node with 1": (
+    "4: reckoned": (
         SINKS,
         "--lm-head-loss chunked",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
         "--burst-layout segmented-zigzag",
     ),
-    "2: of what a rank sends within its node with 1": (GQA, "", "--burst-ranks-per-node 2"),
+    "4: reckoned for a layer's attention": (GQA, "", "--burst-ranks-per-node 2"),
     "1: its rings may send latents": (MLA, "", ""),
     "1: its rings send less under a window": ("", "--window-size 40,0", ""),
     "1: rings send less under documents": ("", "--dataloader-inter-document-masking", ""),
