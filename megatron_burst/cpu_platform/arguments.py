@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import beyond, layer_pattern, recurrent_layers, refuse_all
+from megatron_burst.plugin.refusals import beyond, layer_pattern, recurrent_layers, refuse_all
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",

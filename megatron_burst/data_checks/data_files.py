@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import _IndexReader
 
-from megatron_burst.plugin.limits import refuse_all
+from megatron_burst.plugin.refusals import refuse_all
 
 _AT_ONCE = 2**20  # sequences
 

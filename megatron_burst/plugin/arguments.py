@@ -24,11 +24,8 @@ from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
 from megatron_burst.plugin.flags import ENDED, all_flags
-from megatron_burst.plugin.limits import (
-    MEGATRON,
-    refusals,
-    refuse_all,
-)
+from megatron_burst.plugin.limits import MEGATRON
+from megatron_burst.plugin.refusals import refusals, refuse_all
 from megatron_burst.plugin.settings import Settings, settings_of
 
 logger = logging.getLogger(__name__)

@@ -36,13 +36,13 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
-from megatron_burst.plugin.limits import refusals, refuse_all
 from megatron_burst.plugin.own_models import (
     REMEDY,
     check_attention,
     documents_must_come,
     with_our_parts,
 )
+from megatron_burst.plugin.refusals import refusals, refuse_all
 from megatron_burst.plugin.rejections import with_reason
 from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 

@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.limits import refuse_all
+from megatron_burst.plugin.refusals import refuse_all
 
 _CORE = "megatron.core"
 _LAYERS, _DATASETS = f"{_CORE}.transformer", f"{_CORE}.datasets"

@@ -15,13 +15,13 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
 from megatron_burst.plugin.attention.latent_layers import WITH_LATENTS
 from megatron_burst.plugin.attention.shared_state import SharedState
-from megatron_burst.plugin.limits import pattern_refusals, refuse_all
 from megatron_burst.plugin.local_layers import (
     block_spec,
     local_stack_spec,
     local_variant_spec,
     with_sequence_parallel_norm,
 )
+from megatron_burst.plugin.refusals import pattern_refusals, refuse_all
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
 
 

@@ -17,11 +17,8 @@ from megatron_burst.config import (
     refuse,
 )
 from megatron_burst.plugin.flags import flags
-from megatron_burst.plugin.limits import (
-    LATENT_LIMITS,
-    MEGATRON,
-    MLP_LIMITS,
-    MLP_WORKING,
+from megatron_burst.plugin.limits import LATENT_LIMITS, MEGATRON, MLP_LIMITS, MLP_WORKING
+from megatron_burst.plugin.refusals import (
     beyond,
     documents_flag,
     lm_head_refusals,

@@ -21,9 +21,8 @@ from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
     MLP_LIMITS,
-    pattern_refusals,
-    refusals,
 )
+from megatron_burst.plugin.refusals import pattern_refusals, refusals
 
 YES = "yes"
 RANKS, TOKENS = 4, 64

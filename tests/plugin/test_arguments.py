@@ -23,14 +23,8 @@ from megatron_burst.plugin.arguments import (
     report_dropouts,
 )
 from megatron_burst.plugin.flags import ENDED, all_flags
-from megatron_burst.plugin.limits import (
-    LIMITS,
-    LM_HEAD_LIMITS,
-    OFF,
-    WORKING,
-    beyond,
-    refusals,
-)
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, OFF, WORKING
+from megatron_burst.plugin.refusals import beyond, refusals
 from megatron_burst.plugin.settings import (
     burst_config_from_args,
     checks_files,

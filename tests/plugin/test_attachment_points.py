@@ -9,7 +9,8 @@ pytest.importorskip("megatron.training")
 from megatron_burst import launch  # noqa: E402
 from megatron_burst.plugin import attachment_points  # noqa: E402
 from megatron_burst.plugin.attachment_points import CALLED, REPLACED, WRAPPED  # noqa: E402
-from megatron_burst.plugin.limits import DEV_LIMITS, refusals  # noqa: E402
+from megatron_burst.plugin.limits import DEV_LIMITS  # noqa: E402
+from megatron_burst.plugin.refusals import refusals  # noqa: E402
 
 
 def test_the_installed_megatron_has_every_attachment_point() -> None:

@@ -19,7 +19,7 @@ from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck
-from megatron_burst.plugin.limits import refusals, refuse_all
+from megatron_burst.plugin.refusals import refusals, refuse_all
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 

@@ -26,7 +26,8 @@ from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
-from megatron_burst.plugin.limits import LATENT_LIMITS, beyond, refuse_all
+from megatron_burst.plugin.limits import LATENT_LIMITS
+from megatron_burst.plugin.refusals import beyond, refuse_all
 
 logger = logging.getLogger(__name__)
 

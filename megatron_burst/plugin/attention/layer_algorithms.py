@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from megatron_burst.config import Algorithm, BurstConfig, LayoutName
-from megatron_burst.plugin.limits import refuse_all
+from megatron_burst.plugin.refusals import refuse_all
 
 MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """The names that Megatron's own core attention, TransformerEngine's, knows."""

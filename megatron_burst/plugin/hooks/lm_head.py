@@ -19,8 +19,9 @@ from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, within
 from megatron_burst.loss.function import apply
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
-from megatron_burst.plugin.limits import LM_HEAD_LIMITS, beyond, refuse_all
+from megatron_burst.plugin.limits import LM_HEAD_LIMITS
 from megatron_burst.plugin.models import LanguageModel, need_language_models
+from megatron_burst.plugin.refusals import beyond, refuse_all
 
 logger = logging.getLogger(__name__)
 

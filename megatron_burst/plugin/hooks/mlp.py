@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_burst.config import MlpConfig
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
-from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING, beyond, refuse_all
+from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.models import need_language_models
+from megatron_burst.plugin.refusals import beyond, refuse_all
 from megatron_burst.plugin.row_chunks import in_row_chunks, is_in_backward, unmade
 
 logger = logging.getLogger(__name__)

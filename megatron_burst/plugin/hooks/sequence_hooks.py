@@ -29,8 +29,8 @@ from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
-from megatron_burst.plugin.limits import layer_pattern, recurrent_layers
 from megatron_burst.plugin.models import NAMES, LanguageModel
+from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 _EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way

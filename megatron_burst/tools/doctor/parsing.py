@@ -135,7 +135,7 @@ def _add_from_checkpoint(args: Namespace) -> None:
 def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:
     """Make the model's configuration, which checks what the parser does not."""
     from megatron_burst.plugin import pretraining
-    from megatron_burst.plugin.limits import refusals
+    from megatron_burst.plugin.refusals import refusals
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
         raise ValueError(reason)

@@ -1,0 +1,233 @@
+"""What arguments of Megatron ask for that our parts cannot honour, by the tables of limits."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_burst.config import Algorithm, LayoutName
+from megatron_burst.plugin.limits import (
+    DEV_LIMITS,
+    LIMITS,
+    LM_HEAD_LIMITS,
+    MEGATRON,
+    OFF,
+    SHARDING_LIMITS,
+    WORKING,
+)
+
+# What --cuda-graph-modules may name while attention stays out of the graphs. For mlp and moe
+# Megatron's own implementation captures whole layers.
+_GRAPHS_BESIDE_ATTENTION = {
+    "local": ("moe_router", "moe_preprocess", "mamba"),
+    "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
+}
+
+# What Megatron reads them as once it has validated its arguments.
+_DEPRECATED_GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+
+
+def refuse_all(what: str, reasons: Iterable[str]) -> None:
+    """Raise a ValueError that says what cannot be done and every reason, if there is one."""
+    if lines := [*reasons]:
+        raise ValueError("\n  ".join([f"{what}:", *lines]))
+
+
+def refusals(settings: Any) -> list[str]:
+    """Return why our attention cannot run with these settings, one line each; empty if it can.
+
+    Args:
+        settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
+            not have does not apply to it.
+    """
+    pattern = layer_pattern(settings)
+    layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
+    checks = (
+        _graph_refusals,
+        _window_refusals,
+        _document_refusals,
+        _rotary_refusals,
+        _mtp_refusals,
+    )
+    others = (reason for check in checks for reason in check(settings))
+    return [
+        *beyond({**LIMITS, **DEV_LIMITS}, settings),
+        *others,
+        *pattern_refusals(pattern, layout, settings),
+    ]
+
+
+def lm_head_refusals(args: Any) -> list[str]:
+    """Return why the chunked loss cannot run with Megatron's parsed arguments, one line each."""
+    documents = documents_flag(args)
+    ranks, name = args.context_parallel_size, getattr(args, "context_parallel_algo", None)
+    reasons = beyond(LM_HEAD_LIMITS, args)
+    if args.mtp_num_layers and documents and ranks > 1 and name == MEGATRON:
+        reasons.append(
+            f"mtp_num_layers = {args.mtp_num_layers}, {documents} = True: over {ranks} "
+            "context-parallel ranks Megatron's attention leaves tokens where MTP's losses cannot "
+            f"the next: take --context-parallel-algo {Algorithm.BURST}, or drop one of them"
+        )
+    return reasons
+
+
+def sharding_refusals(args: Any) -> Iterator[str]:
+    """Yield why none of our flags can run beside the weights that Megatron shards."""
+    for flag, limits in SHARDING_LIMITS.items():
+        if getattr(args, flag, False):
+            yield from beyond(limits, args)
+
+
+def documents_flag(args: Any) -> str | None:
+    """Name the argument that brings documents, if one does."""
+    names = "dataloader_inter_document_masking", "sft"
+    return next((name for name in names if getattr(args, name, False)), None)
+
+
+def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
+    """Yield why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
+    pattern = pattern or ""
+    if sparse := " ".join(sorted({*pattern} & {*"DCHW"})):  # the last three are dev's
+        yield (
+            f"{sparse} in the pattern {pattern}: DeepSeek sparse attention is another core "
+            "attention: take + (MLA) layers, or drop --context-parallel-algo"
+        )
+    if "" in pattern.partition("/")[0].split("|")[1:-1]:
+        yield (
+            f"a stage without layers in the pattern {pattern}: Megatron frees what it passes on, "
+            "and gradients of the stages before it are wrong: give it a layer, or drop its |"
+        )
+    found = recurrent_layers(pattern)
+    if layout != LayoutName.ZIGZAG and found:
+        yield (
+            f"{found} layers undo Megatron's zigzag by themselves and know no other order: "
+            f"drop --burst-layout {layout}"
+        )
+    ranks = getattr(settings, "tensor_model_parallel_size", 1)
+    if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
+        yield (
+            f"G (gated delta net) over {ranks} tensor-parallel ranks: Megatron sums the gradient "
+            "of its norm over them under sequence parallelism alone: add --sequence-parallel"
+        )
+
+
+def layer_pattern(settings: Any) -> str | None:
+    """Return the pattern of a hybrid model's layers; "G" for a GPTModel that has such among its."""
+    pattern: str | None = getattr(settings, "hybrid_layer_pattern", None)
+    variant = getattr(settings, "experimental_attention_variant", None)
+    return "G" if variant == "gated_delta_net" else pattern
+
+
+def recurrent_layers(pattern: str | None) -> str:
+    """Name the layers of a hybrid layer pattern that carry a state from token to token, if any."""
+    named = {"M": "M (Mamba)", "G": "G (gated delta net)"}
+    return " and ".join(name for symbol, name in named.items() if symbol in (pattern or ""))
+
+
+def beyond(
+    limits: Mapping[str, str],
+    settings: Any,
+    working: Mapping[str, tuple[Any, ...]] = WORKING,
+) -> list[str]:
+    """Return the limits that `settings` do not keep: the name, the value and the reason."""
+    given = {name: getattr(settings, name, None) for name in limits}
+    plain = {name: getattr(value, "name", value) for name, value in given.items()}  # of enums
+    return [
+        f"{name} = {value}: {limits[name]}"
+        for name, value in plain.items()
+        if value is not None and value not in working.get(name, OFF)
+    ]
+
+
+def _graph_refusals(settings: Any) -> Iterator[str]:
+    """Per-layer CUDA graphs may hold anything but attention; no module named is the whole layer."""
+    impl = getattr(settings, "cuda_graph_impl", None)
+    for flag, meant in _DEPRECATED_GRAPHS.items():
+        impl = meant if getattr(settings, flag, False) else impl
+    if impl not in _GRAPHS_BESIDE_ATTENTION:
+        return
+    # Until Megatron has validated its arguments, those of --cuda-graph-scope have their own place.
+    modules = getattr(settings, "cuda_graph_modules", None) or getattr(
+        settings, "cuda_graph_scope_deprecated", None
+    )
+    named = [getattr(module, "name", module) for module in modules or ()]
+    fine = _GRAPHS_BESIDE_ATTENTION[impl]
+    if not named or not set(named) <= set(fine):
+        yield (
+            f"cuda_graph_modules = {' '.join(named) or 'none, the whole layer'}: a ring cannot be "
+            f"captured in a CUDA graph; with --cuda-graph-impl {impl} name some of "
+            f"{', '.join(fine)} in --cuda-graph-modules and no others, or drop --cuda-graph-impl"
+        )
+
+
+def _window_refusals(settings: Any) -> Iterator[str]:
+    """Megatron's (left, right): how many keys before and behind it a query sees; -1 is all."""
+    window = getattr(settings, "window_size", None)
+    if window and (len(window) != 2 or window[0] < -1):
+        yield f"window_size = {window}: pass --window-size LEFT,0 with LEFT >= 0, or -1 for all"
+    elif window and window[1] not in (0, -1):
+        yield (
+            f"window_size = {window}: under a causal mask no query sees what is behind it: "
+            f"pass --window-size {window[0]},0"
+        )
+
+
+def _document_refusals(args: Any) -> Iterator[str]:
+    """Recurrent layers, the layout of --sft, and samples that have to be told apart on one rank."""
+    name = documents_flag(args)
+    if name is None:
+        return
+    found = recurrent_layers(layer_pattern(args))
+    layout = getattr(args, "burst_layout", "zigzag")
+    if found and name == "sft":
+        yield f"sft = True: {found} layers were not shown to be right with it: drop --sft"
+    elif found:
+        yield (
+            f"{name} = True: {found} layers take every document in a zigzag of its own, and there "
+            "is one of the whole sequence: drop --dataloader-inter-document-masking"
+        )
+    elif getattr(args, "sft", False) and layout != "zigzag" and args.context_parallel_size > 1:
+        yield (
+            "sft = True: every document is in a zigzag of its own already, which gives the ranks "
+            f"equal work: drop --burst-layout {layout}"
+        )
+    ranks = args.context_parallel_size
+    ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    balancing = args.moe_router_load_balancing_type
+    by_sample = "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])
+    if args.num_experts and by_sample and args.micro_batch_size != 1 and ranks > 1:
+        yield (
+            f"{name} = True: the samples of a micro-batch are one sequence over {ranks} ranks, "
+            "which cannot tell them apart for seq_aux_loss: "
+            f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
+        )
+
+
+def _rotary_refusals(args: Any) -> Iterator[str]:
+    """Embeddings whose rows cannot be taken one by one, where tokens leave Megatron's order."""
+    layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
+    why = documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
+    if not why:
+        return
+    kind = getattr(args, "position_embedding_type", None)
+    if kind == "mrope":
+        yield f"position_embedding_type = mrope: it cannot follow {why}: drop one of them"
+    fuses = getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion
+    # Without rope Megatron switches the fusion off by itself.
+    if fuses and (kind == "rope" or args.use_rotary_position_embeddings):
+        yield f"apply_rope_fusion = True: MLA's cannot follow {why}: pass --no-rope-fusion"
+
+
+def _mtp_refusals(args: Any) -> Iterator[str]:
+    """Megatron moves hidden states from rank to rank without their gradients."""
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant and getattr(args, "mtp_num_layers", None):
+        yield (
+            f"mtp_num_layers = {args.mtp_num_layers}: a GPTModel of Megatron's has no MTP beside "
+            f"{variant}: take --hybrid-layer-pattern, or drop --mtp-num-layers"
+        )
+    ranks = getattr(args, "context_parallel_size", 1)
+    mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main
+    if mixes and ranks > 1:
+        yield (
+            f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
+            "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
+        )
