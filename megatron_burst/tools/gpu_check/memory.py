@@ -63,4 +63,5 @@ def counted_peaks(nodes: Sequence[int], sizes: Sizes, **settings: str) -> list[i
     tensors = sizes.draw("meta", DTYPE)
     rank = silent_rank(nodes, tensors, **settings, kernel="reference")  # on any device
     rank.call = replace(rank.call, kernel=_EmptyKernel())
+    rank.backward()  # as on the device
     return _peaks(Device(torch.device("meta"), Path()), rank, tensors)
