@@ -50,6 +50,12 @@ class Prepared:
     exchange: HeadExchange | None = None
     copies: int = 1  # of kv heads
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans of messages."""
+        call = self.call.forward_plan, self.call.backward_plan
+        return (*call, self.exchange.plan) if self.exchange else call
+
     def __str__(self) -> str:
         chunks = f", heads in {self.chunks} chunks" if self.chunks > 1 else ""
         return f"kernel {self.call.kernel.name}{chunks}, {self.call.choice}"

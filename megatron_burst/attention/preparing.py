@@ -194,7 +194,7 @@ def _choose(
 
     def choose_for(shape: Shape) -> Choice:
         return choose(
-            *(config, tiling, context.grid, shape, context.nodes, context.along_grid),
+            *(config, tiling, context.grid, shape, context.nodes),
             memory_limit=context.memory_limit,
             links=links,
         )
