@@ -84,8 +84,7 @@ class BurstContext:
                 the configuration does not say; or, for the log, why there is none.
 
         Raises:
-            ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
-                configuration makes no double ring of the given hierarchy.
+            ValueError: the ranks disagree on the configuration, or the kernel is unknown.
         """
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -101,7 +100,7 @@ class BurstContext:
         nodes = nodes_of_ranks(config, group, hierarchy)
         machine, size = _chosen_degree(config, group, nodes, shape, memory_limit)
         on_a_node = nodes.count(nodes[0])
-        grid, ring_nodes, heads = _arranged(config, group, nodes, size, hierarchy)
+        grid, ring_nodes, heads = _arranged(config, group, nodes, size)
         if groups is None:
             groups = make_groups(config, group, grid, heads, hierarchy)
         ranks = dist.get_process_group_ranks(group)
@@ -193,13 +192,8 @@ def _arranged(
     group: dist.ProcessGroup,
     nodes: Sequence[Hashable],
     size: int,
-    hierarchy: Sequence[dist.ProcessGroup] | None,
 ) -> tuple[Grid, Sequence[Hashable], HeadGroups]:
-    """Return the grid of the ranks of a ring, their nodes, and who shares out heads.
-
-    Raises:
-        ValueError: the configuration makes another grid than the given hierarchy.
-    """
+    """Return the grid of the ranks of a ring, their nodes, and who shares out heads."""
     # Ulysses spreads the heads over all ranks, be they of one node or not.
     everywhere = [0] * len(nodes), len(nodes)
     heads = head_groups(*(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size)))
@@ -207,11 +201,6 @@ def _arranged(
     grid, why_flat = choose_grid(config.shape_of_rings, nodes)
     if why_flat and group.rank() == 0:
         logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
-    if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
-        raise ValueError(
-            f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
-            f"given, but the configuration makes a {grid}; take --burst-topology double"
-        )
     return grid, nodes, heads
 
 

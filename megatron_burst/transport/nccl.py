@@ -23,7 +23,7 @@ from megatron_burst.transport.backend import nccl_of
 _READ = (2, 27), (2, 30)  # the first version and the last
 # A channel is a CTA, and has buffers for every peer. Clusters of 4 CTAs, as is usual on Hopper,
 # want room in one part of the GPU, beside attention. Neither number was timed.
-_OURS = {"max_ctas": 8, "cga_cluster_size": 1}
+OURS = {"max_ctas": 8, "cga_cluster_size": 1}
 
 
 def unread(version: tuple[int, ...]) -> str:
@@ -42,7 +42,7 @@ def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit
-    unset, given = dist.ProcessGroupNCCL.Options().config, dict[str, Any](_OURS)
+    unset, given = dist.ProcessGroupNCCL.Options().config, dict[str, Any](OURS)
     for group in callers:
         config = getattr(getattr(nccl_of(group), "options", None), "config", unset)
         said = {name: getattr(config, name, None) for name in _SETTINGS}

@@ -1,4 +1,4 @@
-"""Where ranks are, and the process groups of their rings, made or adopted. (fast tier)"""
+"""Where ranks are, and the process groups of their rings, and who is on them. (fast tier)"""
 
 import os
 from collections import Counter
@@ -210,22 +210,6 @@ def test_communicators_have_our_options_and_the_callers_win(
     assert settings() == {(16, 2, 16)}, "NCCL refuses more at least than at most"
     callers.options.config.max_ctas = 24
     assert settings() == {(24, 2, 16)}
-
-
-def refused(_: Team) -> str:
-    group = new_groups([range(4), range(4, 8)])
-    hierarchy = (new_groups([range(t, t + 2) for t in range(0, 8, 2)]), group)
-    try:
-        BurstContext.create(BurstConfig(topology="flat"), group, hierarchy=hierarchy)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_flat_ring_has_no_hierarchy(workers: WorkerPool) -> None:
-    (message,) = set(workers.run(range(8), refused))
-    assert "2 x 4 ranks were given, but the configuration makes a flat ring" in message
-    assert "take --burst-topology double" in message
 
 
 @contextmanager
