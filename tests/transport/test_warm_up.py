@@ -160,6 +160,8 @@ def test_exactly_the_peers_of_the_plans_are_connected_once_and_at_both_ends(post
             for group, sends, peer in (one for batch in posted for one in batch):
                 ways = (rank, peer - 100) if sends else (peer - 100, rank)
                 ends[sends].add((names[id(group)], *ways))
+                moved = [t for p in plans for t in (p.sends if sends else p.receives)]
+                assert (names[id(group)], peer - 100) in {(t.channel, t.peer) for t in moved}
             wanted = {(t.channel, 100 + t.peer) for p in plans for t in (*p.sends, *p.receives)}
             assert {(way.channel, way.peer) for way in known[rank]} >= wanted
             if schedule is in_order[0]:
