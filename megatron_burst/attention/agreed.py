@@ -41,7 +41,7 @@ class AgreedCalls:
                     self._communicator.hang_up()
                 raise
         if is_new and self._connections is not None:
-            self._connections.add(prepared.plans)
+            self._connections.add(prepared.plans, direct=prepared.call.is_direct)
         self._known.keep(given, (said, prepared))
         return prepared
 

@@ -18,6 +18,8 @@ from megatron_burst.transport.errors import named_errors
 
 logger = logging.getLogger(__name__)
 
+_DIRECT = Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
+
 
 class Way(NamedTuple):
     """Messages to a peer, or from it; `peer` is the job's number of a rank."""
@@ -44,28 +46,36 @@ class Connections:
         self._backends = {c: found for c, found in by_nccl if found is not None}
         self._channels, self._ranks, self._known = channels, ranks, set[Way]()
 
-    def make(self) -> None:
-        """Make the communicators, without a connection; all members of each call it together.
+    def make(self, *, direct: bool = False) -> None:
+        """Make the communicators but those of direct exchanges, or these; connect nobody.
+
+        All members of each call it together.
 
         Raises:
             CommunicationError: not all ranks of one come.
         """
-        with _said_memory(len(self._backends), "communicators"):
-            for channel, backend in self._backends.items():
+        missing = [
+            (channel, backend)
+            for channel, backend in self._backends.items()
+            if (channel in _DIRECT) == direct and not backend._is_initialized()
+        ]
+        with _said_memory(len(missing), "communicators"):
+            for channel, backend in missing:
                 who = dist.get_process_group_ranks(self._channels[channel])
-                if backend._is_initialized():
-                    continue
                 with named_errors("at the start", f"meet ranks {who} for {channel}"):
                     backend.eager_connect_single_device(_device())
 
-    def add(self, plans: Iterable[Plan]) -> None:
+    def add(self, plans: Iterable[Plan], *, direct: bool = False) -> None:
         """Connect whom messages of the plans are between, unless earlier ones' were.
 
-        A way is connected when a first plan has it, so both of its ends connect it in one call.
+        A way is connected when a first plan has it, so both of its ends connect it in one call. A
+        direct exchange may be one for a rank that has no message in it.
 
         Raises:
             CommunicationError: a peer does not come.
         """
+        if direct:
+            self.make(direct=True)
         ways = [way for way in self._ways(plans) if way not in self._known]
         self._known.update(ways)
         with _said_memory(len(ways), "connections"):

@@ -176,7 +176,12 @@ def test_communicators_are_made_in_one_order_and_not_twice(posted: Any) -> None:
     made, channels = connections(5, GRID)
     made.make()
     made.make()
-    assert [len(group.asked) for group in channels.values()] == [1] * 6 and not posted
+    asked = {channel: len(group.asked) for channel, group in channels.items()}
+    direct = Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
+    assert asked == {channel: int(channel not in direct) for channel in channels} and not posted
+    for _ in range(2):
+        made.add([], direct=True)  # of a rank without a message
+        assert [len(group.asked) for group in channels.values()] == [1] * 6 and not posted
 
 
 def test_gloo_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,26 +213,28 @@ def test_what_nccl_takes_of_the_gpu_is_said(posted: Any, caplog: pytest.LogCaptu
     assert caplog.messages == ["burst attention: NCCL takes 2 MiB for 4 connections"]
 
 
-def added(team: Team) -> list[tuple[int, int, set[Channel]]]:
-    """Of two equal calls and one more: after how many bytes plans were connected, and which."""
-    context = team.context(BurstConfig(head_parallel_size=2))
-    found: list[tuple[int, int, set[Channel]]] = []
+def added(team: Team) -> list[tuple[int, bool, int, set[Channel]]]:
+    """Of two equal calls and others: after how many bytes plans were connected, and which."""
+    context, ring = (team.context(BurstConfig(head_parallel_size=size)) for size in (2, 1))
+    found: list[tuple[int, bool, int, set[Channel]]] = []
 
-    def note(_: Connections, plans: Sequence[Plan]) -> None:
+    def note(_: Connections, plans: Sequence[Plan], *, direct: bool) -> None:
         channels = {transfer.channel for plan in plans for transfer in plan.sends}
-        found.append((context.bytes_sent, len(plans), channels))
+        found.append((context.bytes_sent, direct, len(plans), channels))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connections, "add", note)
-        for tokens in (4, 4, 8):
+        for where, tokens, window in ((context, 4, None), (context, 4, None), (ring, 8, 1)):
             x = torch.ones(1, tokens, 2, 4, requires_grad=True)
-            ring_attention(x, x, x, context, mask=Mask.causal()).sum().backward()
+            mask = Mask.causal(window=window)
+            ring_attention(x, x, x, where, mask=mask).sum().backward()
     return found
 
 
 def test_a_call_connects_before_its_first_message_and_an_equal_one_does_not(
     workers: WorkerPool,
 ) -> None:
-    for (first, *whats), (second, *_) in workers.run(4, added):
-        assert whats == [3, {Channel.HEADS, Channel.READ_WITHIN, Channel.GRADIENT_WITHIN}]
+    for (first, *whats), (second, is_direct, *_) in workers.run(4, added):
+        within = {Channel.READ_WITHIN, Channel.GRADIENT_WITHIN}
+        assert whats == [False, 3, {Channel.HEADS, *within}] and is_direct
         assert first == 0 < second

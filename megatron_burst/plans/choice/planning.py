@@ -66,6 +66,11 @@ class Choice:
         """Whether any rank has tiles that are neither full nor causal squares."""
         return self.tiling.needs.is_banded
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether a pass is a direct exchange."""
+        return any(isinstance(of[0].schedule, Direct) for of in (self.forward, self.backward))
+
     def plans(self, rank: int) -> tuple[Plan, Plan]:
         """Return the plans of a rank's forward and backward."""
         return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
