@@ -24,6 +24,7 @@ _READ = (2, 27), (2, 30)  # the first version and the last
 # A channel is a CTA, and has buffers for every peer. Clusters of 4 CTAs, as is usual on Hopper,
 # want room in one part of the GPU, beside attention. Neither number was timed.
 OURS = {"max_ctas": 8, "cga_cluster_size": 1}
+_CALLERS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
 
 
 def unread(version: tuple[int, ...]) -> str:
@@ -45,12 +46,9 @@ def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta) -> Any:
     unset, given = dist.ProcessGroupNCCL.Options().config, dict[str, Any](OURS)
     for group in callers:
         config = getattr(getattr(nccl_of(group), "options", None), "config", unset)
-        said = {name: getattr(config, name, None) for name in _SETTINGS}
+        said = {name: getattr(config, name, None) for name in _CALLERS}
         given |= {n: value for n, value in said.items() if value != getattr(unset, n, None)}
     given["max_ctas"] = max(given["max_ctas"], given.get("min_ctas", 0))
     for name, value in given.items():
         setattr(options.config, name, value)
     return options
-
-
-_SETTINGS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
