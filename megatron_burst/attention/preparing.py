@@ -114,6 +114,7 @@ def _for_pass(
     parts = {**whole.parts, **early.parts}
     call = replace(whole, forward_plan=plan, forward_launches=calls, parts=parts, scale=scale)
     call = replace(call, is_ahead=whole.is_ahead and early.is_ahead)
+    call = replace(call, is_direct=whole.is_direct or early.is_direct)
     if memory is None:
         return call
     layout = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout)
@@ -180,6 +181,7 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
         forward_launches=forward,
         backward_launches=backward,
         parts=own_parts(plans, asked.device),
+        is_direct=choice.is_direct,
         choice=said,
     )
 
@@ -194,7 +196,7 @@ def _choose(
 
     def choose_for(shape: Shape) -> Choice:
         return choose(
-            *(config, tiling, context.grid, shape, context.nodes, context.along_grid),
+            *(config, tiling, context.grid, shape, context.nodes),
             memory_limit=context.memory_limit,
             links=links,
         )

@@ -255,6 +255,27 @@ def test_the_parts_are_those_of_this_environment() -> None:
     assert {"megatron-core", "transformer-engine", "apex", "NCCL", "flash-attn"} <= set(versions)
 
 
+@pytest.mark.parametrize(
+    ("version", "is_read"),
+    [
+        ((2, 26, 5), False),
+        ((2, 27, 3), True),
+        ((2, 30, 7), True),
+        ((2, 31), False),
+        ((3, 28), False),
+    ],
+)
+def test_a_version_of_nccl_that_nobody_read_is_told(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], is_read: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    (nccl,) = (part for part in parts() if part.name == "NCCL")
+    assert nccl.version == ".".join(map(str, version))
+    unread = "what our messages rely on was read in 2.27 to 2.30 alone"
+    assert nccl.use == ("messages between GPUs" if is_read else unread)
+
+
 def test_kernels_answer_for_gpus_that_are_not_here() -> None:
     request = Request(torch.device("cuda"), torch.bfloat16, 8, 2, 128, 128)
     for capability, older in (((7, 0), True), ((9, 0), False)):
