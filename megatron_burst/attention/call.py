@@ -29,7 +29,6 @@ class AttentionPlan:
     forward_launches: Launches = field(kw_only=True)
     backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
-    is_ahead: bool = False  # planned, and compared, before it came
     choice: str = ""  # how messages go, in words that are the same on all ranks
 
     def of_rows(

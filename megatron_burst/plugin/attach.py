@@ -23,7 +23,6 @@ from megatron_burst.plugin.arguments import (
     configure,
     report_dropouts,
 )
-from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
@@ -49,10 +48,28 @@ from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 logger = logging.getLogger(__name__)
 
 
+class _DataIterators:
+    """Megatron's `build_train_valid_test_data_iterators`, which it calls when the model is built.
+
+    Raises:
+        ValueError: the model has nothing of what was asked for.
+    """
+
+    unattached: str | None = None  # why the model is not what was asked for
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.unattached:
+            raise ValueError(self.unattached)
+        return self.original(*args, **options)
+
+
 class _Batches(NamedTuple):
     """What stands between Megatron's data and the model."""
 
-    iterators: DataIterators
+    iterators: _DataIterators
     cut: BatchCut
 
 
@@ -71,7 +88,7 @@ def attach(
     cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
     if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
         wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
-    data = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
+    data = wrap(training, "build_train_valid_test_data_iterators", _DataIterators)
     batches = _Batches(data, cut)
 
     def flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +162,6 @@ def _parts(
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
     settings = settings_of(args)  # again: a script may have changed the arguments
     shared = _make_shared_state(args, settings)
-    batches.iterators.ahead = _ahead(args, settings, shared)
     hooks = [*_hooks(args, settings, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
@@ -196,20 +212,6 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _ahead(
-    args: argparse.Namespace, settings: Settings, shared: SharedState | None
-) -> Ahead | None:
-    """Return what plans documents one micro-batch ahead, where that can be known.
-
-    An iterator from outside Megatron may save how far it was read. Under --burst-check reference
-    every mask is compared over the ranks.
-    """
-    is_known = settings.has_documents and args.dataloader_type != "external"
-    if shared is None or not is_known or shared.verification is not None:
-        return None
-    return Ahead(shared, args.seq_length)
-
-
 def _hooks(
     args: argparse.Namespace, settings: Settings, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
@@ -217,8 +219,7 @@ def _hooks(
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
         if moves or settings.has_documents:
-            ahead, cut = batches.iterators.ahead, batches.cut
-            yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
+            yield SequenceHooks(shared, batches.cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
             yield documents_must_come
         if shared.checkpoints is not None:

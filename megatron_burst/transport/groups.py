@@ -74,14 +74,6 @@ def make_groups(
     return Groups({**adopted, **made.channels}, made.agreement)
 
 
-def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
-
-    A collective call of all ranks of the job, each with a group of as many.
-    """
-    return _made(group, "plans ahead", timeout_seconds).agreement if group.size() > 1 else None
-
-
 def _made(
     group: dist.ProcessGroup,
     purpose: str,

@@ -80,24 +80,6 @@ def of_first_rank[T](
     return value  # type: ignore[return-value] # of what `make` returned, be it None
 
 
-def broadcast_object[T](
-    group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
-) -> T:
-    """Return the value of rank `source` of a gloo group, a collective call, as `gather_objects`."""
-    values = [value]
-    with named_errors(where, purpose):
-        dist.broadcast_object_list(values, group=group, group_src=source)
-    return values[0]
-
-
-def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) -> bool:
-    """Return whether `value` is true on a rank of a gloo group, likewise."""
-    found = torch.tensor(int(value))
-    with named_errors(where, purpose):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return bool(found)
-
-
 class Texts:
     """Sends every other rank of a gloo group a text and receives its; goes on in the background.
 

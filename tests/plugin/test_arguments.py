@@ -47,7 +47,7 @@ from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
 
 BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
-BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(ahead=None), cut=None)  # none come
+BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(), cut=None)  # none come
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.transport import groups
 from megatron_burst.transport.groups import (
     channels_of,
-    make_gloo_group,
     make_groups,
     nodes_of_ranks,
 )
@@ -167,13 +166,12 @@ def described(team: Team, rows: tuple[tuple[int, ...], ...]) -> set[str]:
             dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]
         )
         make_groups(BurstConfig(), team.group, Grid(rows), None)
-        make_gloo_group(team.group, 60.0)
     return {group.group_desc for group in made}
 
 
 def test_each_new_group_says_what_it_is_for(workers: WorkerPool) -> None:
     channels = {f"burst {channel}" for channel in (*WITHIN[1:], *BETWEEN)}
-    expected = {*channels, "burst agreement", "burst plans ahead"}
+    expected = {*channels, "burst agreement"}
     assert workers.run(range(8), described, ((0, 1, 2, 3), (4, 5, 6, 7))) == [expected] * 8
 
 
