@@ -129,11 +129,7 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
     ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-FAST = {
-    "PP 2 x CP 2, a stage without attention, fraction 0.5",
-    "CP 2, experts",
-    "CP 2, Mamba and GDN",
-}
+FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, Mamba and GDN"}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))

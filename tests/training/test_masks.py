@@ -74,6 +74,7 @@ def differs(found: Log, other: Log) -> bool:
     return largest_difference(found, other, STEPS) > 100 * TOLERANCE
 
 
+@slow
 def test_windows_on_alternate_layers(
     tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
 ) -> None:
