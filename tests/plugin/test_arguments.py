@@ -53,6 +53,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 HYBRID = BURST + "--hybrid-layer-pattern "
 SEGMENTED = " --burst-layout segmented-zigzag"
 DOCUMENTS = " --dataloader-inter-document-masking"
+GDN = BURST + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 MTP = "--mtp-num-layers 1 --context-parallel-size 2"
 BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(), cut=None)  # none come
 
@@ -86,7 +87,8 @@ def refusal(parser: argparse.ArgumentParser, line: str, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_the_help_shows_the_group_burst_with_every_flag() -> None:
+def test_the_help_shows_the_group_burst_with_every_flag(parser: argparse.ArgumentParser) -> None:
+    assert "--context-parallel-algo" in parser.format_help()  # of Megatron's whole parser
     text = add_burst_arguments(argparse.ArgumentParser()).format_help()
     (group,) = re.findall(r"\nburst:\n(.*)", text, re.DOTALL)
     for flag in all_flags():
@@ -94,10 +96,6 @@ def test_the_help_shows_the_group_burst_with_every_flag() -> None:
         help_text = flag.help.replace("-", "").replace(" ", "")
         assert help_text in re.sub(r"[-\s]", "", group), flag.name
         assert all(value in group for value in flag.values)
-
-
-def test_the_help_of_the_whole_parser_can_be_shown(parser: argparse.ArgumentParser) -> None:
-    assert "--context-parallel-algo" in parser.format_help()
 
 
 def test_without_our_flags_megatron_keeps_its_own_attention(
@@ -119,6 +117,7 @@ def test_an_algorithm_sets_what_megatron_passes_to_every_layer(
     args = parse(parser, f"{BURST} --context-parallel-size {ranks}")
     args.context_parallel_algo = algorithm
     configure(args)
+    configure(args)  # the same choice twice is fine
     assert args.cp_comm_type == [algorithm]
     assert args.create_attention_mask_in_dataloader is False
 
@@ -184,10 +183,7 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
     args = parse(parser, line)
     found = checks_files(args, own_entry=True), checks_files(args, own_entry=False)
     assert found == (own_entry, elsewhere)
-
-
-def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser) -> None:
-    args = parse(parser, "--burst-check-files yes")
+    args.burst_check_files = "yes"
     with pytest.raises(ValueError, match="--burst-check-files yes is unknown; .*: auto, on, off"):
         checks_files(args, own_entry=False)
 
@@ -214,6 +210,7 @@ def test_an_unknown_wish_about_files_is_refused(parser: argparse.ArgumentParser)
         f"{BURST} {SEGMENTED} --context-parallel-size 4",
         *(f"{BURST} {MTP} {DOCUMENTS} {layout}" for layout in ("", SEGMENTED)),
         f"{BURST} {MTP} {DOCUMENTS} --burst-layout balanced",
+        GDN + "--tensor-model-parallel-size 2 --sequence-parallel",
         f"{HYBRID} '*-*E|--/*-' {SEGMENTED} {DOCUMENTS}",
         f"{HYBRID} '|*-|*E|'",
         f"{HYBRID} +-+E {SEGMENTED} {DOCUMENTS}",
@@ -385,6 +382,19 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             HYBRID + "'*G' --tensor-model-parallel-size 2",
             "G .* over 2 tensor-.*: add --sequence-parallel",
         ),
+        # A GPT with gated delta nets.
+        (GDN + "--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
+        (GDN + SEGMENTED, "G .* layers undo Megatron's zigzag by .*: drop --burst-layout seg"),
+        (GDN + DOCUMENTS, r"G \(gated delta net\) layers take every .* drop --dataloader-inter"),
+        (GDN + "--sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
+        (
+            GDN + "--mtp-num-layers 1",
+            "1: .* has no MTP beside gated_delta_net: take --hybrid-layer",
+        ),
+        *(
+            (f"{BURST}--window-size={size}", r"window_size = \(.*: .*pass --window-size")
+            for size in ("128,128", "-2,0", "1")
+        ),
         # The LM head and its loss.
         ("--lm-head-loss chunky", "--lm-head-loss chunky is unknown; .*: megatron, chunked"),
         (
@@ -404,12 +414,6 @@ def test_what_our_flags_cannot_be_is_refused(
     parser: argparse.ArgumentParser, line: str, message: str
 ) -> None:
     assert re.search(message, refusal(parser, line))
-
-
-def test_the_same_choice_twice_is_fine(parser: argparse.ArgumentParser) -> None:
-    args = parse(parser, BURST + "--cp-comm-type burst burst")
-    configure(args)
-    assert args.cp_comm_type == ["burst"]
 
 
 MIXED = BURST + "--num-layers 3 --context-parallel-size 2 --cp-comm-type burst "
@@ -497,12 +501,6 @@ def test_a_block_mask_is_read_and_must_divide_the_sequence(
     assert "has no effect under --context-parallel-algo megatron" in text
 
 
-@pytest.mark.parametrize("size", [(128, 128), (-2, 0), (1,)])
-def test_windows_that_are_refused(parser: argparse.ArgumentParser, size: tuple[int, ...]) -> None:
-    text = refusal(parser, BURST + f"--window-size={','.join(map(str, size))}")
-    assert f"window_size = {size}: " in text and "pass --window-size" in text
-
-
 def test_samples_that_experts_could_not_tell_apart_are_refused(
     parser: argparse.ArgumentParser,
 ) -> None:
@@ -538,28 +536,6 @@ def test_rotary_embeddings_that_cannot_follow_the_tokens(
             configure(parse(parser, BURST + flags + more))
         else:
             assert message.format(why) in refusal(parser, BURST + flags + more)
-
-
-GDN = BURST + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", None),
-        ("--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        (SEGMENTED, "G .* layers undo Megatron's zigzag by .*: drop --burst-layout seg"),
-        (DOCUMENTS, r"G \(gated delta net\) layers take every document .* drop --dataloader-inter"),
-        (" --sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
-        ("--mtp-num-layers 1", "1: .* has no MTP beside gated_delta_net: take --hybrid-layer-pat"),
-    ],
-)
-def test_a_gpt_may_mix_our_attention_with_gated_delta_nets(
-    parser: argparse.ArgumentParser, flags: str, message: str | None
-) -> None:
-    if message is None:
-        return configure(parse(parser, GDN + flags))
-    assert re.search(message, refusal(parser, GDN + flags))
 
 
 # What of Megatron our attention cannot honour.
