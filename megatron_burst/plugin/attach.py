@@ -5,7 +5,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
@@ -48,8 +48,10 @@ from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 logger = logging.getLogger(__name__)
 
 
-class _DataIterators:
+class _Batches:
     """Megatron's `build_train_valid_test_data_iterators`, which it calls when the model is built.
+
+    With what cuts the batches.
 
     Raises:
         ValueError: the model has nothing of what was asked for.
@@ -57,20 +59,13 @@ class _DataIterators:
 
     unattached: str | None = None  # why the model is not what was asked for
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
+    def __init__(self, cut: BatchCut, original: Callable[..., Any]) -> None:
+        self.cut, self.original = cut, original
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.unattached:
             raise ValueError(self.unattached)
         return self.original(*args, **options)
-
-
-class _Batches(NamedTuple):
-    """What stands between Megatron's data and the model."""
-
-    iterators: _DataIterators
-    cut: BatchCut
 
 
 def attach(
@@ -88,8 +83,8 @@ def attach(
     cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
     if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
         wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
-    data = wrap(training, "build_train_valid_test_data_iterators", _DataIterators)
-    batches = _Batches(data, cut)
+    built = functools.partial(_Batches, cut)
+    batches = wrap(training, "build_train_valid_test_data_iterators", built)
 
     def flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         def add(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +95,7 @@ def attach(
 
         def settle(args: argparse.Namespace) -> None:
             flags, text = configure(args).flags, "the model was built, and nothing of ours is in it"
-            batches.iterators.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
+            batches.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
             if checks_files(args, own_entry=own_entry):
                 look(args)
 
@@ -167,7 +162,7 @@ def _parts(
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
             check_attention(models, shared)
-        batches.iterators.unattached = None
+        batches.unattached = None
         return models
 
     return shared, [*hooks, check]

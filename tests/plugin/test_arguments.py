@@ -55,7 +55,7 @@ SEGMENTED = " --burst-layout segmented-zigzag"
 DOCUMENTS = " --dataloader-inter-document-masking"
 GDN = BURST + "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 MTP = "--mtp-num-layers 1 --context-parallel-size 2"
-BATCHES: Any = SimpleNamespace(iterators=SimpleNamespace(), cut=None)  # none come
+BATCHES: Any = SimpleNamespace(cut=None)  # none come
 
 
 @pytest.fixture(scope="module")
