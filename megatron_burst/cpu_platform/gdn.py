@@ -1,5 +1,6 @@
 """Stand-ins for the package fla, whose kernels need a GPU: what Megatron trains GDN with."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -24,6 +25,5 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 def chunk_gated_delta_rule(*tensors: Tensor, **options: Any) -> Any:
     """Megatron's own in torch, in float32, which it has for --deterministic-mode."""
-    from megatron.core.ssm import gated_delta_net  # which imports this function
-
-    return gated_delta_net.torch_chunk_gated_delta_rule(*tensors, **options)
+    megatrons = importlib.import_module("megatron.core.ssm.gated_delta_net")  # it imports ours
+    return megatrons.torch_chunk_gated_delta_rule(*tensors, **options)
