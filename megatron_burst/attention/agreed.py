@@ -35,7 +35,7 @@ class AgreedCalls:
         if (agreement := self._communicator.agreement) is not None:
             by_host = self._communicator.is_by_gloo(given.q[2])
             try:
-                agreement.compare(said, waits=by_host or is_new and not prepared.call.is_ahead)
+                agreement.compare(said, waits=by_host or is_new)
             except (ValueError, CommunicationError):
                 if agreement.is_over:
                     self._communicator.hang_up()

@@ -29,7 +29,6 @@ class AttentionPlan:
     forward_launches: Launches = field(kw_only=True)
     backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
-    is_ahead: bool = False  # planned, and compared, before it came
     is_direct: bool = False  # whether a pass is a direct exchange
     choice: str = ""  # how messages go, in words that are the same on all ranks
 

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups
+from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Channel
-from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.transport.backend import backends
 from megatron_burst.transport.nccl import options_like
 from megatron_burst.transport.objects import gather_objects
@@ -118,13 +118,3 @@ def make_groups(
         if dist.get_rank() in whose:
             agreement = made
     return Groups(found, agreement)
-
-
-def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
-
-    A collective call of all ranks of the job, each with a group of as many.
-    """
-    alone = flat_grid(1), head_groups((0,), 1)
-    config = BurstConfig(timeout_seconds=timeout_seconds)
-    return make_groups(config, group, *alone).agreement if group.size() > 1 else None

@@ -81,18 +81,6 @@ def test_the_data_of_a_cluster_need_not_be_here(
     assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
-def test_our_spec_of_earlier_versions_is_an_error(
-    megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "pretrain_gpt.py").touch()
-    torchrun = f"torchrun --nnodes 2 --nproc-per-node gpu {tmp_path}/pretrain_gpt.py".split()
-    spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst --bf16 --mock-data".split()
-    local = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split()
-    status, report = judged(capsys, *torchrun, *MODEL, *spec, *local, *CP16)
-    (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert status == 1 and "start python -m megatron_burst.run SCRIPT" in error
-
-
 def test_a_model_that_a_checkpoint_describes(
     megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
