@@ -9,6 +9,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import communicators, memory, timing
@@ -164,20 +165,29 @@ def test_what_leaves_the_node_has_a_group_of_all_ranks() -> None:
     assert found["blocks", Way.ROW].communicator == communicator(H100, 1, 8)
 
 
+def reached(of: Workload, schedule: Schedule, *, backward: bool = False) -> float:
+    links = Links(of.ring.nodes, of.ring.shape, of.ring.machine, of.ring.beside)
+    return communicators.reached(of, schedule, links, backward=backward).within_rate
+
+
 def test_messages_are_no_faster_than_their_channels() -> None:
     def rate(of: Workload, **links: float) -> float:
         of = replace(of, cluster=replace(of.cluster, **links))
-        choice, shape = timing.chosen(of.ring)
-        of_ring = Links(of.ring.nodes, shape, of.ring.machine, of.ring.beside)
-        schedule = choice.forward[0].schedule
-        return communicators.reached(of, schedule, of_ring, backward=False).within_rate
+        return reached(of, timing.chosen(of.ring)[0].forward[0].schedule)
 
     for tokens, channels in ((1024, 1), (8192, 2), (65536, 8)):  # blocks of 4, 32 and 256 MiB
         assert rate(load(8, tokens, topology="flat")) == pytest.approx(channels * 36.7e9)
     assert rate(load(8, topology="flat"), channel_rate=400e9) == pytest.approx(360e9)
     assert rate(load(8, topology="flat"), nvlinks=0) == 360e9
     assert rate(load(64, topology="flat")) == pytest.approx(36.7e9)
-    # To seven peers at once, a channel each.
+    # Within nodes 32 MiB, between them sums of twice that in float32: their rate is another.
+    double = load(16, topology="double", backward="kv")
+    schedule = timing.chosen(double.ring)[0].backward[0].schedule
+    assert reached(double, schedule, backward=True) == pytest.approx(2 * 36.7e9)
+    # From several ranks at once, and to seven peers at once, a channel each.
+    sparse = replace(load(8), window=16384)
+    direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
+    assert 4 * 36.7e9 < reached(sparse, direct) < 8.01 * 36.7e9
     heads = communicators.reached_by_heads(load(8, algorithm="ulysses"))
     assert heads.within_rate == pytest.approx(7 * 36.7e9)
     assert heads.nic_rate == 45e9
