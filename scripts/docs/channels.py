@@ -58,10 +58,10 @@ def _uses(load: Workload, options: Options, *, is_direct: bool) -> dict[tuple[st
     if is_direct:
         load = replace(load, window=3 * TOKENS)
         schedule = Direct(Tiling(load.ring.layout, load.ring.mask), load.ring.grid, Kind.KV)
-        return dict(uses(load, (schedule, schedule), load.ring.shape, options))
+        return dict(uses(load.ring, (schedule, schedule), load.ring.shape, options))
     choice, shape = timing.chosen(load.ring)
     schedules = choice.forward[0].schedule, choice.backward[0].schedule
-    return dict(uses(load, schedules, shape, options))
+    return dict(uses(load.ring, schedules, shape, options))
 
 
 def _cell(of: dict[tuple[str, Way], Use]) -> str:

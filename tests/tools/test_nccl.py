@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import communicators, memory, timing
-from megatron_burst.tools.plan.communicators import Options, Use, Way
+from megatron_burst.tools.plan.communicators import OURS, Options, Use, Way
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
 from megatron_burst.tools.plan.workload import Workload
@@ -127,10 +126,10 @@ def load(ranks: int, tokens: int = 8192, **config: object) -> Workload:
     )
 
 
-def uses(of: Workload, options: Options | None = None) -> dict[tuple[str, Way], Use]:
+def uses(of: Workload, options: Options = OURS) -> dict[tuple[str, Way], Use]:
     choice, shape = timing.chosen(of.ring)
     schedules = choice.forward[0].schedule, choice.backward[0].schedule
-    return dict(communicators.uses(of, schedules, shape, options or Options()))
+    return dict(communicators.uses(of.ring, schedules, shape, options))
 
 
 def test_a_double_ring_has_groups_of_nodes_and_of_places() -> None:
@@ -161,14 +160,14 @@ def test_what_leaves_the_node_has_a_group_of_all_ranks() -> None:
     assert (use.sent, use.at_once, use.ctas) == (4 * 15, 15, 8)
     sparse = replace(load(16, topology="double"), window=2 * 8192)
     direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
-    found = communicators.uses(sparse, (direct, direct), sparse.ring.shape, Options())
+    found = communicators.uses(sparse.ring, (direct, direct), sparse.ring.shape)
     assert found["blocks", Way.CORNER].communicator == communicator(H100, 2, 8)
     assert found["blocks", Way.ROW].communicator == communicator(H100, 1, 8)
 
 
 def reached(of: Workload, schedule: Schedule, *, backward: bool = False) -> float:
-    links = Links(of.ring.nodes, of.ring.shape, of.ring.machine, of.ring.beside)
-    return communicators.reached(of, schedule, links, backward=backward).within_rate
+    found = communicators.reached(of.ring, schedule, of.ring.shape, backward=backward)
+    return found.within_rate
 
 
 def test_messages_are_no_faster_than_their_channels() -> None:
@@ -189,7 +188,7 @@ def test_messages_are_no_faster_than_their_channels() -> None:
     sparse = replace(load(8), window=16384)
     direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
     assert 4 * 36.7e9 < reached(sparse, direct) < 8.01 * 36.7e9
-    heads = communicators.reached_by_heads(load(8, algorithm="ulysses"))
+    heads = communicators.reached_by_heads(load(8, algorithm="ulysses").ring)
     assert heads.within_rate == pytest.approx(7 * 36.7e9)
     assert heads.nic_rate == 45e9
 

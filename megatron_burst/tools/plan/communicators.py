@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.machine import Machine
-from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.tools.plan.nccl import (
     MAX_CTAS,
@@ -26,7 +26,7 @@ from megatron_burst.tools.plan.nccl import (
     Peers,
     communicator,
 )
-from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.tools.plan.workload import Ring
 
 
 class Way(StrEnum):
@@ -44,6 +44,9 @@ class Options(NamedTuple):
     own: bool = True  # or all of the context-parallel ranks in each communicator
     max_ctas: int = MAX_CTAS
     version: tuple[int, int] = VERSION
+
+
+OURS = Options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,36 +75,35 @@ class Use:
         return self.communicator.buffers(self.peers)
 
 
-def of_way(load: Workload, way: Way, options: Options | None = None) -> Communicator:
+def of_way(ring: Ring, way: Way, options: Options = OURS) -> Communicator:
     """Return what NCCL decides for the ranks that such messages are between."""
-    cluster, local, ring = load.cluster, load.ranks_per_node, load.ring
-    asked = options or Options()
-    gpus, nodes = cluster.gpus_per_node, len({*ring.nodes})
+    cluster, gpus, nodes = ring.machine, ring.machine.gpus_per_node, len({*ring.nodes})
     nics = max(1, gpus // cluster.gpus_per_nic)
     fabric = Fabric(cluster.nvlinks, cluster.channels, gpus, nics, cluster.nic_rate)
-    whole, size = (nodes, len(ring.nodes) // nodes), load.head_parallel
+    whole = nodes, len(ring.nodes) // nodes
     places = {
         Way.ROW: whole if ring.grid.nodes == 1 else (1, whole[1]),
         Way.COLUMN: (nodes, 1),
         Way.CORNER: whole,
-        Way.HEADS: (max(1, size // local), min(size, local)),
+        Way.HEADS: (max(1, ring.heads // ring.local), min(ring.heads, ring.local)),
     }
-    where = places[way] if asked.own else (load.context // local, local)
-    return communicator(fabric, *where, asked.max_ctas, asked.version)
+    every = len(ring.nodes) * ring.heads // ring.local, ring.local
+    where = places[way] if options.own else every
+    return communicator(fabric, *where, options.max_ctas, options.version)
 
 
 def uses(
-    load: Workload, schedules: tuple[Schedule, Schedule], shape: Shape, options: Options
+    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape, options: Options = OURS
 ) -> Mapping[tuple[str, Way], Use]:
     """Count the messages of the rank in the middle in both passes: of blocks, and of results.
 
     Nothing where the links are not known.
     """
     messages = defaultdict[tuple[str, Way], list[_Message]](list)
-    if load.cluster.nvlinks:
-        for what, way, message in (*_of_ring(load, schedules, shape), *_of_heads(load)):
+    if ring.machine.nvlinks:
+        for what, way, message in (*_of_ring(ring, schedules, shape), *_of_heads(ring)):
             messages[what, way].append(message)
-    return {key: _use(of_way(load, key[1], options), some) for key, some in messages.items()}
+    return {key: _use(of_way(ring, key[1], options), some) for key, some in messages.items()}
 
 
 class _Message(NamedTuple):
@@ -123,9 +125,9 @@ def _use(found: Communicator, messages: list[_Message]) -> Use:
 
 
 def _of_ring(
-    load: Workload, schedules: tuple[Schedule, Schedule], shape: Shape
+    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape
 ) -> Iterator[tuple[str, Way, _Message]]:
-    nodes, grid = load.ring.nodes, load.ring.grid
+    nodes, grid = ring.nodes, ring.grid
     rank = len(nodes) // 2
     row, column = grid.coordinates(rank)
     for backward, schedule in enumerate(schedules):
@@ -143,33 +145,33 @@ def _of_ring(
                 yield what, way, _Message(posted, peer, is_sent, is_far, size)
 
 
-def _of_heads(load: Workload) -> Iterator[tuple[str, Way, _Message]]:
+def _of_heads(ring: Ring) -> Iterator[tuple[str, Way, _Message]]:
     """Two all-to-alls a pass: of q, k and v, and of the output."""
-    for peer in range(1, load.head_parallel):
-        size = _share_of_heads(load)
+    for peer in range(1, ring.heads):
+        size = _share_of_heads(ring)
         for posted, is_sent in product(("there", "back", "d back", "d there"), (False, True)):
-            is_far = peer >= load.ranks_per_node
+            is_far = peer >= ring.local
             yield "blocks", Way.HEADS, _Message(posted, peer, is_sent, is_far, size)
 
 
-def _share_of_heads(load: Workload) -> int:
+def _share_of_heads(ring: Ring) -> int:
     """Bytes to a peer of an all-to-all: of q, k and v, or the output, in the mean."""
-    ranks = load.head_parallel
-    return load.ring.shape.exchange_bytes(ranks) // (ranks - 1) // 2
+    return ring.shape.exchange_bytes(ring.heads) // (ring.heads - 1) // 2
 
 
-def reached(load: Workload, schedule: Schedule, links: Links, *, backward: bool) -> Machine:
+@lru_cache(maxsize=256)
+def reached(ring: Ring, schedule: Schedule, shape: Shape, *, backward: bool) -> Machine:
     """Return the machine with the rate that a pass's messages within nodes reach.
 
     That of the channels they have, in the mean over their bytes; messages that are posted together
     share what all of them reach. Between nodes the NIC's rate stays: NCCL counts on 14 GB/s of a
     channel, and steps were published that need more.
     """
-    machine = links.machine
-    if not load.cluster.nvlinks:
+    machine = ring.machine
+    if not machine.nvlinks:
         return machine
-    found, node = of_way(load, Way.ROW), np.array(links.nodes)
-    sizes, moved, seconds = links.shape.item_bytes(backward=backward), 0.0, 0.0
+    found, node = of_way(ring, Way.ROW), np.array(ring.nodes)
+    sizes, moved, seconds = shape.item_bytes(backward=backward), 0.0, 0.0
     for messages in schedule.messages(backward=backward):
         loads = messages.loads(sizes, schedule.tiling.local_tokens)
         goes = (node[loads.sources] == node[loads.targets]) & (loads.sizes > 0)
@@ -177,17 +179,17 @@ def reached(load: Workload, schedule: Schedule, links: Links, *, backward: bool)
         together = np.bincount(steps[legs], minlength=1 + max(steps, default=0))[steps]
         channels = np.minimum(found.channels, together[:, None] * found.channels_of(loads.sizes))
         moved += loads.sizes[goes].sum()
-        rates = np.minimum(machine.within_rate, channels[goes] * load.cluster.channel_rate)
+        rates = np.minimum(machine.within_rate, channels[goes] * machine.channel_rate)
         seconds += (loads.sizes[goes] / rates).sum()
     return replace(machine, within_rate=moved / seconds) if moved else machine
 
 
-def reached_by_heads(load: Workload) -> Machine:
+def reached_by_heads(ring: Ring) -> Machine:
     """Return the machine with the rate of the all-to-alls over heads within nodes."""
-    cluster, ranks = load.cluster, load.head_parallel
-    if not cluster.nvlinks or ranks == 1:
-        return cluster
-    found, peers = of_way(load, Way.HEADS), min(ranks, load.ranks_per_node) - 1
-    a_peer = int(found.channels_of(np.array(_share_of_heads(load))))
-    rate = min(found.channels, peers * a_peer) * cluster.channel_rate
-    return replace(cluster, within_rate=min(cluster.within_rate, rate))
+    machine = ring.machine
+    if not machine.nvlinks or ring.heads == 1:
+        return machine
+    found, peers = of_way(ring, Way.HEADS), min(ring.heads, ring.local) - 1
+    a_peer = int(found.channels_of(np.array(_share_of_heads(ring))))
+    rate = min(found.channels, peers * a_peer) * machine.channel_rate
+    return replace(machine, within_rate=min(machine.within_rate, rate))

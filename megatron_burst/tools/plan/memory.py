@@ -1,13 +1,14 @@
 """The memory of one GPU in a training step, counted part by part, at its two peaks."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.communicators import Options, uses
+from megatron_burst.tools.plan.communicators import uses
 from megatron_burst.tools.plan.states import gathered, states
 from megatron_burst.tools.plan.working_set import working_set
-from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.tools.plan.workload import Ring, Workload
 
 GIB = 2**30
 _USABLE = 0.92  # of the device: the rest is CUDA's, other NCCL groups' and the allocator's gaps
@@ -94,14 +95,15 @@ def _of_stage(load: Workload, stage: int) -> Memory:
         saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
         layer=working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
-        nccl=_communicators(load) if model.layers else 0,
+        nccl=_communicators(load.ring) if model.layers else 0,
     )
 
 
-def _communicators(load: Workload) -> int:
-    choice, shape = timing.chosen(load.ring)
+@lru_cache(maxsize=64)
+def _communicators(ring: Ring) -> int:
+    choice, shape = timing.chosen(ring)
     schedules = choice.forward[0].schedule, choice.backward[0].schedule
-    return sum(use.buffers for use in uses(load, schedules, shape, Options()).values())
+    return sum(use.buffers for use in uses(ring, schedules, shape).values())
 
 
 def hosted_activations(load: Workload) -> float:

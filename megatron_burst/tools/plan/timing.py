@@ -51,9 +51,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     def of(ring: Ring, *, backward: bool = False) -> Pass:
         choice, shape = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
-        links = Links(ring.nodes, shape, ring.machine, ring.beside)
-        machine = reached(load, taken.schedule, links, backward=backward)
-        links = links._replace(machine=machine)
+        machine = reached(ring, taken.schedule, shape, backward=backward)
+        links = Links(ring.nodes, shape, machine, ring.beside)
         seconds = pass_seconds(taken.schedule, links, backward=backward)
         chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
@@ -130,6 +129,5 @@ def _chunked(load: Workload, *, backward: bool) -> Pass:
 def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
     shape, chunks = load.ring.shape, load.head_chunks
-    machine = reached_by_heads(load)
-    found = exchange(shape, load.head_parallel, load.ranks_per_node, machine)
+    found = exchange(shape, load.head_parallel, load.ranks_per_node, reached_by_heads(load.ring))
     return Pass(found.seconds * chunks, sent=found.sent * chunks, between=found.between * chunks)
