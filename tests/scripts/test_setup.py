@@ -205,4 +205,4 @@ def test_uv_installs_unless_the_environment_inherits_packages(
         assert "pip -m pip install" in said and "uv pip" not in said
     else:
         assert f"uv pip install --python {place}/bin/python --index-url https://mirror/" in said
-    assert "[train,plot,test]" in said and "torch==" in (place / "constraints.txt").read_text()
+    assert "[train,test]" in said and "torch==" in (place / "constraints.txt").read_text()

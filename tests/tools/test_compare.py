@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_burst.tools import command as tool
 from megatron_burst.tools import pages
 from megatron_burst.tools.compare import command as compare
-from megatron_burst.tools.compare import page, picture, running
+from megatron_burst.tools.compare import running
 from megatron_burst.tools.compare.page import switching
 from megatron_burst.tools.compare.results import Result, differences, measure
 from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
@@ -224,7 +224,6 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
     monkeypatch.setattr(running, "_train", found)
     monkeypatch.setattr(compare, "Signals", lambda: None)  # those of the tests stay
-    monkeypatch.setattr(page, "draw", lambda *_: "![drawn](differences.svg)")
     return found
 
 
@@ -312,7 +311,6 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     assert "agree with those of CP=1 megatron within 2.0e-05" in text
     assert "A micro-batch has 7.2 documents in the mean." in text
     assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in text
-    assert "![drawn](differences.svg)" in text
     assert "Megatron's own context parallelism did not run: nothing to weigh." in text
     assert "all losses of the first 12 steps agree" in text, "there are no more"
     assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in text
@@ -322,14 +320,6 @@ def test_no_cell_parts_a_page_and_no_value_of_it_is_missing() -> None:
     assert pages._row(["a|b", "c\nd", 3]) == "| a/b | c d | 3 |"
     with pytest.raises(UndefinedError, match="'device' is undefined"):
         pages.page("gpu_check", results=[], failed=[], machine={"time": 1})
-
-
-def test_differences_of_the_losses_are_drawn(tmp_path: Path) -> None:
-    found = [ran("a", [3.0, 2.0, 1.0]), ran("b", [3.0, 2.1, math.nan]), ran("c", [3.3, 2.0, 1.0])]
-    shown = picture.draw(found, "a", tmp_path)
-    assert shown == "![Differences of the losses at every step](differences.svg)"
-    drawn = (tmp_path / "differences.svg").read_text()
-    assert drawn.count('<g id="line2d') > 2 and not picture.draw(found[:1], "a", tmp_path)
 
 
 def test_what_switching_gains_is_held_against_the_fastest_of_megatrons_own() -> None:

@@ -258,7 +258,7 @@ def test_what_does_not_fit_comes_last_however_fast() -> None:
 
 def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
-    assert command.main([*words, "--fractions", "0", "--top", "3", "--nic-gb-s", "20"]) == 0
+    assert command.main([*words, "--fractions", "0", "--top", "3"]) == 0
     text = capsys.readouterr().out
     assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
     assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain " in text

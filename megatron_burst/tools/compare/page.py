@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.tools import pages
-from megatron_burst.tools.compare.picture import draw
 from megatron_burst.tools.compare.results import (
     FAILED,
     FIGURES,
@@ -83,7 +82,7 @@ class Comparison:
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
-    """Write compare.md, its picture and compare.json; return the page."""
+    """Write compare.md and compare.json; return the page."""
     page, ran = directory / "compare.md", comparison.ran
     switch, gains = switching(ran)
     others = [r for r in comparison.results if r.status != RAN]
@@ -94,7 +93,6 @@ def write_report(comparison: Comparison, directory: Path) -> Path:
         verdict=comparison.verdict,
         columns=[*COLUMNS],
         rows=rows(comparison),
-        picture=draw(ran, comparison.reference, directory),
         switch=switch,
         gains=gains,
         others=[(r.name, r.status, r.reason) for r in others],

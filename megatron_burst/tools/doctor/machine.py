@@ -12,8 +12,8 @@ from megatron_burst.plugin import compat
 from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.hardware import Devices
 
-_OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 nvidia-resiliency-ext rich "
-_OTHERS += "jinja2 matplotlib"
+_OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 rich jinja2 "
+_OTHERS += "nvidia-resiliency-ext"
 _HARMFUL = {
     "NCCL_P2P_DISABLE": "messages between GPUs of a node go through the host's memory",
     "NCCL_SHM_DISABLE": "messages between GPUs of a node go through the network",

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.model import Flags, whole
-from megatron_burst.tools.plan import ladder, measure, plot
+from megatron_burst.tools.plan import ladder, measure
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
 from megatron_burst.tools.plan.memory import usable, usable_host
@@ -20,14 +20,8 @@ from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
 those of the run or the model."""
+_RATES = "--within-gb-s --nic-gb-s --forward-tflops --backward-tflops --linear-tflops".split()
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
-_RATES = {  # of a cluster, that can be given as measured
-    "within_gb_s": "from a GPU into its node",
-    "nic_gb_s": "of a NIC",
-    "forward_tflops": "of attention's forward",
-    "backward_tflops": "of attention's backward",
-    "linear_tflops": "of matrix products",
-}
 # The columns of numbers: the figure, what it is multiplied by, and its form.
 _COLUMNS = {
     "TP": ("tensor", 1, "{}"),
@@ -76,8 +70,6 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
         found = rank(wanted, cluster, gpus, given.fractions)
     else:
         found = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
-    if given.plot:
-        plot.draw(found, given.plot)
     if given.json:
         print(json.dumps([_figures(each) for each in found], indent=2))
     else:
@@ -184,8 +176,7 @@ def _asked(
     flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
-    rates = {rate: vars(given)[rate] for rate in _RATES if vars(given)[rate] is not None}
-    cluster = configs.cluster(name, **rates)
+    cluster = configs.cluster(name)
     if (
         given.search is not None or given.ladder
     ):  # sizes stay if they are among the flags behind the dashes
@@ -236,10 +227,10 @@ def _parser() -> options.Parser:
     add("--ladder", action="store_true", help=text)
     text = "packed sequences: documents of this mean length, exponentially distributed"
     add("--documents", type=options.positive, metavar="N", help=text)
-    add("--plot", metavar="FILE", help="draw tokens/s over memory")
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
-    for rate, what in _RATES.items():
-        add(f"--{rate.replace('_', '-')}", type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
+    parser.add_gone("--plot", remedy="--json has memory and tokens/s of every way")
+    text = "write it into a file for --cluster, which may have another cluster as its base"
+    parser.add_gone(*_RATES, remedy=text)
     return parser
