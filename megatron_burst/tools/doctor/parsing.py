@@ -23,8 +23,7 @@ from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.plugin import attachment_points, compat
 from megatron_burst.plugin.arguments import report_dropouts
 from megatron_burst.plugin.settings import burst_config_from_args
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
 
 @dataclass(slots=True)

@@ -17,9 +17,8 @@ from megatron_burst.kernels import KERNELS, Request
 from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.machine import parts
-from megatron_burst.tools.doctor.target import Target
 from tests.plugin.test_compat import fake_megatron, forget_megatron
 from tests.training.launcher import MODEL
 from tests.training.preloaded import once_a_class
