@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.flags import arguments, as_asked
 from megatron_burst.tools.launch import __main__ as launch
 from megatron_burst.tools.launch import site, ssh
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
+from megatron_burst.tools.plan.configs import Configs
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*")})

@@ -25,9 +25,9 @@ from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import running
 from megatron_burst.tools.compare.page import switching
 from megatron_burst.tools.compare.results import Result, differences, measure
-from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
+from megatron_burst.tools.flags import DOCUMENTS, Heads
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Heads
 from megatron_burst.tools.runlog import read_scalars
 from megatron_burst.transport import lock
 from tests.training.launcher import run_job

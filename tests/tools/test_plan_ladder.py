@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_burst.tools.command import main
+from megatron_burst.tools.flags import arguments
 from megatron_burst.tools.plan import ladder, memory, savings, step
-from megatron_burst.tools.plan.configs import Configs, arguments
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from tests.tier import slow_if
 

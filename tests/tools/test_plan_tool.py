@@ -11,11 +11,12 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.timing import sum_bytes
 from megatron_burst.tools.command import main
-from megatron_burst.tools.model import Flags, model_of, whole
+from megatron_burst.tools.flags import Flags, parsed, whole
+from megatron_burst.tools.model import model_of
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan import command, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import Configs, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload

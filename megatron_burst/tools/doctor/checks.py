@@ -16,8 +16,8 @@ from megatron_burst.plugin.arguments import asks_for_us
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.report import Finding, Level
+from megatron_burst.tools.flags import DOCUMENTS
 
-DOCUMENTS = "--dataloader-inter-document-masking"
 BURST = "--context-parallel-algo burst"
 _LOOKED_AT = 64  # documents
 _HARMFUL = {

@@ -7,8 +7,9 @@ import torch
 
 from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.report import Finding, Level
+from megatron_burst.tools.flags import arguments, parsed
 from megatron_burst.tools.plan import memory
-from megatron_burst.tools.plan.configs import Configs, arguments, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.workload import Workload

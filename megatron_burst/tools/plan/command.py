@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.flags import Flags, arguments, as_asked, parsed, whole
 from megatron_burst.tools.plan import ladder, measure
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.memory import usable, usable_host
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.reading import loss_chunking
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     elif given.flags:
         if not given.run:
             raise ValueError("--flags wants --run NAME; --list has the names")
-        print(*arguments(as_asked(configs.run(given.run).flags, {}, gpt=given.gpt)), sep="\n")
+        print(*arguments(as_asked(configs.run(given.run).flags, (), gpt=given.gpt)), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0

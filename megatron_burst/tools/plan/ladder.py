@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.tools import terminal
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor import checks, memory
-from megatron_burst.tools.doctor.checks import DOCUMENTS
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.report import Level
+from megatron_burst.tools.flags import DOCUMENTS
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
