@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_burst.tools import command as tool
 from megatron_burst.tools import pages
 from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import running
-from megatron_burst.tools.compare.page import switching
 from megatron_burst.tools.compare.results import Result, differences, measure
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flags import DOCUMENTS, Heads
@@ -311,7 +309,6 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     assert "agree with those of CP=1 megatron within 2.0e-05" in text
     assert "A micro-batch has 7.2 documents in the mean." in text
     assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in text
-    assert "Megatron's own context parallelism did not run: nothing to weigh." in text
     assert "all losses of the first 12 steps agree" in text, "there are no more"
     assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in text
 
@@ -320,23 +317,6 @@ def test_no_cell_parts_a_page_and_no_value_of_it_is_missing() -> None:
     assert pages._row(["a|b", "c\nd", 3]) == "| a/b | c d | 3 |"
     with pytest.raises(UndefinedError, match="'device' is undefined"):
         pages.page("gpu_check", results=[], failed=[], machine={"time": 1})
-
-
-def test_what_switching_gains_is_held_against_the_fastest_of_megatrons_own() -> None:
-    def timed(name: str, seconds: float, memory: float | None, loss: float) -> Result:
-        one = ran(name, [5.0, loss])
-        return replace(one, seconds_per_step=seconds, peak_memory_bytes=memory)
-
-    mine = timed("burst", 0.6, 3 * 2**30, 4.004)
-    fast, slow = (
-        timed(f"megatron {name}", s, None, 4.0) for name, s in {"p2p": 0.8, "a2a": 2}.items()
-    )
-    text, lines = switching([slow, fast, mine])
-    assert "`megatron p2p`" in text and "After 2 steps the losses are 1.0e-03 apart" in text
-    assert lines[0] == ["step ms", "800", "600", "0.75"]
-    assert lines[2] == ["memory GiB", "n/a", "3.00", "n/a"]
-    for some in ([fast], [mine], []):
-        assert switching(some)[1] == []
 
 
 def test_losses_that_differ_and_runs_that_fail_are_faults(

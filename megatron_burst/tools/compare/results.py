@@ -65,12 +65,6 @@ class Difference:
     step: int
 
 
-def shown(figure: str, value: float | None) -> str:
-    """Return the cell of one of `FIGURES`."""
-    _, factor, form = FIGURES[figure]
-    return "n/a" if value is None else form.format(value * factor)
-
-
 def measure(
     name: str, directory: Path, peak_tflops: float | None, command: Sequence[str] = ()
 ) -> Result:
