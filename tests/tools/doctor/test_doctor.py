@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,7 @@ def test_a_model_that_a_checkpoint_describes(
     assert status == 0 and "checkpoint-args" in of_level(report, "note"), report["findings"]
     status, report = judged(capsys, *words, "--no-such-flag", "3")  # it is parsed all the same
     assert status == 1 and "validation" in of_level(report, "error")
-    said = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.1}
-    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    state = {"args": Namespace(**said), "iteration": 3, "checkpoint_version": 3.0}
-    torch.save(state, tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt")
-    status, report = judged(capsys, *words)
+    status, report = judged(capsys, *flags, "--use-checkpoint-args", "--load", str(tmp_path))
     assert status == 0 and "checkpoint-args" not in of_level(report, "note"), report["findings"]
     assert report["shape"] == "torch.bfloat16 on cuda, 4 query and 4 kv heads of 16 a rank"
 
