@@ -158,33 +158,20 @@ def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
     assert flags_.hybrid_form(normed) == normed
 
 
-def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    def printed(*words: str) -> str:
-        assert main(["plan", *words]) == 0
-        return capsys.readouterr().out
+def test_the_command_names_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> list[str]:
+        assert main(["plan", "--list", *words]) == 0
+        return capsys.readouterr().out.split()
 
-    lines = printed("--run", "toy", "--flags", "--gpt").splitlines()
-    assert lines == flags_.arguments(CONFIGS.run("toy").flags)
-    assert lines[lines.index("--seq-length") + 1] == "2048"
-    assert printed("--list", "heads-*").split() == ["heads-1x16", "heads-2x8", "heads-4x4"]
-    assert "toy" in printed("--list").split() and "_gpu" not in printed("--list")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--run 14b --flags", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
-        ("--run _gpu --flags", "there is no run _gpu"),
+    assert printed("heads-*") == ["heads-1x16", "heads-2x8", "heads-4x4"]
+    assert "toy" in printed() and "_gpu" not in printed()
+    for words, message in (
+        ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
+        ("--run _gpu", "there is no run _gpu"),
         ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
-        ("--flags", "--flags wants --run NAME; --list has the names"),
-        ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
-    ],
-)
-def test_what_is_not_there_is_said(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words.split()]) == 1
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["plan", *words.split()]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_shows_its_ranking(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.flags import Flags, arguments, as_asked, parsed, whole
+from megatron_burst.tools.flags import Flags, as_asked, parsed, whole
 from megatron_burst.tools.plan import ladder, measure
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
@@ -53,10 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         measure.write(given.measure)
     elif given.list is not None:
         print(*configs.names(given.list), sep="\n")
-    elif given.flags:
-        if not given.run:
-            raise ValueError("--flags wants --run NAME; --list has the names")
-        print(*arguments(as_asked(configs.run(given.run).flags, (), gpt=given.gpt)), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0
@@ -177,13 +173,9 @@ def _asked(
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     cluster = configs.cluster(name)
-    if (
-        given.search is not None or given.ladder
-    ):  # sizes stay if they are among the flags behind the dashes
-        flags = {
-            name: value for name, value in flags.items() if name not in SEARCHED or name in own
-        }
-        return flags, cluster, gpus
+    if given.search is not None or given.ladder:  # sizes stay if they are given behind the dashes
+        kept = {name: flags[name] for name in flags if name not in SEARCHED or name in own}
+        return kept, cluster, gpus
     # All GPUs take part, with a sequence for each data-parallel rank.
     ranks = whole(flags, "tensor-model-parallel-size")
     ranks *= whole(flags, "pipeline-model-parallel-size")
@@ -205,12 +197,9 @@ def _parser() -> options.Parser:
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --search",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --ladder",
         "megatron-burst plan --measure here.toml",
-        "megatron-burst plan --run toy --flags",
     )
     add = parser.add_argument
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
-    text = "print the flags of --run alone, a word a line, for scripts"
-    add("--flags", action="store_true", help=text)
     add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
@@ -230,6 +219,7 @@ def _parser() -> options.Parser:
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
+    parser.add_gone("--flags", remedy="megatron-burst launch local --dry-run --run NAME has them")
     parser.add_gone("--plot", remedy="--json has memory and tokens/s of every way")
     text = "write it into a file for --cluster, which may have another cluster as its base"
     parser.add_gone(*_RATES, remedy=text)
