@@ -178,16 +178,19 @@ def main(argv: list[str]) -> int:
         print(json.dumps(content, indent=2))
         return 0
     steps, ranks = content["steps"], content["ranks"]
-    numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
-    table = terminal.table(("rank", "pass"), numbers)
+    columns: terminal.Columns = {
+        "calls": ("calls", 1 / steps, "{:g}"),
+        "ms": ("seconds", 1e3 / steps, "{:.2f}"),
+        "communication ms": ("communication", 1e3 / steps, "{:.2f}"),
+        "exposed ms": ("exposed", 1e3 / steps, "{:.2f}"),
+        "sent MiB": ("bytes_sent", 2**-20 / steps, "{:.2f}"),
+        "exposed": ("share", 1, "{:.1%}"),
+        "hidden": ("hidden", 1, "{:.1%}"),
+    }
+    shown = [row for row in content["rows"] if row["rank"] in ranks[:_MOST_RANKS]]
+    rows = [(str(row["rank"]), row["name"], *terminal.cells(row, columns)) for row in shown]
+    table = terminal.table(("rank", "pass"), columns, rows)
     table.title = f"attention in a training step, mean of {steps} steps"
-    for row in content["rows"]:
-        if row["rank"] in ranks[:_MOST_RANKS]:
-            times = (row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed"))
-            cells = [f"{row['calls'] / steps:g}", *(f"{time:.2f}" for time in times)]
-            cells += [f"{row['bytes_sent'] / steps / 2**20:.2f}"]
-            cells += [f"{row[name]:.1%}" for name in ("share", "hidden")]
-            table.add_row(str(row["rank"]), row["name"], *cells)
     terminal.console().print(table)
     if len(ranks) > _MOST_RANKS:
         print(f"shown: {_MOST_RANKS} of {len(ranks)} ranks; --json has all")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools import pages
+from megatron_burst.tools import pages, terminal
 from megatron_burst.tools.compare.results import (
     FAILED,
     FIGURES,
@@ -107,7 +107,4 @@ def _cells(result: Result, apart: Difference | None) -> Iterator[str]:
     yield f"{apart.relative:.1e}" if apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
     yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
-    figures = asdict(result) | {**(result.exposed or {})}
-    for field, factor, form in FIGURES.values():
-        value = figures.get(field)
-        yield "n/a" if value is None else form.format(value * factor)
+    yield from terminal.cells(asdict(result) | {**(result.exposed or {})}, FIGURES)

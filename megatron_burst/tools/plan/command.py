@@ -22,8 +22,7 @@ algorithm and puts what fits first, then the fastest. After -- come Megatron's f
 those of the run or the model."""
 _RATES = "--within-gb-s --nic-gb-s --forward-tflops --backward-tflops --linear-tflops".split()
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
-# The columns of numbers: the figure, what it is multiplied by, and its form.
-_COLUMNS = {
+_COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
     "CP": ("context", 1, "{}"),
     "DP": ("data", 1, "{}"),
@@ -132,10 +131,8 @@ def _figures(each: Candidate) -> dict[str, Any]:
 def _print(found: list[Candidate], most: int) -> None:
     load, table = found[0].load, terminal.table(("algorithm",), _COLUMNS)
     for each in found[:most]:
-        figures = _figures(each)
-        cells = (form.format(figures[name] * unit) for name, unit, form in _COLUMNS.values())
         lacks = f" (too much memory of the {each.lacks})" if each.lacks else ""
-        table.add_row(f"{each}{lacks}", *cells)
+        table.add_row(f"{each}{lacks}", *terminal.cells(_figures(each), _COLUMNS))
     console = terminal.console()
     console.print(
         f"{load.gpus} GPUs of {load.cluster.name}: tensor {load.tensor} x context {load.context} x "

@@ -18,7 +18,12 @@ _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
 
 
-_COLUMNS = ("TP", "states", "inputs", "layer", "loss", "GPU", "host", "longest")
+_COLUMNS: terminal.Columns = {
+    "TP": ("tensor", 1, "{}"),
+    **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "GPU")},
+    "host": ("host", 1, "{:.0f}"),
+    "longest": ("longest", 1e-6, "{:.2f} M"),
+}
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,8 @@ def figures(rung: Rung) -> dict[str, Any]:
 
 def cells(rung: Rung) -> list[str]:
     """Return a row's cells, but for its name."""
-    longest = f"{rung.longest / 1e6:.2f} M" if rung.longest else "none"
-    parts = [f"{part:.0f}" if name == "host" else f"{part:.1f}" for name, part in rung.gib.items()]
-    return [str(rung.load.tensor), *parts, longest]
+    sizes = {"tensor": rung.load.tensor, "longest": rung.longest or None}
+    return terminal.cells({**rung.gib, **sizes}, _COLUMNS)
 
 
 def show(rungs: Sequence[Rung]) -> None:
