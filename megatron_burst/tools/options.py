@@ -17,18 +17,19 @@ class Parser(argparse.ArgumentParser):
         self.examples = examples
         self.add_argument("--json", action="store_true", help="print one JSON object instead")
 
-    def add_gone(self, *names: str, remedy: str) -> None:
-        """Refuse flags that are no more, with what to do in their place."""
-
-        def refused(_: str) -> None:
-            raise argparse.ArgumentTypeError(f"there is no such flag any more: {remedy}")
-
-        self.add_argument(*names, nargs="?", const="", type=refused, help=argparse.SUPPRESS)
-
     def format_help(self) -> str:
         """Return the examples, then what argparse makes of the flags."""
         lines = "".join(f"  {example}\n" for example in self.examples)
         return f"examples:\n{lines}\n{super().format_help()}"
+
+
+def add_gone(parser: argparse.ArgumentParser, *names: str, remedy: str) -> None:
+    """Refuse flags that are no more, with what to do in their place."""
+
+    def refused(_: str) -> None:
+        raise argparse.ArgumentTypeError(f"there is no such flag any more: {remedy}")
+
+    parser.add_argument(*names, nargs="?", const="", type=refused, help=argparse.SUPPRESS)
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str] | None]:

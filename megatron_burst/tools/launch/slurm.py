@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
+from megatron_burst.tools.options import add_gone
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -28,8 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "save before the job's time is over (sbatch --signal, default: 300 s), and go back into "
     text += "the queue, until the training is done"
     parser.add_argument("--chain", action="store_true", help=text)
-    text = "ask all nodes first, as `launch check` does, and train only if they are fit"
-    parser.add_argument("--check", action="store_true", help=text)
+    add_gone(parser, "--check", remedy="Slurm's HealthCheckProgram drains nodes, or --exclude them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.nodes:
         raise ValueError("say how many nodes: --nodes N")
     output = site.prepare_output(args, runs=False)
-    options = [f"--{name}" for name in ("chain", "check") if getattr(args, name)]
-    given = [*options, "--output", str(output), *node.given(args)]
+    given = [*["--chain"] * args.chain, "--output", str(output), *node.given(args)]
     wait = ["--wait"] if args.wait else []
     command = ["sbatch", "--nodes", str(args.nodes), *wait]
     command += ["--output", str(output / "slurm-%j.txt"), script, *given]

@@ -216,8 +216,10 @@ def _parser() -> options.Parser:
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
-    parser.add_gone("--flags", remedy="megatron-burst launch local --dry-run --run NAME has them")
-    parser.add_gone("--plot", remedy="--json has memory and tokens/s of every way")
+    options.add_gone(
+        parser, "--flags", remedy="megatron-burst launch local --dry-run --run NAME has them"
+    )
+    options.add_gone(parser, "--plot", remedy="--json has memory and tokens/s of every way")
     text = "write it into a file for --cluster, which may have another cluster as its base"
-    parser.add_gone(*_RATES, remedy=text)
+    options.add_gone(parser, *_RATES, remedy=text)
     return parser
