@@ -52,28 +52,19 @@ def run(args: argparse.Namespace) -> int:
     command = ["sbatch", "--nodes", str(args.nodes), *wait]
     command += ["--output", str(output / "slurm-%j.txt"), script, *given]
     in_job = _in_job(args.nodes, script, *given)
+    if in_job.returncode:  # it has said why
+        return in_job.returncode
     if not args.dry_run:
         os.execvp(command[0], command)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *command]))
-    print("# in the job:", in_job, "# on every node:", sep="\n", flush=True)
+    print("# in the job:", in_job.stdout.rstrip(), "# on every node:", sep="\n", flush=True)
     task = node.command(args, output, *node.meeting(args.nodes, "FIRST_NODE", 10000), "--dry-run")
     return subprocess.call([site.python_of_training(), *task])
 
 
-def _in_job(nodes: int, script: str, *given: str) -> str:
-    """Return what the job will start.
-
-    Raises:
-        ValueError: it will start nothing, with the reason.
-    """
+def _in_job(nodes: int, script: str, *given: str) -> subprocess.CompletedProcess[str]:
+    """Let the script say what the job will start, or why it will start nothing."""
     job = {"SLURM_JOB_ID": "0", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": ""}
-    master = {"BURST_MASTER": os.environ.get("BURST_MASTER") or "FIRST_NODE"}
-    shown = subprocess.run(
-        ["bash", script, "--dry-run", *given],
-        env=os.environ | job | master,
-        capture_output=True,
-        text=True,
-    )
-    if shown.returncode:
-        raise ValueError(shown.stderr.strip().removeprefix("launch: "))
-    return shown.stdout.rstrip()
+    job["BURST_MASTER"] = os.environ.get("BURST_MASTER") or "FIRST_NODE"
+    words, environment = ["bash", script, "--dry-run", *given], os.environ | job
+    return subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
