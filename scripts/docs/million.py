@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pages import fill, parser, table
 
+from megatron_burst.tools.flags import as_asked
 from megatron_burst.tools.plan import ladder, memory
-from megatron_burst.tools.plan.configs import Configs, as_asked
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import Candidate
 from megatron_burst.tools.plan.reading import workload_of
 

@@ -16,11 +16,12 @@ from megatron_burst.loss.chunk_size import MIB, Sizes, within
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.tools.command import main
+from megatron_burst.tools.flags import hybrid_form, parsed
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.tools.model import Part, model_of
 from megatron_burst.tools.plan import measure, memory, step, timing
-from megatron_burst.tools.plan.configs import Configs, hybrid_form, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search

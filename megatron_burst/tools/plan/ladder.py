@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.tools import terminal
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate
@@ -18,7 +18,12 @@ _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
 
 
-_COLUMNS = ("TP", "states", "inputs", "layer", "loss", "NCCL", "GPU", "host", "longest")
+_COLUMNS: terminal.Columns = {
+    "TP": ("tensor", 1, "{}"),
+    **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "NCCL", "GPU")},
+    "host": ("host", 1, "{:.0f}"),
+    "longest": ("longest", 1e-6, "{:.2f} M"),
+}
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,8 @@ def figures(rung: Rung) -> dict[str, Any]:
 
 def cells(rung: Rung) -> list[str]:
     """Return a row's cells, but for its name."""
-    longest = f"{rung.longest / 1e6:.2f} M" if rung.longest else "none"
-    parts = [f"{part:.0f}" if name == "host" else f"{part:.1f}" for name, part in rung.gib.items()]
-    return [str(rung.load.tensor), *parts, longest]
+    sizes = {"tensor": rung.load.tensor, "longest": rung.longest or None}
+    return terminal.cells({**rung.gib, **sizes}, _COLUMNS)
 
 
 def show(rungs: Sequence[Rung]) -> None:
