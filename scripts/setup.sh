@@ -93,8 +93,8 @@ install_package() {
             ${PIP_EXTRA_INDEX_URL:+--extra-index-url "$PIP_EXTRA_INDEX_URL"})
     fi
     write_constraints >"$burst_venv/constraints.txt" || return 1
-    say "installing megatron-burst[train,plot,test]; the first time torch alone may take minutes"
-    "${pip[@]}" -c "$burst_venv/constraints.txt" -e "${burst_root}[train,plot,test]" >&2 </dev/null
+    say "installing megatron-burst[train,test]; the first time torch alone may take minutes"
+    "${pip[@]}" -c "$burst_venv/constraints.txt" -e "${burst_root}[train,test]" >&2 </dev/null
 }
 
 is_ready() { [[ -x $burst_python && $(cat -- "$burst_stamp" 2>/dev/null) == "$1" ]]; }

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from megatron_burst.plans.choice.cost import attention_flops as attention_flops
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.tools.model import Model, flags_of, model_of
+from megatron_burst.tools.flags import flags_of
+from megatron_burst.tools.model import Model, model_of
 
 PEAK_TFLOPS = {
     "H[18]00 PCIe": 756.0,

@@ -4,15 +4,13 @@ Numbers are of whole layers, over all tensor- and expert-parallel ranks. With h 
 of the MLP (m = 3 matrices where it is gated, else 2), k of E experts for each token.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-type Flags = Mapping[str, Any]  # Megatron's and ours, by name without dashes in front
+from megatron_burst.tools.flags import Flags, heads_of, hybrid_pattern, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,62 +140,6 @@ def model_of(given: Flags) -> Model:
     )
 
 
-class Heads(NamedTuple):
-    """Of a layer's attention, over all tensor-parallel ranks."""
-
-    query: int
-    kv: int
-    size: int  # of queries and keys; 0 where nothing says it
-    value_size: int
-
-    def of_rank(self, tensor: int) -> tuple[int, int]:
-        """Return the query and kv heads of one of so many tensor-parallel ranks."""
-        return self.query // tensor, max(self.kv // tensor, 1)
-
-
-def heads_of(given: Flags) -> Heads:
-    """Read the heads of attention from Megatron's flags."""
-    number, heads = partial(whole, given), whole(given, "num-attention-heads")
-    if given.get("multi-latent-attention"):
-        size = number("qk-head-dim", 128) + number("qk-pos-emb-head-dim", 64)
-        return Heads(heads, heads, size, number("v-head-dim", 128))
-    size = number("kv-channels", number("hidden-size", 0) // heads)
-    kv_heads = number("num-query-groups") if given.get("group-query-attention") else heads
-    return Heads(heads, kv_heads, size, size)
-
-
-def window_of(given: Flags) -> int | None:
-    """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
-    text = str(given.get("window-size", "-1,0"))
-    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
-    if not found:
-        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
-    return int(found[1]) if int(found[1]) >= 0 else None
-
-
-def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags behind Megatron's arguments, as it keeps or logs them; unset ones left out.
-
-    Their names have underscores there.
-    """
-    given = {n: v for n, v in arguments.items() if str(v) not in ("None", "False")}
-    return {name.replace("_", "-"): value for name, value in given.items()}
-
-
-def whole(given: Flags, name: str, default: int = 1) -> int:
-    """Return the number that is given, or the default.
-
-    Raises:
-        ValueError: it is no whole number, or 0 where the default is not.
-    """
-    value = given.get(name)
-    text = str(default if value is None else value)
-    if not text.isdecimal() or (default and not int(text)):
-        kind = "positive whole" if default else "whole"
-        raise ValueError(f"--{name} {text} is not a {kind} number")
-    return int(text)
-
-
 def _counted(given: Flags) -> tuple[Counter[str], int]:
     """How many layers of each kind there are, by Megatron's letters, and how many MTP heads."""
     mtp = whole(given, "mtp-num-layers", 0)
@@ -218,35 +160,6 @@ def _counted(given: Flags) -> tuple[Counter[str], int]:
         return Counter(main + max(mtp, len(heads)) * inner), max(mtp, len(heads))
     pattern = hybrid_pattern(given)
     return Counter(pattern + mtp * pattern[-2:]), mtp  # MTP's heads are as the last layer
-
-
-def hybrid_pattern(given: Flags) -> str:
-    """Return the layers of a GPTModel as a HybridModel's, by --num-layers and --moe-layer-freq.
-
-    Raises:
-        ValueError: the frequency is neither a number nor a list as '[0]*1+[1]*26'.
-    """
-    layers = whole(given, "num-layers")
-    if not given.get("num-experts"):
-        return "*-" * layers
-    text = str(given.get("moe-layer-freq", 1)).strip("()").replace(" ", "")
-    if text.isdigit():
-        kinds = "".join("0" if layer % int(text) else "1" for layer in range(layers))
-    else:
-        found = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
-        kinds = "".join(part.replace(",", "") * int(times or 1) for part, times in found)
-    if len(kinds) != layers:
-        raise ValueError(
-            f"--moe-layer-freq {text} says of {len(kinds)} layers what they are, but there are "
-            f"{layers}: give a number or [0]*a+[1]*b"
-        )
-    return kinds.replace("0", "*-").replace("1", "*E")
-
-
-def cut(pattern: str, parts: int) -> list[str]:
-    """Cut the layers of a pattern into parts of about equal length."""
-    ends = [len(pattern) * end // parts for end in range(parts + 1)]
-    return [pattern[start:stop] for start, stop in pairwise(ends)]
 
 
 def _mlp(count: int, matrices: int, hidden: int, ffn: int) -> Part:

@@ -1,12 +1,15 @@
 """What the tools print: tables and lines that no terminal's width cuts, and errors in red."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+type Columns = Mapping[str, tuple[str, float, str]]
+"""By their headings: the figure, what it is multiplied by, and its form."""
 _WIDTH = 200  # of tables: wider than a narrow terminal, so that no number is cut
 
 
@@ -25,6 +28,12 @@ def table(left: Iterable[str], right: Iterable[str], rows: Iterable[Sequence[str
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def cells(figures: Mapping[str, Any], columns: Columns) -> list[str]:
+    """Return what a row shows in columns, "n/a" where it lacks a figure."""
+    found = ((figures.get(name), factor, form) for name, factor, form in columns.values())
+    return ["n/a" if x is None else form.format(x * factor) for x, factor, form in found]
 
 
 def complain(command: str, problems: Iterable[str]) -> None:

@@ -33,7 +33,10 @@ _RANGE = re.compile(
     + r"(forward|backward|head exchange|wait for the plan)"
     + r"(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
-_UNREADABLE = ValueError, KeyError, TypeError, EOFError, OSError, RecursionError, zlib.error
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+    *(EOFError, OSError, zlib.error),
+)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 type Event = dict[str, Any]
@@ -53,43 +56,36 @@ def summary(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no trace, or no attention in it.
     """
-    rows: list[dict[str, Any]] = []
-    for rank, events in (found := _load(directory)).items():
-        try:
-            rows += _rows(rank, events)
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            text = f"an event of rank {rank} is not as torch.profiler writes it: {error!r}"
-            raise ValueError(f"{directory}: {text}") from error
-    if not rows:
-        raise ValueError(
-            f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
-        )
-    names = {str(event.get("name")) for events in found.values() for event in events}
-    steps = sum(name.startswith("ProfilerStep#") for name in names)
-    return {"ranks": list(found), "steps": steps or 1, "rows": rows}
-
-
-def _load(directory: Path) -> dict[int, list[Event]]:
-    """The events of every rank."""
-    found: dict[int, list[Event]] = {}
+    rows: dict[int, list[dict[str, Any]]] = {}
+    names: set[str] = set()
     below = directory / "torch_profile"  # where Megatron puts it
     for path in (below if below.is_dir() else directory).glob("rank-*.json*"):
         try:
-            data = path.read_bytes()
-            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-            rank = int(path.name.split(".")[0].removeprefix("rank-"))
-            events = content["traceEvents"]
-            if rank in found or not all(isinstance(event, dict) for event in events):
-                raise TypeError("a second file of the rank" if rank in found else "no events")
+            rank, events = int(path.name.split(".")[0].removeprefix("rank-")), _events(path)
+            if rank in rows:
+                raise TypeError("a second file of the rank")
+            rows[rank] = [*_rows(rank, events)]
+            names |= {str(event.get("name")) for event in events}
         except _UNREADABLE as error:
             raise ValueError(f"{path} is no trace of torch.profiler: {error!r}") from error
-        found[rank] = events
-    if not found:
+    if not rows:
         raise ValueError(
             f"{directory} has no rank-N.json.gz: train with --profile --use-pytorch-profiler "
             "--profile-step-start 2 --profile-step-end 4 --tensorboard-dir RUN/tensorboard"
         )
-    return dict(sorted(found.items()))
+    if not any(rows.values()):
+        raise ValueError(
+            f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
+        )
+    steps = sum(name.startswith("ProfilerStep#") for name in names) or 1
+    found = [row for rank in sorted(rows) for row in rows[rank]]
+    return {"ranks": sorted(rows), "steps": steps, "rows": found}
+
+
+def _events(path: Path) -> list[Event]:
+    data = path.read_bytes()
+    content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return [{**event} for event in content["traceEvents"]]
 
 
 def _rows(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
@@ -178,16 +174,19 @@ def main(argv: list[str]) -> int:
         print(json.dumps(content, indent=2))
         return 0
     steps, ranks = content["steps"], content["ranks"]
-    numbers = ("calls", "ms", "communication ms", "exposed ms", "sent MiB", "exposed", "hidden")
-    table = terminal.table(("rank", "pass"), numbers)
+    columns: terminal.Columns = {
+        "calls": ("calls", 1 / steps, "{:g}"),
+        "ms": ("seconds", 1e3 / steps, "{:.2f}"),
+        "communication ms": ("communication", 1e3 / steps, "{:.2f}"),
+        "exposed ms": ("exposed", 1e3 / steps, "{:.2f}"),
+        "sent MiB": ("bytes_sent", 2**-20 / steps, "{:.2f}"),
+        "exposed": ("share", 1, "{:.1%}"),
+        "hidden": ("hidden", 1, "{:.1%}"),
+    }
+    shown = [row for row in content["rows"] if row["rank"] in ranks[:_MOST_RANKS]]
+    rows = [(str(row["rank"]), row["name"], *terminal.cells(row, columns)) for row in shown]
+    table = terminal.table(("rank", "pass"), columns, rows)
     table.title = f"attention in a training step, mean of {steps} steps"
-    for row in content["rows"]:
-        if row["rank"] in ranks[:_MOST_RANKS]:
-            times = (row[name] * 1e3 / steps for name in ("seconds", "communication", "exposed"))
-            cells = [f"{row['calls'] / steps:g}", *(f"{time:.2f}" for time in times)]
-            cells += [f"{row['bytes_sent'] / steps / 2**20:.2f}"]
-            cells += [f"{row[name]:.1%}" for name in ("share", "hidden")]
-            table.add_row(str(row["rank"]), row["name"], *cells)
     terminal.console().print(table)
     if len(ranks) > _MOST_RANKS:
         print(f"shown: {_MOST_RANKS} of {len(ranks)} ranks; --json has all")

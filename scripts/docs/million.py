@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pages import fill, parser, table
 
+from megatron_burst.tools.flags import as_asked
 from megatron_burst.tools.plan import ladder, memory
-from megatron_burst.tools.plan.configs import Configs, as_asked
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import Candidate
 from megatron_burst.tools.plan.reading import workload_of
 
@@ -65,6 +66,7 @@ def _memory(way: Candidate) -> str:
         "the input of a layer": of.inputs,
         "a layer in its backward": of.layer,
         "or, when none is at work, the loss": of.loss,
+        "NCCL's buffers for attention's messages": of.nccl,
         "**in all**": of.total,
         "in the host's memory, of 8 ranks": way.host_bytes,
     }
@@ -82,7 +84,7 @@ def _wrong(best: ladder.Rung) -> str:
 
 
 def _ladder(rungs: list[ladder.Rung], published: dict[str, str]) -> str:
-    head = ["", "TP", "states", "inputs", "layer", "loss", "GPU", "host", "longest"]
+    head = ["", "TP", "states", "inputs", "layer", "loss", "NCCL", "GPU", "host", "longest"]
     rows = [[rung.name, *ladder.cells(rung)] for rung in rungs]
     if published:
         head.append("published, millions")

@@ -7,6 +7,8 @@ says.
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,6 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 # `python` of the training: writes down its arguments and what it should know, then behaves as told.
 PYTHON = """
 case $* in
-    *" check --self") if [[ $(uname -n) == "${UNFIT:-}" ]]; then exit 1; fi ;;&
     "-c import sys; sys.exit"* | "-m megatron_burst.tools."*) exec "$REAL_PYTHON" "$@" ;;
     *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
     *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
@@ -103,10 +104,7 @@ exit $failed
 NVIDIA_SMI = """
 file=$STAND_INS/gpus-$(uname -n)
 [[ -e $file ]] || { echo "no devices were found"; exit 9; }
-case $* in
-    *topo*) grep ^GPU "$file" || true ;;
-    *) grep -v ^GPU "$file" ;;
-esac
+cat "$file"
 """
 BODIES = {
     "ssh": SSH,
@@ -179,6 +177,12 @@ class Machine:
         lines = (self.folder / f"environment-{host}").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
+    def training(self, *lines: str) -> None:
+        """Say what the ranks of the job do."""
+        python = self.folder / "bin/python-of-training"
+        launchers = 'case $* in *tools.launch*|*sys.exit*) exec "$REAL_PYTHON" "$@" ;; esac'
+        python.write_text("\n".join(["#!/bin/sh", launchers, *lines]))
+
     def text(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
@@ -190,6 +194,13 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 250) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.02)
 
 
 def place(folder: Path) -> Machine:

@@ -8,35 +8,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.flags import arguments, as_asked
 from megatron_burst.tools.launch import __main__ as launch
 from megatron_burst.tools.launch import site, ssh
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
-from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, place
+from megatron_burst.tools.plan.configs import Configs
+from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, wait_for
 
 SHELL = sorted({*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), *SCRIPTS.glob("lib/*")})
 STARTED = [path for path in SHELL if os.access(path, os.X_OK)]
 PYTHON = sorted(p for p in SCRIPTS.rglob("*.py") if 'if __name__ == "__main__":' in p.read_text())
 # What a shell must not change on its way through others.
 AWKWARD = ("--title", "a b", "--quote", 'it\'s "so"', "--glob", "*", "--empty", "", "$HOME;ls")
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return place(tmp_path)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 250) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come so far"
-        time.sleep(0.05)
 
 
 # ---- the scripts as such
@@ -144,27 +131,30 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
     assert machine.text("out/status") == "7\n"
 
 
+SLURM = ("launch.slurm", "--nodes", "2")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "variables", "message"),
     [
-        (("--output",), "argument --output: expected one argument"),
-        (("--save", "c", "--load=c"), "--save wants --save-interval N"),
+        (("launch_local.sh", "--output"), {}, "argument --output: expected one argument"),
+        (("launch_local.sh", "--save", "c", "--load=c"), {}, "--save wants --save-interval N"),
+        (("launch_local.sh",), {"BURST_ENV": "/no/env.sh"}, "BURST_ENV=/no/env.sh cannot be read"),
+        ((*SLURM, "--run", "huge"), {}, "there is no run huge; there are: "),
+        (("launch_nodes.sh", "--nodes", "a b", "--run", "huge"), {}, "there is no run huge"),
+        (("launch.slurm",), {}, "--nodes N"),
+        ((*SLURM, "--check"), {}, "Slurm's HealthCheckProgram drains nodes"),
+        (("check_nodes.sh", "--timeout", "3"), {}, "it is enough to name the --nodes"),
+        ((*SLURM, "--output", "a,b:c"), {"BURST_IMAGE": "i:1"}, "a,b:c: a path with a comma or a"),
     ],
 )
-def test_wrong_options_say_so(machine: Machine, arguments: tuple[str, ...], message: str) -> None:
-    done = machine.run("launch_local.sh", *arguments, expect=2)
-    assert message in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    "launcher", [("launch.slurm", "--nodes", "2"), ("launch_nodes.sh", "--nodes", "n1 n2")]
-)
-def test_no_node_is_asked_for_a_run_that_there_is_not(
-    machine: Machine, launcher: tuple[str, ...]
+def test_wrong_options_say_so_before_anything_is_asked_or_made(
+    machine: Machine, command: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
-    done = machine.run(*launcher, "--run", "huge", "--output", "out", expect=2)
-    assert "there is no run huge; there are: " in done.stderr
-    assert not machine.text("slurm.log") and not (machine.folder / "out").exists()
+    done = machine.run(*command, expect=2, **variables)
+    assert message in done.stdout + done.stderr
+    assert not machine.text("slurm.log")
+    assert "--save" in command or not (machine.folder / "runs").exists()
 
 
 def test_without_gpus_the_number_of_ranks_must_be_said(machine: Machine) -> None:
@@ -274,11 +264,6 @@ def test_every_rank_has_a_log_and_its_lines_have_its_number(machine: Machine) ->
         (file,) = (machine.folder / "out").glob(f"node-0/*/attempt_0/{rank}/stdout.log")
         assert file.read_text() == "hello\n"
         assert f"[rank {rank}]: hello\n" in machine.text("out/log.txt")
-
-
-def test_an_env_file_that_is_missing_is_an_error(machine: Machine) -> None:
-    done = machine.run("launch_local.sh", BURST_ENV="/nowhere/env.sh", expect=2)
-    assert "BURST_ENV=/nowhere/env.sh cannot be read" in done.stderr
 
 
 def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,10 +397,6 @@ def test_a_login_node_needs_no_python_for_a_named_run(machine: Machine) -> None:
     assert "--run toy" in machine.text("slurm.log")
 
 
-def test_submitting_needs_the_number_of_nodes(machine: Machine) -> None:
-    assert "--nodes N" in machine.run("launch.slurm", expect=2).stderr
-
-
 def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -> None:
     image = {"BURST_IMAGE": "image:1", "BURST_MOUNTS": "/data:/data"}
     done = machine.run("launch.slurm", "--dry-run", "--nodes", "2", *AWKWARD, **image)
@@ -424,7 +405,7 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
     assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
     assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
     assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
-    assert not machine.text("slurm.log") and not (machine.folder / "runs").exists()
+    assert not machine.text("slurm.log")
 
 
 def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
@@ -474,13 +455,6 @@ def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> No
     assert f"{line} -m megatron_burst.tools.launch node " in machine.text("slurm.log")
 
 
-def test_what_a_container_would_mount_elsewhere_is_refused(machine: Machine) -> None:
-    wrong = ("--output", "a,b:c", "--nodes", "2")
-    done = machine.run("launch.slurm", *wrong, expect=2, BURST_IMAGE="image:1")
-    assert "a,b:c: a path with a comma or a colon cannot be mounted" in done.stderr
-    assert not machine.text("slurm.log")
-
-
 def test_options_of_srun_are_quoted_as_in_a_shell(machine: Machine) -> None:
     more = {**JOB, "BURST_SRUN_OPTIONS": "--gpus-per-node=8 --comment='a b'"}
     done = machine.run("launch.slurm", "--dry-run", **more)
@@ -494,12 +468,6 @@ def test_a_chain_wants_checkpoints_and_says_so_before_it_is_submitted(machine: M
     assert "--chain goes on from checkpoints, so it wants --save DIR and" in done.stderr
     machine.run("launch.slurm", *flags, "--save", "saved")
     assert " --chain --output " in machine.text("slurm.log")
-
-
-def training(machine: Machine, *lines: str) -> None:
-    """What the ranks of the job do, for tests of what becomes of it."""
-    python = machine.folder / "bin/python-of-training"
-    python.write_text("\n".join(["#!/bin/sh", *lines]))
 
 
 ITERATION = " iteration        3/       9 |"
@@ -517,7 +485,7 @@ ITERATION = " iteration        3/       9 |"
 def test_a_job_that_made_a_step_does_not_always_go_into_the_queue_again(
     machine: Machine, variables: dict[str, str], message: str
 ) -> None:
-    training(machine, f"echo '{ITERATION}'", "exit 7")
+    machine.training(f"echo '{ITERATION}'", "exit 7")
     done = machine.run("launch.slurm", "--output", "out", expect=7, **{**JOB, **variables})
     assert message in done.stderr
     assert "scontrol requeue" not in machine.text("slurm.log")
@@ -525,7 +493,7 @@ def test_a_job_that_made_a_step_does_not_always_go_into_the_queue_again(
 
 
 def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> None:
-    training(machine, f"echo '{ITERATION}'", "seq 300000", "exit 7")  # a long log has its steps too
+    machine.training(f"echo '{ITERATION}'", "seq 300000", "exit 7")  # a long log has its steps too
     done = machine.run("launch.slurm", "--output", "out", **JOB)
     assert "puts job 42 into the queue again" in done.stderr
     assert "scontrol requeue 42" in machine.text("slurm.log")
@@ -583,14 +551,6 @@ def test_an_output_that_another_job_holds_is_refused(machine: Machine, holder: s
     assert ("is in use by" in done.stderr) == (holder == "41")
 
 
-def test_nodes_are_asked_before_the_training_if_that_is_wanted(machine: Machine) -> None:
-    """The stand-in for srun makes no file of what a node says: none is fit."""
-    done = machine.run("launch.slurm", "--output", "out", "--check", expect=2, **JOB)
-    assert "n1                   unhealthy" in done.stdout and "n1.json" in done.stdout
-    assert "submit it with --exclude of those" in done.stderr
-    assert " node " not in machine.text("slurm.log")
-
-
 @pytest.mark.parametrize("command", [("launch.slurm",), ("lib/launch", "slurm")])
 def test_another_number_of_nodes_than_the_jobs_is_refused(
     machine: Machine, command: tuple[str, ...]
@@ -602,7 +562,7 @@ def test_another_number_of_nodes_than_the_jobs_is_refused(
 def test_steps_of_an_earlier_start_do_not_count(machine: Machine) -> None:
     (machine.folder / "out").mkdir()
     (machine.folder / "out/log.txt").write_text(f"{ITERATION}\n")
-    training(machine, "exit 3")
+    machine.training("exit 3")
     given = {**JOB, "SLURM_RESTART_COUNT": "1"}
     done = machine.run("launch.slurm", "--output", "out", expect=3, **given)
     assert "it failed before its first step" in done.stderr

@@ -8,29 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.scripts.stand_ins import ROOT, Machine, place
+from tests.scripts.stand_ins import ROOT, Machine, wait_for
 from tests.tier import slow_if
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
 LINES = 20000  # more than a pipe holds
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return place(tmp_path)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come so far"
-        time.sleep(0.02)
 
 
 def processes(machine: Machine, *words: str) -> list[psutil.Process]:
@@ -80,18 +66,6 @@ def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: i
         assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
 
 
-def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
-    job = start(machine, LAUNCHERS["local"])
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        wait_for(lambda: processes(machine, "guard.py"))
-        (first,) = processes(machine, "guard.py")
-        first.send_signal(number)
-    wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
-    processes(machine, "tools.launch node")[0].kill()
-    job.communicate(timeout=60)
-    wait_for(lambda: not processes(machine), 10)
-
-
 SUPERVISES = """
 import sys
 from megatron_burst.tools.launch import processes
@@ -115,41 +89,8 @@ def test_what_takes_no_notice_is_killed(machine: Machine, number: int) -> None:
     wait_for(lambda: not processes(machine), 10)
 
 
-def training(machine: Machine, *lines: str) -> None:
-    """What the ranks of the job do."""
-    python = machine.folder / "bin/python-of-training"
-    launchers = 'case $* in *tools.launch*|*sys.exit*) exec "$REAL_PYTHON" "$@" ;; esac'
-    python.write_text("\n".join(["#!/bin/sh", launchers, *lines]))
-
-
-def test_without_tee_the_training_goes_on(machine: Machine) -> None:
-    said = f"seq {LINES}; touch said; until [ -e more ]; do sleep 0.1; done; seq {LINES}"
-    training(machine, said, "echo done")
-    job = subprocess.Popen(
-        machine.command("launch_local.sh", "--output", "out"),
-        cwd=machine.folder,
-        env=machine.environment,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    wait_for(lambda: (machine.folder / "said").exists())
-    hit: list[psutil.Process] = []
-
-    def hits_another() -> bool:  # than the one that may still be about to end
-        found = [one for one in processes(machine, "^tee ") if one not in hit]
-        hit.extend(found[:1])
-        return bool(found)
-
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        wait_for(hits_another)
-        hit[-1].send_signal(number)
-    (machine.folder / "more").touch()
-    assert job.wait(60) == 0
-    assert machine.text("out/log.txt").endswith(f"\n{LINES}\ndone\n")
-
-
 def test_a_reader_that_leaves_ends_nothing(machine: Machine) -> None:
-    training(machine, f"seq {LINES}", "echo done")
+    machine.training(f"seq {LINES}", "echo done")
     line = "'{}' --output out | head -1 >first".format(*machine.command("launch_local.sh"))
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {line}"],
@@ -166,7 +107,7 @@ def test_a_reader_that_leaves_ends_nothing(machine: Machine) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_has_stopped_does_not_hold_what_was_told_to_end(machine: Machine) -> None:
-    training(machine, f"seq {100 * LINES}")
+    machine.training(f"seq {100 * LINES}")
     job = machine.start("launch_local.sh", "--output", "out")
     wait_for(lambda: machine.text("out/log.txt"))
     job.terminate()

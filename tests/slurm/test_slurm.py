@@ -283,20 +283,6 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
     assert (job.state, job.restarts) == ("CANCELLED", 0)
 
 
-def test_nodes_are_asked_before_the_training(cluster: SlurmCluster, machine: Machine) -> None:
-    job = Job(cluster, machine.folder / "out", "--check", **stand_in(machine))
-    assert job.end() == "COMPLETED", job.log
-    table, _, training = job.log.partition(" iteration ")
-    for name in NODES:
-        assert re.search(rf"^{name} +free", table, re.MULTILINE), job.log
-        assert f"from {name}" in training
-    other = Job(cluster, machine.folder / "other", "--check", **stand_in(machine, UNFIT=NODES[1]))
-    assert other.end() == "FAILED" and other.restarts == 0
-    assert re.search(rf"^{NODES[0]} +free", other.log, re.MULTILINE), other.log
-    assert re.search(rf"^{NODES[1]} +unhealthy +.*no answer", other.log, re.MULTILINE), other.log
-    assert "--exclude of those" in other.log and " iteration " not in other.log
-
-
 def not_running(machine: Machine) -> bool:
     pids = [int(file.read_text()) for file in machine.folder.glob("hanging-*")]
     return bool(pids) and all(map(gone, pids))

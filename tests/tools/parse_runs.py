@@ -13,8 +13,9 @@ import os
 import sys
 
 from megatron_burst import launch
-from megatron_burst.tools.plan.configs import Configs, hybrid_form
-from megatron_burst.tools.plan.configs import arguments as arguments_of
+from megatron_burst.tools.flags import arguments as arguments_of
+from megatron_burst.tools.flags import hybrid_form
+from megatron_burst.tools.plan.configs import Configs
 
 # Refused on the CPU, where the optimizer is in the host's memory already: these are parsed alone.
 OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")

@@ -20,31 +20,24 @@ def test_help_shows_examples_first_and_every_verb(capsys: pytest.CaptureFixture[
     assert said.startswith("examples:\n  megatron-burst ")
     for name, (_, about) in VERBS.items():
         assert f"  {name}" in said and about in said
+        found = find_spec(f"megatron_burst.tools.{VERBS[name][0]}")
+        assert found and found.origin and "def main(argv: " in Path(found.origin).read_text()
 
 
-def test_without_a_verb_it_shows_its_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "usage: megatron-burst VERB" in capsys.readouterr().out
-
-
-def test_a_name_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A report with it could not be written after the trainings."""
-    assert main(["compare", "--output", "r\udcff", "--toy"]) == 2
-    assert r"'r\udcff' is not UTF-8" in capsys.readouterr().err
-
-
-def test_an_unknown_verb_is_an_error_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["paln"]) == 2
-    assert capsys.readouterr().err == (
-        f"megatron-burst: there is no verb 'paln'; the verbs are {', '.join(VERBS)}\n"
-    )
-
-
-@pytest.mark.parametrize("name", VERBS)
-def test_every_verb_is_a_module_with_a_main(name: str) -> None:
-    found = find_spec(f"megatron_burst.tools.{VERBS[name][0]}")
-    assert found is not None and found.origin is not None
-    assert "def main(argv: " in Path(found.origin).read_text()
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "usage: megatron-burst VERB"),
+        (["paln"], f"there is no verb 'paln'; the verbs are {', '.join(VERBS)}\n"),
+        # A report with it could not be written after the trainings.
+        (["compare", "--output", "r\udcff", "--toy"], r"'r\udcff' is not UTF-8"),
+    ],
+)
+def test_what_is_no_verb_or_no_text_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(words) == 2
+    assert said in "".join(capsys.readouterr())
 
 
 def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
@@ -77,11 +70,8 @@ def test_a_missing_package_is_named_with_what_to_install(
         "megatron-burst compare: megatron is not installed: pip install 'megatron-core==0.19.*', "
         "or all that this needs: megatron-burst[train]\n"
     )
-
-
-def test_a_module_of_ours_that_is_missing_is_our_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     verb_that(monkeypatch, ModuleNotFoundError(name="megatron_burst.tools.none"))
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ModuleNotFoundError):  # our own fault
         main(["compare"])
 
 
@@ -94,22 +84,15 @@ def test_wrong_input_ends_in_one_line(
     assert capsys.readouterr().err == "megatron-burst plan: P is 3\n"
 
 
-def a_parser() -> options.Parser:
+def test_help_of_a_verb_begins_with_its_examples_and_a_count_is_positive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parser = options.Parser("plan", "What it does.", "megatron-burst plan --nodes 2")
     parser.add_argument("--nodes", type=options.positive)
-    return parser
-
-
-def test_help_of_a_verb_begins_with_its_examples() -> None:
-    said = a_parser().format_help()
-    assert said.startswith(
-        "examples:\n  megatron-burst plan --nodes 2\n\nusage: megatron-burst plan"
-    )
-
-
-def test_a_count_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    starts = "examples:\n  megatron-burst plan --nodes 2\n\nusage: megatron-burst plan"
+    assert parser.format_help().startswith(starts)
     with pytest.raises(SystemExit):
-        a_parser().parse_args(["--nodes", "0"])
+        parser.parse_args(["--nodes", "0"])
     assert "0 is not positive" in capsys.readouterr().err
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_burst.tools import command as tool
 from megatron_burst.tools import pages
 from megatron_burst.tools.compare import command as compare
-from megatron_burst.tools.compare import page, picture, running
-from megatron_burst.tools.compare.page import switching
+from megatron_burst.tools.compare import running
 from megatron_burst.tools.compare.results import Result, differences, measure
-from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
+from megatron_burst.tools.flags import DOCUMENTS, Heads
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Heads
 from megatron_burst.tools.runlog import read_scalars
 from megatron_burst.transport import lock
 from tests.training.launcher import run_job
@@ -103,12 +101,8 @@ def test_megatrons_hierarchy_is_that_of_the_nodes() -> None:
 
     assert sizes(Job(ranks=16, context=16, ranks_per_node=8)) == ("8", "2")
     assert sizes(Job(ranks=8, context=8)) == ("4", "2"), "on one node half of it"
-
-
-def test_references_run_on_the_fewest_ranks() -> None:
-    found = {v.name: v for v in variants(Job(ranks=8, tensor=2, context=4))}
-    assert found["CP=1 megatron"].ranks == found["CP=1 burst"].ranks == 2
-    assert found["burst"].ranks == 8
+    ranks = {v.name: v.ranks for v in variants(Job(ranks=8, tensor=2, context=4))}
+    assert ranks["CP=1 megatron"] == ranks["CP=1 burst"] == 2 and ranks["burst"] == 8
 
 
 def test_patterns_choose_and_the_rest_is_listed() -> None:
@@ -224,7 +218,6 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
     monkeypatch.setattr(running, "_train", found)
     monkeypatch.setattr(compare, "Signals", lambda: None)  # those of the tests stay
-    monkeypatch.setattr(page, "draw", lambda *_: "![drawn](differences.svg)")
     return found
 
 
@@ -289,10 +282,13 @@ def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
         os.kill(int(log.read_text()), 0)
 
 
-def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> None:
+def test_the_report_has_every_variant(
+    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainings.off_by = {"burst": 1 + 2e-5}
-    assert run(tmp_path, "--peak-tflops", "0.001") == 0
+    assert run(tmp_path, "--peak-tflops", "0.001", "--json") == 0
     content = json.loads((tmp_path / "compare.json").read_text())
+    assert content == json.loads(capsys.readouterr().out), "all that is printed"
     rows = {row["name"]: row for row in content["results"]}
     assert len(rows) == len(variants(Job(ranks=4, context=4)))
     assert content["reference"] == "CP=1 megatron"
@@ -312,8 +308,6 @@ def test_the_report_has_every_variant(trainings: Trainings, tmp_path: Path) -> N
     assert "agree with those of CP=1 megatron within 2.0e-05" in text
     assert "A micro-batch has 7.2 documents in the mean." in text
     assert "| burst | 2.0e-05 | 1.4167 | 500 to 500 | 500 | 64 |" in text
-    assert "![drawn](differences.svg)" in text
-    assert "Megatron's own context parallelism did not run: nothing to weigh." in text
     assert "all losses of the first 12 steps agree" in text, "there are no more"
     assert "| 3.00 | 5.0 | 1.500 | n/a | n/a | n/a |" in text
 
@@ -322,31 +316,6 @@ def test_no_cell_parts_a_page_and_no_value_of_it_is_missing() -> None:
     assert pages._row(["a|b", "c\nd", 3]) == "| a/b | c d | 3 |"
     with pytest.raises(UndefinedError, match="'device' is undefined"):
         pages.page("gpu_check", results=[], failed=[], machine={"time": 1})
-
-
-def test_differences_of_the_losses_are_drawn(tmp_path: Path) -> None:
-    found = [ran("a", [3.0, 2.0, 1.0]), ran("b", [3.0, 2.1, math.nan]), ran("c", [3.3, 2.0, 1.0])]
-    shown = picture.draw(found, "a", tmp_path)
-    assert shown == "![Differences of the losses at every step](differences.svg)"
-    drawn = (tmp_path / "differences.svg").read_text()
-    assert drawn.count('<g id="line2d') > 2 and not picture.draw(found[:1], "a", tmp_path)
-
-
-def test_what_switching_gains_is_held_against_the_fastest_of_megatrons_own() -> None:
-    def timed(name: str, seconds: float, memory: float | None, loss: float) -> Result:
-        one = ran(name, [5.0, loss])
-        return replace(one, seconds_per_step=seconds, peak_memory_bytes=memory)
-
-    mine = timed("burst", 0.6, 3 * 2**30, 4.004)
-    fast, slow = (
-        timed(f"megatron {name}", s, None, 4.0) for name, s in {"p2p": 0.8, "a2a": 2}.items()
-    )
-    text, lines = switching([slow, fast, mine])
-    assert "`megatron p2p`" in text and "After 2 steps the losses are 1.0e-03 apart" in text
-    assert lines[0] == ["step ms", "800", "600", "0.75"]
-    assert lines[2] == ["memory GiB", "n/a", "3.00", "n/a"]
-    for some in ([fast], [mine], []):
-        assert switching(some)[1] == []
 
 
 def test_losses_that_differ_and_runs_that_fail_are_faults(
@@ -389,14 +358,6 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
     assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
 
 
-def test_json_is_all_that_is_printed(
-    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path, "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((tmp_path / "compare.json").read_text())
-
-
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
     pretend(tmp_path / "tensorboard", 1.0)
     result = measure("x", tmp_path, None)
@@ -420,31 +381,18 @@ def test_one_differing_step_is_found_and_named(bad: float) -> None:
     found = differences([ran("a", losses), ran("b", other)], "a", 20)["b"]
     assert found.step == 8 and not found.relative <= 1e-4
     assert differences([ran("a", losses), ran("b", other)], "a", 7)["b"].relative == 0
+    with pytest.raises(ValueError, match="'b' logged 29 steps, 'a' logged 30"):
+        differences([ran("a", losses), ran("b", losses[1:])], "a", 20)
 
 
-def test_runs_of_other_steps_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="'b' logged 2 steps, 'a' logged 3"):
-        differences([ran("a", [3.0, 2.0, 1.0]), ran("b", [3.0, 2.0])], "a", 20)
-
-
-def write_events(path: Path, losses: Sequence[float], first_step: int = 1) -> None:
-    with SummaryWriter(str(path)) as writer:
-        for step, loss in enumerate(losses, first_step):
-            writer.add_scalar("lm loss", loss, step)
-
-
-def test_a_step_written_twice_has_the_last_value(tmp_path: Path) -> None:
-    write_events(tmp_path, [5.0, 4.0, 3.0])
-    write_events(tmp_path, [3.5, 2.5], first_step=2)
-    assert read_scalars(tmp_path)["lm loss"] == [(1, 5.0), (2, 3.5), (3, 2.5)]
-
-
-def test_more_steps_than_tensorboard_samples_are_all_read(tmp_path: Path) -> None:
-    write_events(tmp_path, [1.0] * 1200)
-    assert len(read_scalars(tmp_path)["lm loss"]) == 1200
-
-
-def test_a_directory_without_events_is_named(tmp_path: Path) -> None:
+def test_scalars_are_read_whole_and_of_a_step_written_twice_the_last(tmp_path: Path) -> None:
+    for first_step, count, value in ((1, 1200, 1.0), (2, 2, 3.5)):
+        with SummaryWriter(str(tmp_path / "events")) as writer:
+            for step in range(first_step, first_step + count):
+                writer.add_scalar("lm loss", value, step)
+    found = read_scalars(tmp_path / "events")["lm loss"]
+    assert len(found) == 1200, "more than TensorBoard samples"
+    assert found[:4] == [(1, 1.0), (2, 3.5), (3, 3.5), (4, 1.0)]
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ValueError, match="no TensorBoard events"):
             read_scalars(path)

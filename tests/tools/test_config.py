@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_burst.tools import flags as flags_
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import model_of
-from megatron_burst.tools.plan import command, configs, memory, step
+from megatron_burst.tools.plan import command, memory, step
 from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.workload import Workload
@@ -139,51 +140,38 @@ def test_the_scaling_series_goes_from_1_to_64_gpus() -> None:
 
 def test_arguments_are_written_and_read() -> None:
     flags = {"swiglu": True, "window-size": "3,0", "sizes": [2, 4], "off": False}
-    words = configs.arguments(flags)
+    words = flags_.arguments(flags)
     assert words == ["--swiglu", "--window-size", "3,0", "--sizes", "2", "4"]
-    assert configs.parsed(words) == {"swiglu": True, "window-size": "3,0", "sizes": ["2", "4"]}
-    assert configs.parsed(["--a=1", "--b"]) == {"a": "1", "b": True}
+    assert flags_.parsed(words) == {"swiglu": True, "window-size": "3,0", "sizes": ["2", "4"]}
+    assert flags_.parsed(["--a=1", "--b"]) == {"a": "1", "b": True}
     with pytest.raises(ValueError, match="7 belongs to no flag"):
-        configs.parsed(["7"])
+        flags_.parsed(["7"])
 
 
 def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
     given = CONFIGS.run("llama3_8b_256k_8gpu_h100").flags
-    hybrid = configs.hybrid_form(given)
+    hybrid = flags_.hybrid_form(given)
     changed = {"hybrid-layer-pattern": 32 * "*-", "recompute-num-layers": 2}
     assert hybrid == {n: v for n, v in given.items() if n != "num-layers"} | changed
     assert model_of(hybrid) == model_of(given)
     normed = CONFIGS.run("qwen3_8b_1m_32gpu_h100").flags
-    assert configs.hybrid_form(normed) == normed
+    assert flags_.hybrid_form(normed) == normed
 
 
-def test_the_command_prints_flags_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    def printed(*words: str) -> str:
-        assert main(["plan", *words]) == 0
-        return capsys.readouterr().out
+def test_the_command_names_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> list[str]:
+        assert main(["plan", "--list", *words]) == 0
+        return capsys.readouterr().out.split()
 
-    lines = printed("--run", "toy", "--flags", "--gpt").splitlines()
-    assert lines == configs.arguments(CONFIGS.run("toy").flags)
-    assert lines[lines.index("--seq-length") + 1] == "2048"
-    assert printed("--list", "heads-*").split() == ["heads-1x16", "heads-2x8", "heads-4x4"]
-    assert "toy" in printed("--list").split() and "_gpu" not in printed("--list")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--run 14b --flags", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
-        ("--run _gpu --flags", "there is no run _gpu"),
+    assert printed("heads-*") == ["heads-1x16", "heads-2x8", "heads-4x4"]
+    assert "toy" in printed() and "_gpu" not in printed()
+    for words, message in (
+        ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
+        ("--run _gpu", "there is no run _gpu"),
         ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
-        ("--flags", "--flags wants --run NAME; --list has the names"),
-        ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
-    ],
-)
-def test_what_is_not_there_is_said(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words.split()]) == 1
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["plan", *words.split()]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_shows_its_ranking(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,22 +46,13 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
     text_file(folder / "a.txt", "one\n")
     text_file(folder / ".hidden", "no")
     text_file(folder / "empty.txt", "")
-    assert run(tmp_path, "--input", folder) == 0
-    assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"one\n", 256], [*"zwei ü".encode(), 256]]
-
-
-def test_what_cannot_be_read_or_written_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = text_file(tmp_path / "x.txt", "aaab")
-    assert run(file / "below", "--input", file) == 1
-    assert "corpus: [Errno 20] Not a directory" in capsys.readouterr().err
-
-
-def test_facts_are_those_of_the_tokens(tmp_path: Path) -> None:
-    run(tmp_path, "--input", text_file(tmp_path / "x.txt", "aaab"))
-    found = facts(tmp_path)
-    assert (found["documents"], found["tokens"]) == (1, 5)
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
+    for given, texts in ((folder, [b"one\n", "zwei ü".encode()]), (lines, [b"one", b"two"])):
+        assert run(tmp_path, "--input", given) == 0
+        found = facts(tmp_path)
+        assert tokens_of(found["prefix"]) == [[*text, 256] for text in texts]
+        assert (found["documents"], found["tokens"]) == (2, sum(map(len, texts)) + 2)
 
 
 def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Path) -> None:
@@ -75,13 +66,6 @@ def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Pat
     tokenizer = build_tokenizer(args)
     assert tokenizer.vocab_size == corpus.VOCAB_SIZE
     assert tokenizer.eod == tokens_of(facts(tmp_path)["prefix"])[0][-1] == corpus.END_OF_DOCUMENT
-
-
-def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
-    lines = tmp_path / "x.jsonl"
-    lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
-    assert run(tmp_path, "--input", lines) == 0
-    assert tokens_of(facts(tmp_path)["prefix"]) == [[*b"one", 256], [*b"two", 256]]
 
 
 def test_paragraphs_are_documents_if_asked_and_lengths_are_said(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_burst.tools.flags import flags_of, heads_of
 from megatron_burst.tools.flops import attention_flops, logged_step_flops, peak_tflops
-from megatron_burst.tools.model import flags_of, heads_of
 
 
 def test_the_formula_of_the_mfu() -> None:

@@ -11,11 +11,12 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.timing import sum_bytes
 from megatron_burst.tools.command import main
-from megatron_burst.tools.model import Flags, model_of, whole
+from megatron_burst.tools.flags import Flags, parsed, whole
+from megatron_burst.tools.model import model_of
 from megatron_burst.tools.options import split_at_dashes
 from megatron_burst.tools.plan import command, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import Configs, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
@@ -258,7 +259,7 @@ def test_what_does_not_fit_comes_last_however_fast() -> None:
 
 def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
-    assert command.main([*words, "--fractions", "0", "--top", "3", "--nic-gb-s", "20"]) == 0
+    assert command.main([*words, "--fractions", "0", "--top", "3"]) == 0
     text = capsys.readouterr().out
     assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
     assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain " in text

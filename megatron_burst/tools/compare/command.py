@@ -25,11 +25,19 @@ from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
-from megatron_burst.tools.compare.variants import DOCUMENTS, Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
+from megatron_burst.tools.flags import (
+    DOCUMENTS,
+    Flags,
+    arguments,
+    as_asked,
+    heads_of,
+    parsed,
+    whole,
+)
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.launch.processes import Signals
-from megatron_burst.tools.model import Flags, heads_of, whole
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.transport import lock
 
 _OURS = """

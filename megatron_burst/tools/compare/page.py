@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools import pages
-from megatron_burst.tools.compare.picture import draw
+from megatron_burst.tools import pages, terminal
 from megatron_burst.tools.compare.results import (
     FAILED,
     FIGURES,
@@ -15,14 +14,12 @@ from megatron_burst.tools.compare.results import (
     Difference,
     Result,
     differences,
-    shown,
 )
 from megatron_burst.tools.compare.variants import REFERENCES
 from megatron_burst.tools.replacing import write_text
 
 COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
-_GAINS = ("step ms", "tokens/s a rank", "memory GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,26 +80,12 @@ class Comparison:
 
 
 def write_report(comparison: Comparison, directory: Path) -> Path:
-    """Write compare.md, its picture and compare.json; return the page."""
-    page, ran = directory / "compare.md", comparison.ran
-    switch, gains = switching(ran)
-    others = [r for r in comparison.results if r.status != RAN]
-    text = pages.page(
-        "compare",
-        ran=ran,
-        results=comparison.results,
-        verdict=comparison.verdict,
-        columns=[*COLUMNS],
-        rows=rows(comparison),
-        picture=draw(ran, comparison.reference, directory),
-        switch=switch,
-        gains=gains,
-        others=[(r.name, r.status, r.reason) for r in others],
-        command=comparison.command,
-        documents=max((r.documents or 0 for r in ran), default=0),
-        machine=comparison.machine,
+    """Write compare.md and compare.json; return the page."""
+    page = directory / "compare.md"
+    columns = ["", *COLUMNS]
+    write_text(
+        page, pages.page("compare", found=comparison, columns=columns, rows=rows(comparison))
     )
-    write_text(page, text)
     write_text(directory / "compare.json", json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 
@@ -124,28 +107,4 @@ def _cells(result: Result, apart: Difference | None) -> Iterator[str]:
     yield f"{apart.relative:.1e}" if apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
     yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
-    exposed = result.exposed or dict.fromkeys(("exposed", "share", "hidden"))
-    figures = {**asdict(result), **exposed}
-    yield from (shown(name, figures[field]) for name, (field, *_) in FIGURES.items())
-
-
-def switching(ran: Sequence[Result]) -> tuple[str, list[list[str]]]:
-    """Say what a user of Megatron's own context parallelism gains by `burst`.
-
-    A sentence says what is compared; the lines of a table follow, none without both.
-    """
-    found = {result.name: result for result in ran}
-    stock = [r for r in ran if r.name.startswith("megatron ") and r.seconds_per_step]
-    if not stock or "burst" not in found:
-        missing = "`burst`" if stock else "Megatron's own context parallelism"
-        return f"{missing} did not run: nothing to weigh.", []
-    theirs, ours = min(stock, key=lambda result: result.seconds_per_step or 0.0), found["burst"]
-    step, loss = theirs.losses[-1]
-    text = f"`yours` is `{theirs.name}`, the fastest of Megatron's own that ran. After {step} "
-    text += f"steps the losses are {abs(ours.losses[-1][1] / loss - 1):.1e} apart."
-    lines = []
-    for name in _GAINS:
-        old, new = (getattr(result, FIGURES[name][0]) for result in (theirs, ours))
-        ratio = f"{new / old:.2f}" if old and new else "n/a"
-        lines.append([name, shown(name, old), shown(name, new), ratio])
-    return text, lines
+    yield from terminal.cells(asdict(result) | {**(result.exposed or {})}, FIGURES)

@@ -11,15 +11,14 @@ from statistics import fmean, median, quantiles
 import torch
 
 from megatron_burst.cpu_platform.platform import cpu_platform_wanted
-from megatron_burst.tools import hardware, runlog, trace
+from megatron_burst.tools import hardware, runlog, terminal, trace
 from megatron_burst.tools.flops import logged_step_flops
 
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
 WARM_UP = 5
 """How many of the first iteration times are left out, where twice as many exist."""
 
-# Each with where its figure is in a result, what it is multiplied by, and its form.
-FIGURES = {
+FIGURES: terminal.Columns = {
     "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
     "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
     "MFU %": ("mfu", 100, "{:.1f}"),
@@ -63,12 +62,6 @@ class Difference:
 
     relative: float
     step: int
-
-
-def shown(figure: str, value: float | None) -> str:
-    """Return the cell of one of `FIGURES`."""
-    _, factor, form = FIGURES[figure]
-    return "n/a" if value is None else form.format(value * factor)
 
 
 def measure(

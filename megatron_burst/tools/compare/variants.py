@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from megatron_burst.config import Topology
 from megatron_burst.plans.choice.head_parallel import head_groups, kv_head_copies
 from megatron_burst.plans.schedules.topology import choose_grid
-from megatron_burst.tools.model import Heads
+from megatron_burst.tools.flags import DOCUMENTS, Heads
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
 _MOST_RANKS = 2**17
-DOCUMENTS = "--dataloader-inter-document-masking"
 # How Megatron's local attention tells documents apart, on one context-parallel rank.
 _DENSE_MASK = "--reset-attention-mask --reset-position-ids --no-masked-softmax-fusion"
 _OTHER_ZIGZAG = (

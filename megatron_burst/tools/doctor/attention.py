@@ -10,9 +10,9 @@ from megatron_burst.kernels import KERNELS, Request, select_kernel
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.parsing import Parsed
-from megatron_burst.tools.doctor.target import Target
-from megatron_burst.tools.model import flags_of, heads_of, window_of
+from megatron_burst.tools.flags import flags_of, heads_of, window_of
 
 
 def request_of(parsed: Parsed, target: Target) -> Request | None:

@@ -5,20 +5,27 @@ docs/doctor.md has a row for each, with where it was reported.
 
 import importlib.util
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.arguments import asks_for_us
-from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
-from megatron_burst.tools.doctor import documents
-from megatron_burst.tools.doctor.documents import BURST, DOCUMENTS
-from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.doctor.launch_line import LaunchLine
+from megatron_burst.tools.doctor.launch_line import LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.report import Finding, Level
+from megatron_burst.tools.flags import DOCUMENTS
 
+BURST = "--context-parallel-algo burst"
+_LOOKED_AT = 64  # documents
+_HARMFUL = {
+    "NCCL_P2P_DISABLE": "messages between GPUs of a node go through the host's memory",
+    "NCCL_SHM_DISABLE": "messages between GPUs of a node go through the network",
+    "NCCL_IB_DISABLE": "messages between nodes go over TCP sockets",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel, so nothing overlaps",
+}
 _ERROR, _WRONG, _WARNING, _NOTE = Level
 
 
@@ -39,7 +46,7 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
     yield from _losses(args)
     yield from _windows(args)
     if not parsed.stops:
-        yield from documents.findings(args, parsed.config)
+        yield from _documents(args, parsed.config)
     if parsed.config is None:
         yield from _megatrons_attention(args)
 
@@ -152,22 +159,84 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
     if args.create_attention_mask_in_dataloader and size >= 1:
         text = f"the data loader makes a mask of {size:,.0f} GiB for every micro-batch"
         yield Finding("dense-mask", _WARNING, text, "--no-create-attention-mask-in-dataloader")
-    types = set(args.cp_comm_type or ["p2p"]) if args.context_parallel_size > 1 else set()
-    if unknown := sorted(types - {*MEGATRONS}):
-        text = (
-            f"--cp-comm-type {' '.join(unknown)}: TransformerEngine knows {', '.join(MEGATRONS)}, "
-            "and says so only when the first layer runs"
-        )
-        remedy = "--cp-comm-type all_gather" if "allgather" in unknown else BURST
-        yield Finding("te-spelling", _ERROR, text, remedy)
-    for is_wanted, what, lack_it in (
-        (args.window_size, "windows", {"p2p", "a2a+p2p"}),
-        (args.softmax_type != "vanilla", "sinks", {"p2p", "all_gather", "a2a+p2p"}),
-        (args.dataloader_inter_document_masking, "documents", {"all_gather", "a2a+p2p"}),
-    ):
-        if is_wanted and (found := sorted(types & lack_it)):
+
+
+# ---- documents: whether attention, positions and ranks follow them
+
+
+def _documents(args: Namespace, config: BurstConfig | None) -> Iterator[Finding]:
+    yield from _positions(args)
+    yield from _ends(args)
+    meant = args.reset_position_ids or args.eod_mask_loss
+    if args.dataloader_inter_document_masking:
+        if config is None:
+            yield from _megatrons_documents(args)
+        elif config.block_mask:
             text = (
-                f"TransformerEngine 2.17 has no {what} with --cp-comm-type {' '.join(found)}; "
-                "older versions may leave them out without a word"
+                "--burst-block-mask counts blocks from the start of a sample, not of its "
+                "documents: a block that all others may see is seen by its own documents alone"
             )
-            yield Finding("te-features", _ERROR, text, BURST)
+            yield Finding("blocks-of-samples", _WARNING, text, f"drop one of it and {DOCUMENTS}")
+    elif (meant or args.data_path) and not (
+        args.sft or args.mock_data or args.reset_attention_mask
+    ):
+        text = "every sample is cut from joined documents, and a token attends to all before it"
+        yield Finding("joined-documents", _WARNING if meant else _NOTE, text, DOCUMENTS)
+
+
+def _positions(args: Namespace) -> Iterator[Finding]:
+    if not args.reset_position_ids or args.reset_attention_mask:
+        return
+    level, remedy = _WRONG, DOCUMENTS
+    text = "positions begin anew in every document, but attention sees the documents before it"
+    if args.position_embedding_type in ("rope", "yarn", "none"):
+        text = "nothing reads position ids of a model without learned positions"
+    if args.dataloader_inter_document_masking:
+        level, remedy = _NOTE, "drop --reset-position-ids"
+        text = f"{DOCUMENTS} begins positions anew by itself, so the data loader does it twice"
+    if args.sft:
+        level, remedy = _ERROR, "drop --reset-position-ids"
+        text = "the data set of --sft asserts that it is off"
+    yield Finding("idle-positions", level, f"--reset-position-ids: {text}", remedy)
+
+
+def _ends(args: Namespace) -> Iterator[Finding]:
+    """Flags that look for end tokens, which `preprocess_data.py` writes with --append-eod alone."""
+    from megatron_burst.data_checks.data_files import readable_indexes  # imports Megatron
+
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    for prefix, index in readable_indexes(args) if asked else ():
+        first = index.sequence_pointers[:_LOOKED_AT] // index.dtype_size
+        last = first + index.sequence_lengths[:_LOOKED_AT] - 1
+        tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")
+        if len(np.unique(tokens[last])) > 1:
+            text = f"{' and '.join(asked)}: documents of {prefix} do not all end with one token"
+            yield Finding("no-end-tokens", _WRONG, text, "preprocess_data.py --append-eod")
+
+
+def _megatrons_documents(args: Namespace) -> Iterator[Finding]:
+    if args.transformer_impl == "local":
+        text = "Megatron's local attention asserts in the first step that no sequences are packed"
+        yield Finding("stock-documents", _ERROR, text, BURST)
+    elif args.context_parallel_size > 1 and {*(args.cp_comm_type or ["p2p"])} & {"p2p", "a2a"}:
+        text = (
+            "Megatron splits the whole sequence among the ranks, TransformerEngine takes every "
+            "document for split: queries meet the wrong keys"
+        )
+        yield Finding("stock-documents", _WRONG, text, BURST)
+
+
+# ---- the environment
+
+
+def variable_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Say what is set against a run's interest."""
+    for name, why in _HARMFUL.items():
+        if environment.get(name, "0") not in ("0", ""):
+            text = f"{name}={environment[name]}: {why}"
+            yield Finding("slow-links", Level.WARNING, text, f"unset {name}")
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if environment.get(name) == "0":
+            text = f"{name}=0: torch ends no job whose rank is lost or stalls"
+            yield Finding("stalls-unseen", Level.WARNING, text, f"unset {name}")

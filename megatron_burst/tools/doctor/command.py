@@ -12,11 +12,9 @@ from megatron_burst.kernels import Request
 from megatron_burst.tools import hardware, options
 from megatron_burst.tools.doctor import checks, machine, memory
 from megatron_burst.tools.doctor.attention import request_of, served
-from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.doctor.launch_line import LaunchLine, split
+from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
 from megatron_burst.tools.doctor.parsing import parse
-from megatron_burst.tools.doctor.report import Report
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.report import Finding, Level, Report
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ABOUT = """What is installed, what serves, and whether a training command will run. It starts none.
@@ -81,7 +79,7 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     target = _target(given, line)
     here = hardware.read()
     environment = {**os.environ, **(line.environment if line else {})}
-    findings += machine.variable_findings(environment)
+    findings += checks.variable_findings(environment)
     if line is not None and line.program.endswith(".py"):
         # What is beside a script is imported first: a checkout before the wheel.
         sys.path.insert(0, str(Path(line.program).resolve().parent))

@@ -1,15 +1,21 @@
-"""Takes a training command apart: variables, launcher, program and the program's flags."""
+"""A training command taken apart, and the machines that it is judged for."""
 
 import contextlib
 import io
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
 
+import torch
 from torch.distributed.run import get_args_parser
 
+from megatron_burst.cpu_platform.platform import cpu_platform_wanted
 from megatron_burst.plugin.arguments import asks_for_us
 
 OUR_ENTRY = "megatron_burst.pretrain"
@@ -86,3 +92,41 @@ def _program(name: str, *flags: str) -> LaunchLine:
     if not flags:
         raise ValueError(f"{OUR_RUNNER} wants a script: {OUR_RUNNER} PATH/pretrain_gpt.py")
     return LaunchLine(flags[0], flags[1:])
+
+
+class Target(NamedTuple):
+    """This machine, or a cluster that options describe."""
+
+    nodes: int
+    ranks_per_node: int  # processes that each node starts, one a GPU
+    capability: tuple[int, int] | None = None  # of a cluster's GPUs; None: this machine
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether options describe machines that are not this one."""
+        return self.capability is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors of attention."""
+        return torch.device("cuda" if self.is_cluster or not cpu_platform_wanted() else "cpu")
+
+    def __str__(self) -> str:
+        ranks = f"{self.nodes} x {self.ranks_per_node} ranks"
+        if self.capability is None:
+            return f"on this machine ({self.device}): {ranks}"
+        major, minor = self.capability
+        return f"for the cluster: {ranks}, GPUs of compute capability {major}.{minor}"
+
+    def pretended(self) -> AbstractContextManager[object]:
+        """Let torch answer as on a cluster's GPUs."""
+        if self.capability is None:
+            return nullcontext()
+        major, minor = self.capability
+        return patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            device_count=lambda: 1,  # cuDNN's version comes after a look at every device
+            get_device_capability=lambda *_: (major, minor),
+            get_device_properties=lambda *_: SimpleNamespace(major=major, minor=minor),
+        )

@@ -1,7 +1,7 @@
-"""What is installed, which devices are here, what is set, and what of it harms a ring."""
+"""What is installed, and which devices are here."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,17 +9,11 @@ import torch
 from megatron_burst.kernels import flash2, flash3, flash4
 from megatron_burst.kernels.package import installed_version
 from megatron_burst.plugin import compat
-from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.hardware import Devices
+from megatron_burst.transport.nccl import unread
 
-_OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 nvidia-resiliency-ext rich "
-_OTHERS += "jinja2 matplotlib"
-_HARMFUL = {
-    "NCCL_P2P_DISABLE": "messages between GPUs of a node go through the host's memory",
-    "NCCL_SHM_DISABLE": "messages between GPUs of a node go through the network",
-    "NCCL_IB_DISABLE": "messages between nodes go over TCP sockets",
-    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel, so nothing overlaps",
-}
+_OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 rich jinja2 "
+_OTHERS += "nvidia-resiliency-ext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +28,10 @@ class Part:
 def parts() -> list[Part]:
     """Return every package that we, or Megatron around us, may use."""
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    nccl = torch.version.cuda and torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    version, of_nccl = (), "this torch has none"
+    if torch.version.cuda and torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()
+        of_nccl = unread(version) or "messages between GPUs"
     try:
         megatron, where = compat.check_megatron_version(), str(compat.megatron_folder())
     except ValueError as error:
@@ -48,7 +44,7 @@ def parts() -> list[Part]:
         Part("Python", platform.python_version(), ""),
         Part("megatron-burst", installed_version("megatron-burst") or "from its folder", ""),
         Part("torch", torch.__version__, f"{cuda}; {torch.cuda.device_count()} GPUs here"),
-        Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
+        Part("NCCL", ".".join(map(str, version)), of_nccl),
         Part("cuDNN", str(torch.backends.cudnn.version() or ""), "an attention kernel"),
         Part("megatron-core", megatron, where),
         *(Part(name, installed_version(name) or "", use) for name, use in uses.items()),
@@ -66,15 +62,3 @@ def devices(hardware: Devices) -> Iterator[str]:
     yield from (f"{port['name']}: {port['rate']}, {port['state']}" for port in hardware["network"])
     if not any(":" in port["name"] for port in hardware["network"]):
         yield "no InfiniBand or RoCE port"
-
-
-def variable_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Say what is set against a run's interest."""
-    for name, why in _HARMFUL.items():
-        if environment.get(name, "0") not in ("0", ""):
-            text = f"{name}={environment[name]}: {why}"
-            yield Finding("slow-links", Level.WARNING, text, f"unset {name}")
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
-        if environment.get(name) == "0":
-            text = f"{name}=0: torch ends no job whose rank is lost or stalls"
-            yield Finding("stalls-unseen", Level.WARNING, text, f"unset {name}")

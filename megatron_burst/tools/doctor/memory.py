@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_burst.tools.doctor.finding import Finding, Level
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.launch_line import Target
+from megatron_burst.tools.doctor.report import Finding, Level
+from megatron_burst.tools.flags import arguments, parsed
 from megatron_burst.tools.plan import memory
-from megatron_burst.tools.plan.configs import Configs, arguments, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.workload import Workload
@@ -20,7 +21,6 @@ def findings(
     args: Namespace, words: Sequence[str], target: Target, cluster: str | None
 ) -> Iterator[Finding]:
     """Compare what the planner predicts with the cards of a cluster, given or found here."""
-    yield from _megatrons_chunks(args)
     configs = Configs.read()
     name = cluster or _found(configs)
     if name is None:
@@ -68,15 +68,3 @@ def _found(configs: Configs) -> str | None:
     here = torch.cuda.get_device_name()
     gpus = {name: str(table.get("gpu", "")) for name, table in configs.clusters.items()}
     return next((name for name, gpu in gpus.items() if gpu and gpu in here), None)
-
-
-def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
-    """Megatron's own chunks of an MLP, under recompute."""
-    chunks = getattr(args, "mlp_chunks_for_training", 1) or 1
-    if chunks > 1 and args.recompute_granularity == "full":
-        text = (
-            f"--mlp-chunks-for-training {chunks} saves a third under full recompute, for autograd "
-            "keeps every chunk of the replay: the backward of an 8B layer's MLP holds 23 times "
-            "the layer's input with 4 chunks, 33 without, and 11 with --mlp-chunks"
-        )
-        yield Finding("megatrons-chunks", Level.WARNING, text, "--mlp-chunks auto in its place")

@@ -15,16 +15,13 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import unwrap
-from pathlib import Path
 from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.plugin import attachment_points, compat
-from megatron_burst.plugin.arguments import report_dropouts
 from megatron_burst.plugin.settings import burst_config_from_args
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
 
 @dataclass(slots=True)
@@ -86,7 +83,7 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     from megatron.training import arguments
 
     from megatron_burst.data_checks.look import look_at_files
-    from megatron_burst.plugin import attach, spec
+    from megatron_burst.plugin import attach
 
     if line.starts_us and cpu_platform.cpu_platform_active():
         cpu_platform.check_job()
@@ -94,42 +91,18 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
         attach.attach(look_at_files, own_entry=line.program in OUR_ENTRIES)
     parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
     args = parser()
-    found.unknown = _missing_checkpoint(args, target)
-    if not found.unknown:
-        _add_from_checkpoint(args)
+    if args.use_checkpoint_args and not (args.num_layers or args.hybrid_layer_pattern):
+        found.unknown = (
+            "--use-checkpoint-args: no checkpoint is read here, so what depends on the model was "
+            "not checked"
+        )
     found.args = copy.copy(args)
     if line.is_attached:
         found.config = burst_config_from_args(args)
     if not found.unknown:
         arguments.validate_args(args, {})
-    if not line.is_attached and args.spec and args.spec[0] == spec.__name__:
-        spec.gpt()
     if not found.unknown:
         _build_configs(line, args, found.config)
-
-
-def _missing_checkpoint(args: Namespace, target: Target) -> str:
-    """Say that a model is described by a checkpoint which is on the cluster alone."""
-    folders = [folder for folder in (args.load, args.pretrained_checkpoint) if folder]
-    here = any(Path(folder, "latest_checkpointed_iteration.txt").is_file() for folder in folders)
-    if not (args.use_checkpoint_args and target.is_cluster and folders) or here:
-        return ""
-    return (
-        f"--use-checkpoint-args: there is no checkpoint in {' or '.join(folders)} here, so what "
-        "depends on the model was not checked"
-    )
-
-
-def _add_from_checkpoint(args: Namespace) -> None:
-    """Take the model's arguments from its checkpoint, as Megatron does before it validates."""
-    from megatron.training.checkpointing import load_args_from_checkpoint
-
-    if args.use_checkpoint_args:
-        if args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-        report_dropouts(args)
 
 
 def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:

@@ -1,16 +1,35 @@
-"""The doctor's sections as text or as JSON."""
+"""What the doctor answers, as text or as JSON: findings, how bad each is, and what to set."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from megatron_burst.tools.doctor.attention import Served
-from megatron_burst.tools.doctor.finding import Finding, Level
 from megatron_burst.tools.doctor.machine import Part, devices
 from megatron_burst.tools.hardware import Devices
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+class Level(StrEnum):
+    """How bad a finding is, the worst first."""
+
+    ERROR = "error"  # the command line does not run
+    WRONG = "wrong"  # it runs, and its numbers are not what was meant
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, by which check, and what to set instead."""
+
+    check: str  # the name of the check
+    level: Level
+    text: str
+    remedy: str = ""  # the flag or variable to set
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All sections; `shape` and `kernels` are empty where no attention of ours is asked for."""
 
@@ -35,7 +54,7 @@ class Report:
 
     def as_json(self, strict: bool) -> str:
         """Return one JSON object."""
-        return json.dumps(dataclasses.asdict(self) | {"verdict": self.verdict(strict)}, indent=2)
+        return json.dumps(asdict(self) | {"verdict": self.verdict(strict)}, indent=2)
 
     def as_text(self, strict: bool) -> str:
         """Return the sections with their headings, the verdict last."""

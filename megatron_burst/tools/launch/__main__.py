@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.tools.flags import arguments, as_asked, names
 from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.tools.options import split_at_dashes
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked
+from megatron_burst.tools.plan.configs import Configs
 
 PLACES = {"local": local, "ssh": ssh, "slurm": slurm, "check": check, "node": node}
 EXAMPLES = """
@@ -48,9 +49,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.script:
         args.script = args.script.absolute()
         args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models
-    said = {word.partition("=")[0].removeprefix("--"): True for word in args.flags}
     run = Configs.read().run(args.run).flags if args.run else {}
-    args.named = arguments(as_asked(run, said, gpt=args.gpt)) if args.run else []
+    args.named = arguments(as_asked(run, names(args.flags), gpt=args.gpt)) if args.run else []
     return args
 
 

@@ -1,134 +1,97 @@
-"""Says which nodes are free and healthy, asked over ssh or in a job."""
+"""Says which nodes are free and healthy, asked over ssh."""
 
 import argparse
-import json
-import re
 import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import cast
 
-from megatron_burst.tools import hardware
-from megatron_burst.tools.hardware import Devices
 from megatron_burst.tools.launch import site, ssh
+from megatron_burst.tools.options import add_gone
 
-ABOUT = """Asks every node at the same time and prints a line for each, and why one is not free:
-busy, or unhealthy, by uncorrected ECC errors, other GPUs, links or active ports than most nodes.
-
-Nodes are reached as `launch ssh` does, in its container; `launch slurm --check` asks those of a job
-before it trains. The status is 0 if every node is free. It changes nothing on any node.
+ABOUT = """Asks every node at the same time, by nvidia-smi over ssh, and prints a line for each, and
+why one is not free: busy, or unhealthy, by uncorrected ECC errors, other GPUs than most nodes or no
+answer. Slurm's own nodes: `sinfo -R`. The status is 0 if every node is free; nothing is changed.
 """
-LINKS = "links between GPUs"
+ASKED = "name", "memory.used", "utilization.gpu", "ecc.errors.uncorrected.volatile.total"
+QUERY = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"]
+FREE_MIB, FREE_PERCENT = 500, 5  # of a GPU in use, with which it counts as free
+SECONDS = 30.0  # to wait for an answer
 ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
-HEAD = "node", "state", "GPUs", "memory used", ""
+
+type Gpus = Sequence[Mapping[str, str]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add whom to ask, and what is expected of them."""
-    add = parser.add_argument
-    add("--nodes", metavar='"HOST ..."', help="default: BURST_NODES")
-    add("--list", action="store_true", help="print the names of the free nodes alone, on one line")
-    text = "in use, with which a GPU counts as free (default: %(default)s)"
-    add("--memory-mib", type=int, default=500, metavar="N", help=text)
-    text = "seconds to wait for an answer (default: %(default)s)"
-    add("--timeout", type=float, default=30, metavar="S", help=text)
-    add("--self", action="store_true", help="print what this node says of itself, as JSON")
-    text = "read what the nodes said from DIR/HOST.json, do not ask them"
-    add("--answers", type=Path, metavar="DIR", help=text)
+    """Add whom to ask."""
+    parser.add_argument("--nodes", metavar='"HOST ..."', help="default: BURST_NODES")
+    text = "print the names of the free nodes alone, on one line"
+    parser.add_argument("--list", action="store_true", help=text)
+    gone = "--memory-mib", "--timeout", "--self", "--answers"
+    add_gone(parser, *gone, remedy="it is enough to name the --nodes, which are asked over ssh")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask and judge the nodes; with --list the status is 0 if one is free, else if all are."""
-    if args.self:
-        print(json.dumps(hardware.read()))
-        return 0
-    hosts, task = ssh.hosts_of(args), (*site.LAUNCH, "check", "--self")
-    commands = [ssh.connect(host, Path.cwd(), *task) for host in hosts]
+    hosts = ssh.hosts_of(args)
+    commands = [[*site.words("BURST_SSH", ssh.SSH), host, shlex.join(QUERY)] for host in hosts]
     if args.dry_run:
         print(*map(shlex.join, commands), sep="\n")
         return 0
-    if args.answers:
-        commands = [["cat", "--", str(args.answers / f"{host}.json")] for host in hosts]
     with ThreadPoolExecutor(len(hosts)) as threads:
-        answers = list(threads.map(lambda command: _ask(command, args.timeout), commands))
-    kinds = [_kinds(said) for said in answers if not isinstance(said, str)]
-    counted = Counter(kind for each in kinds for kind in each.items()).most_common()
-    usual = dict(kind for kind, _ in reversed(counted))  # what most nodes have
-    rows = [
-        (host, *_judged(said, usual, args.memory_mib))
-        for host, said in zip(hosts, answers, strict=True)
-    ]
+        answers = dict(zip(hosts, threads.map(_ask, commands), strict=True))
+    kinds = Counter(_kind(gpus) for gpus in answers.values() if not isinstance(gpus, str))
+    usual = next(iter(kinds.most_common(1)), ("", 0))[0]
+    rows = [(host, *_judged(said, usual)) for host, said in answers.items()]
     free = [host for host, state, *_ in rows if state == "free"]
     if args.list:
         print(*free)
         return 0 if free else 1
-    print(*(_printable(ROW.format(*row)).rstrip() for row in (HEAD, *rows)), sep="\n")
+    print(ROW.format("node", "state", "GPUs", "memory used", "").rstrip())
+    for row in rows:  # without what a terminal would obey
+        print("".join(c if c.isprintable() else "?" for c in ROW.format(*row)).rstrip())
     return 0 if len(free) == len(rows) else 1
 
 
-def _ask(command: Sequence[str], timeout: float) -> Devices | str:
-    """Return what a node says of itself, or why it says nothing."""
-    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
+def _ask(command: Sequence[str]) -> Gpus | str:
+    """Return what a node says of its GPUs, or why it says nothing."""
     try:
-        done = run(command, timeout=timeout)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
-        return f"no answer within {timeout:g} s"
-    lines = done.stdout.splitlines() or [""]
-    try:
-        said = json.loads(lines[-1])  # behind what a login prints
-    except (ValueError, RecursionError):
-        first = [*done.stderr.splitlines(), *filter(None, lines), f"status {done.returncode}"][0]
-        return f"no answer: {first}"
-    try:
-        _judged(said, _kinds(said), 0)  # whether it has what is read here
-    except (KeyError, TypeError, AttributeError):
-        return f"no devices: {lines[-1]}"
-    return cast(Devices, said)
+        return f"no answer within {SECONDS:g} s"
+    rows = [line.split(", ") for line in done.stdout.splitlines()]  # behind what a login prints
+    gpus = [dict(zip(ASKED, row, strict=True)) for row in rows if len(row) == len(ASKED)]
+    if gpus:
+        return gpus
+    said = [*done.stderr.splitlines(), *done.stdout.splitlines(), f"status {done.returncode}"]
+    return f"no answer: {said[0]}"
 
 
-def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _judged(
-    said: Devices | str, usual: Mapping[str, str], memory_mib: int
-) -> tuple[str, str, str, str]:
+def _judged(said: Gpus | str, usual: str) -> tuple[str, str, str, str]:
     """Return a node's state, its GPUs, the memory in use of the fullest, and what is wrong."""
     if isinstance(said, str):
         return "unhealthy", "-", "-", said
-    kinds, memory, occupied = _kinds(said), _most(said, "memory.used"), ""
-    faults = [
-        f"{what}: {here or 'none'}, most nodes have {usual[what] or 'none'}"
-        if what != LINKS
-        else f"{what}: not those of most nodes"
-        for what, here in kinds.items()
-        if here != usual[what]
-    ]
-    if errors := _most(said, "ecc.errors.uncorrected.volatile.total"):
-        faults.append(f"{errors} uncorrected ECC errors of a GPU")
-    if memory > memory_mib:
-        occupied = f"{memory} MiB in use"
-    elif (busy := _most(said, "utilization.gpu")) > 5:
-        occupied = f"a GPU is at work, {busy} %"
-    state = "unhealthy" if faults else "busy" if occupied else "free"
-    gpus = kinds["GPUs"] or "-"
-    why = "; ".join(filter(None, [*faults, occupied]))
-    return state, gpus, "-" if gpus == "-" else f"{memory} MiB", why
+    kind, (memory, work, errors) = _kind(said), (_most(said, name) for name in ASKED[1:])
+    faults = [f"GPUs: {kind}, most nodes have {usual}"] if kind != usual else []
+    faults += [f"{errors} uncorrected ECC errors of a GPU"] if errors else []
+    busy = f"{memory} MiB in use" if memory > FREE_MIB else ""
+    busy = busy or (f"a GPU is at work, {work} %" if work > FREE_PERCENT else "")
+    state = "unhealthy" if faults else "busy" if busy else "free"
+    return state, kind, f"{memory} MiB", "; ".join(filter(None, [*faults, busy]))
 
 
-def _most(said: Devices, name: str) -> int:
+def _kind(gpus: Gpus) -> str:
+    return ", ".join(f"{n} x {name}" for name, n in Counter(gpu["name"] for gpu in gpus).items())
+
+
+def _most(gpus: Gpus, name: str) -> int:
     """The largest number of the GPUs, 0 where they do not say it."""
-    found = (re.match(r"\d+", gpu.get(name, "")) for gpu in said["gpus"])
-    return max((int(number[0]) for number in found if number), default=0)
-
-
-def _kinds(said: Devices) -> dict[str, str]:
-    gpus = Counter(gpu["name"] for gpu in said["gpus"])
-    ports = Counter(p["rate"] for p in said["network"] if "ACTIVE" in p["state"])
-    counted = [", ".join(f"{n} x {name}" for name, n in each.items()) for each in (gpus, ports)]
-    return {"GPUs": counted[0], "active ports": counted[1], LINKS: "\n".join(said["links"])}
+    return max(int(gpu[name]) if gpu[name].isdecimal() else 0 for gpu in gpus)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.flags import names
 from megatron_burst.tools.launch import site
 from megatron_burst.tools.launch.processes import Signals, say, supervise
 
@@ -63,8 +64,8 @@ def given(args: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: with --save Megatron wants --save-interval, and says so only when ranks run.
     """
-    said = {word.partition("=")[0] for word in (*args.named, *args.flags)}
-    if "--save" in said and not said & {"--save-interval", "--persistent-save-interval"}:
+    said = names([*args.named, *args.flags])
+    if "save" in said and not said & {"save-interval", "persistent-save-interval"}:
         raise ValueError("--save wants --save-interval N, after how many steps it saves")
     options = []
     for name in ("run", "ranks_per_node", "script"):

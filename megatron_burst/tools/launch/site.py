@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_burst.tools import hardware
+from megatron_burst.tools.flags import names
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.transport import lock
 
@@ -54,7 +55,7 @@ def load_env() -> None:
 
 def defaults(flags: Sequence[str]) -> dict[str, str]:
     """Return the settings of a training with these flags of Megatron that the environment lacks."""
-    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    given = names(flags)
     found = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
     # One queue to the GPU, so that a message starts before the computation that hides it. Before
     # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
+from megatron_burst.tools.options import add_gone
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -28,8 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "save before the job's time is over (sbatch --signal, default: 300 s), and go back into "
     text += "the queue, until the training is done"
     parser.add_argument("--chain", action="store_true", help=text)
-    text = "ask all nodes first, as `launch check` does, and train only if they are fit"
-    parser.add_argument("--check", action="store_true", help=text)
+    add_gone(parser, "--check", remedy="Slurm's HealthCheckProgram drains nodes, or --exclude them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,34 +47,24 @@ def run(args: argparse.Namespace) -> int:
     if not args.nodes:
         raise ValueError("say how many nodes: --nodes N")
     output = site.prepare_output(args, runs=False)
-    options = [f"--{name}" for name in ("chain", "check") if getattr(args, name)]
-    given = [*options, "--output", str(output), *node.given(args)]
+    given = [*["--chain"] * args.chain, "--output", str(output), *node.given(args)]
     wait = ["--wait"] if args.wait else []
     command = ["sbatch", "--nodes", str(args.nodes), *wait]
     command += ["--output", str(output / "slurm-%j.txt"), script, *given]
     in_job = _in_job(args.nodes, script, *given)
+    if in_job.returncode:  # it has said why
+        return in_job.returncode
     if not args.dry_run:
         os.execvp(command[0], command)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *command]))
-    print("# in the job:", in_job, "# on every node:", sep="\n", flush=True)
+    print("# in the job:", in_job.stdout.rstrip(), "# on every node:", sep="\n", flush=True)
     task = node.command(args, output, *node.meeting(args.nodes, "FIRST_NODE", 10000), "--dry-run")
     return subprocess.call([site.python_of_training(), *task])
 
 
-def _in_job(nodes: int, script: str, *given: str) -> str:
-    """Return what the job will start.
-
-    Raises:
-        ValueError: it will start nothing, with the reason.
-    """
+def _in_job(nodes: int, script: str, *given: str) -> subprocess.CompletedProcess[str]:
+    """Let the script say what the job will start, or why it will start nothing."""
     job = {"SLURM_JOB_ID": "0", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": ""}
-    master = {"BURST_MASTER": os.environ.get("BURST_MASTER") or "FIRST_NODE"}
-    shown = subprocess.run(
-        ["bash", script, "--dry-run", *given],
-        env=os.environ | job | master,
-        capture_output=True,
-        text=True,
-    )
-    if shown.returncode:
-        raise ValueError(shown.stderr.strip().removeprefix("launch: "))
-    return shown.stdout.rstrip()
+    job["BURST_MASTER"] = os.environ.get("BURST_MASTER") or "FIRST_NODE"
+    words, environment = ["bash", script, "--dry-run", *given], os.environ | job
+    return subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.model import Flags, whole
-from megatron_burst.tools.plan import ladder, measure, plot
+from megatron_burst.tools.flags import Flags, as_asked, parsed, whole
+from megatron_burst.tools.plan import ladder, measure
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import Configs, arguments, as_asked, parsed
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.memory import usable, usable_host
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.reading import loss_chunking
@@ -20,16 +20,9 @@ from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
 those of the run or the model."""
+_RATES = "--within-gb-s --nic-gb-s --forward-tflops --backward-tflops --linear-tflops".split()
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
-_RATES = {  # of a cluster, that can be given as measured
-    "within_gb_s": "from a GPU into its node",
-    "nic_gb_s": "of a NIC",
-    "forward_tflops": "of attention's forward",
-    "backward_tflops": "of attention's backward",
-    "linear_tflops": "of matrix products",
-}
-# The columns of numbers: the figure, what it is multiplied by, and its form.
-_COLUMNS = {
+_COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
     "CP": ("context", 1, "{}"),
     "DP": ("data", 1, "{}"),
@@ -59,10 +52,6 @@ def main(argv: list[str] | None = None) -> int:
         measure.write(given.measure)
     elif given.list is not None:
         print(*configs.names(given.list), sep="\n")
-    elif given.flags:
-        if not given.run:
-            raise ValueError("--flags wants --run NAME; --list has the names")
-        print(*arguments(as_asked(configs.run(given.run).flags, {}, gpt=given.gpt)), sep="\n")
     else:
         _predict(configs, given, parsed(rest or []))
     return 0
@@ -76,8 +65,6 @@ def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any])
         found = rank(wanted, cluster, gpus, given.fractions)
     else:
         found = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
-    if given.plot:
-        plot.draw(found, given.plot)
     if given.json:
         print(json.dumps([_figures(each) for each in found], indent=2))
     else:
@@ -144,10 +131,8 @@ def _figures(each: Candidate) -> dict[str, Any]:
 def _print(found: list[Candidate], most: int) -> None:
     load, table = found[0].load, terminal.table(("algorithm",), _COLUMNS)
     for each in found[:most]:
-        figures = _figures(each)
-        cells = (form.format(figures[name] * unit) for name, unit, form in _COLUMNS.values())
         lacks = f" (too much memory of the {each.lacks})" if each.lacks else ""
-        table.add_row(f"{each}{lacks}", *cells)
+        table.add_row(f"{each}{lacks}", *terminal.cells(_figures(each), _COLUMNS))
     console = terminal.console()
     console.print(
         f"{load.gpus} GPUs of {load.cluster.name}: tensor {load.tensor} x context {load.context} x "
@@ -160,6 +145,8 @@ def _print(found: list[Candidate], most: int) -> None:
         "of it, to other nodes; exposed: of attention's time; copies: to the host that are waited "
         "for, of the step"
     )
+    if buffers := found[0].memory.nccl / 2**30:
+        console.print(f"of a GPU, NCCL's buffers for attention's messages: {buffers:.2f} GiB")
     if found[0].fits:
         print(f"\nthe first of them, on every node:\n{found[0].command()}")
 
@@ -184,15 +171,10 @@ def _asked(
     flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
-    rates = {rate: vars(given)[rate] for rate in _RATES if vars(given)[rate] is not None}
-    cluster = configs.cluster(name, **rates)
-    if (
-        given.search is not None or given.ladder
-    ):  # sizes stay if they are among the flags behind the dashes
-        flags = {
-            name: value for name, value in flags.items() if name not in SEARCHED or name in own
-        }
-        return flags, cluster, gpus
+    cluster = configs.cluster(name)
+    if given.search is not None or given.ladder:  # sizes stay if they are given behind the dashes
+        kept = {name: flags[name] for name in flags if name not in SEARCHED or name in own}
+        return kept, cluster, gpus
     # All GPUs take part, with a sequence for each data-parallel rank.
     ranks = whole(flags, "tensor-model-parallel-size")
     ranks *= whole(flags, "pipeline-model-parallel-size")
@@ -214,12 +196,9 @@ def _parser() -> options.Parser:
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --search",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --ladder",
         "megatron-burst plan --measure here.toml",
-        "megatron-burst plan --run toy --flags",
     )
     add = parser.add_argument
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
-    text = "print the flags of --run alone, a word a line, for scripts"
-    add("--flags", action="store_true", help=text)
     add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
@@ -236,10 +215,13 @@ def _parser() -> options.Parser:
     add("--ladder", action="store_true", help=text)
     text = "packed sequences: documents of this mean length, exponentially distributed"
     add("--documents", type=options.positive, metavar="N", help=text)
-    add("--plot", metavar="FILE", help="draw tokens/s over memory")
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
-    for rate, what in _RATES.items():
-        add(f"--{rate.replace('_', '-')}", type=float, metavar="X", help=f"measured: {what}")
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
+    options.add_gone(
+        parser, "--flags", remedy="megatron-burst launch local --dry-run --run NAME has them"
+    )
+    options.add_gone(parser, "--plot", remedy="--json has memory and tokens/s of every way")
+    text = "write it into a file for --cluster, which may have another cluster as its base"
+    options.add_gone(parser, *_RATES, remedy=text)
     return parser

@@ -2,17 +2,15 @@
 
 import fnmatch
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_burst.tools.model import Flags, cut, hybrid_pattern, whole
+from megatron_burst.tools.flags import Flags, kept
 
 if TYPE_CHECKING:
     from megatron_burst.tools.plan.cluster import Cluster
 
-# Megatron takes tokens from one place: any of these takes that of a run's mock data.
-_DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
 _FOLDER = Path(__file__).parents[2] / "configs"
 type Table = Mapping[str, Any]
 
@@ -51,11 +49,11 @@ class Configs(NamedTuple):
         table = _inherited(self.tables, name)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
-        return Run(cluster=table["cluster"], gpus=table["gpus"], flags=_set(given))
+        return Run(cluster=table["cluster"], gpus=table["gpus"], flags=kept(given))
 
     def flags_of(self, name: str) -> dict[str, Any]:
         """Return the flags of a run, or of a base of runs, without those of its model."""
-        return _set(_inherited(self.tables, name)["flags"])
+        return kept(_inherited(self.tables, name)["flags"])
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the flags of a model."""
@@ -78,94 +76,6 @@ class Configs(NamedTuple):
         table = _inherited(tables, name, "rates")
         table["rates"] = {**table.get("rates", {}), **rates}
         return cluster_of(name, table, self.constant)
-
-
-def as_asked(flags: Flags, own: Flags, *, gpt: bool) -> dict[str, Any]:
-    """Return the flags of a run as those of the model that `gpt` and one's own flags ask for.
-
-    Raises:
-        ValueError: the layers of a HybridModel are counted.
-    """
-    pattern, given = "hybrid-layer-pattern", dict(flags)
-    if _DATA & own.keys():
-        given.pop("mock-data", None)
-    flags = dict(given)
-    if pattern in {**flags, **own} or ("num-layers" in flags and not gpt):
-        given = hybrid_form(flags)
-    if "num-layers" in own and pattern in {**given, **own}:
-        raise ValueError("--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt")
-    return given
-
-
-def hybrid_form(flags: Flags) -> dict[str, Any]:
-    """Return the flags of a GPTModel as those of the same HybridModel.
-
-    Attention, `*`, and the MLP, `-`, or experts, `E`, are layers of their own there; recompute
-    counts both. With --qk-layernorm, which Megatron's hybrid stack ignores, latents or MTP's heads
-    it stays a GPTModel.
-    """
-    given = dict(flags)
-    if any(map(given.get, ("qk-layernorm", "multi-latent-attention", "mtp-num-layers"))):
-        return given
-    if "recompute-num-layers" in given:
-        given["recompute-num-layers"] = 2 * whole(given, "recompute-num-layers")
-    if "num-layers" in given:
-        given["hybrid-layer-pattern"] = hybrid_pattern(given)
-        for name in ("num-layers", "moe-layer-freq"):
-            given.pop(name, None)
-    return given
-
-
-def staged(flags: Flags, segments: int) -> dict[str, Any]:
-    """Return the flags of a HybridModel with a `|` between the segments of its pipeline.
-
-    Megatron wants so many times the pipeline stages as a stage has parts, and no flag for parts.
-    """
-    given, name = dict(flags), "hybrid-layer-pattern"
-    main, *heads = str(given.get(name, "")).split("/")
-    if name not in given:
-        return given
-    given.pop("num-virtual-stages-per-pipeline-rank", None)
-    if "|" not in main:
-        given[name] = "/".join(("|".join(cut(main, segments)), *heads))
-    return given
-
-
-def arguments(flags: Flags) -> list[str]:
-    """Write flags as a command line has them; those that are False are left out."""
-    words = []
-    for name, value in _set(flags).items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, values)]
-    return words
-
-
-def parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Undo `arguments`: values stay strings, several are a list; a flag without one is True.
-
-    Raises:
-        ValueError: a word that belongs to no flag, or flags are in a file.
-    """
-    found: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").partition("=")
-            found[name] = [value] if value else []
-        elif not found:
-            raise ValueError(f"{word} belongs to no flag")
-        else:
-            found[name].append(word)
-    if "yaml-cfg" in found:
-        raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
-    return {
-        name: True if not values else values[0] if len(values) == 1 else values
-        for name, values in found.items()
-    }
-
-
-def _set(flags: Flags) -> dict[str, Any]:
-    """Those that are not taken back by False."""
-    return {name: value for name, value in flags.items() if value is not False}
 
 
 def _names(tables: Table) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.tools import terminal
-from megatron_burst.tools.model import Flags, whole
+from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate
@@ -18,7 +18,12 @@ _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
 
 
-_COLUMNS = ("TP", "states", "inputs", "layer", "loss", "GPU", "host", "longest")
+_COLUMNS: terminal.Columns = {
+    "TP": ("tensor", 1, "{}"),
+    **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "NCCL", "GPU")},
+    "host": ("host", 1, "{:.0f}"),
+    "longest": ("longest", 1e-6, "{:.2f} M"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Rung:
         found = memory.predict(self.load)
         states = found.weights + found.gradients + found.optimizer + found.gathered
         parts = {"states": states, "inputs": found.inputs + found.saved, "layer": found.layer}
-        parts |= {"loss": found.loss, "GPU": found.total, "host": memory.host_bytes(self.load)}
+        parts |= {"loss": found.loss, "NCCL": found.nccl, "GPU": found.total}
+        parts["host"] = memory.host_bytes(self.load)
         return {name: size / memory.GIB for name, size in parts.items()}
 
 
@@ -113,9 +119,8 @@ def figures(rung: Rung) -> dict[str, Any]:
 
 def cells(rung: Rung) -> list[str]:
     """Return a row's cells, but for its name."""
-    longest = f"{rung.longest / 1e6:.2f} M" if rung.longest else "none"
-    parts = [f"{part:.0f}" if name == "host" else f"{part:.1f}" for name, part in rung.gib.items()]
-    return [str(rung.load.tensor), *parts, longest]
+    sizes = {"tensor": rung.load.tensor, "longest": rung.longest or None}
+    return terminal.cells({**rung.gib, **sizes}, _COLUMNS)
 
 
 def show(rungs: Sequence[Rung]) -> None:
@@ -132,7 +137,8 @@ def show(rungs: Sequence[Rung]) -> None:
     rows = [(rung.name, *cells(rung)) for rung in rungs]
     console.print(terminal.table(("added",), _COLUMNS, rows))
     console.print(
-        "GPU: states, inputs and more of a layer at work or the loss; longest: tokens that fit"
+        "NCCL: its buffers for attention's messages; GPU: states, inputs, NCCL and more of a layer "
+        "at\nwork or the loss; longest: tokens that fit"
     )
     if best.longest:
         print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:\n{best.way.command()}")

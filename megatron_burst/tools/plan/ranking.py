@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.config import GradDtype, LayoutName
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.flags import Flags, arguments, staged
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.configs import arguments, staged
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 

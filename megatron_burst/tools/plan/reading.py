@@ -11,7 +11,8 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.tools.model import Flags, cut, model_of, whole, window_of
+from megatron_burst.tools.flags import Flags, cut, whole, window_of
+from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 

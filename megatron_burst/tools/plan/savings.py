@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_burst.tools.model import Flags
+from megatron_burst.tools.flags import Flags
 
 CHUNKED_LOSS = {"lm-head-loss": "chunked"}
 HEAD_CHUNKS = {"burst-head-chunks": "auto"}

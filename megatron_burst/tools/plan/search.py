@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_burst.plans.balance.document_work import DocumentWork
+from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.flops import attention_flops
-from megatron_burst.tools.model import Flags, whole
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, recomputing, unchosen

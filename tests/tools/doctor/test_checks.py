@@ -9,12 +9,11 @@ import numpy
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.doctor import checks, documents, machine, memory
-from megatron_burst.tools.doctor.documents import DOCUMENTS
-from megatron_burst.tools.doctor.finding import Level
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor import checks, memory
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.report import Level
+from megatron_burst.tools.flags import DOCUMENTS
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
@@ -67,7 +66,7 @@ def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -
     assert look(parser, f"{OURS} {DOCUMENTS} --eod-mask-loss") == {}
 
 
-OF_THE_JOB = {"ranks", "validation", "checkpoint-args"}
+OF_THE_JOB = {"ranks", "validation", "checkpoint-args", "slow-links", "stalls-unseen"}
 CASES = [
     ("mean-of-means", W, OURS, "--calculate-per-token-loss"),
     ("mean-of-means", X, f"{OURS} --eod-mask-loss", "--calculate-per-token-loss"),
@@ -87,10 +86,6 @@ CASES = [
     ("idle-mask", X, "--reset-attention-mask --transformer-impl transformer_engine", ""),
     ("idle-window", X, f"{OURS} --window-attn-skip-freq 4", ""),
     ("window-width", N, f"{OURS} --window-size 511,0", ""),
-    ("te-spelling", E, "--cp-comm-type allgather", ""),
-    ("te-features", E, "--window-size 511,0", ""),
-    ("te-features", E, "--softmax-type off-by-one", ""),
-    ("te-features", E, f"{DOCUMENTS} --cp-comm-type all_gather", ""),
     ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
     ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
     ("no-length", E, OURS, "--train-iters 10"),
@@ -132,34 +127,16 @@ def test_documents_without_end_tokens(parser: argparse.ArgumentParser, tmp_path:
     assert "no-end-tokens" not in look(parser, f"{flags} --eod-mask-loss", drop="--mock-data")
 
 
-def test_documents_that_leave_ranks_without_work(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    def found(name: str, lengths: list[int], more: str = "") -> Level | None:
-        prefix = write(tmp_path / name, lengths, [0] * len(lengths))
-        flags = f"{OURS} {DOCUMENTS} --data-path 0.5 {prefix} {more}"
-        return look(parser, flags, drop="--mock-data").get("uneven-documents")
-
-    chunk = 65536 // 16
-    assert found("uneven", [100, 300, 9000, 20000]) == W
-    assert found("even", [chunk]) is None, "every rank holds two of them"
-    assert found("segmented", [100, 9000], "--burst-layout segmented-zigzag") is None
-    assert found("heads", [100, 9000], "--burst-head-parallel-size 8") is None
-    assert found("alone", [100, 9000], "--context-parallel-size 1") is None
-
-
 def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
-    source = "".join(Path(module.__file__).read_text() for module in (checks, documents, memory))
+    source = "".join(Path(module.__file__).read_text() for module in (checks, memory))
     names = set(re.findall(r'Finding\("([\w-]+)"', source)) - OF_THE_JOB
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(set(rows)) == len(rows) and set(rows) == names
     others = {
         "memory",
-        "megatrons-chunks",
         "not-attached",
         "lost-spec",
-        "uneven-documents",
         "no-end-tokens",
     }
     assert names - {case[0] for case in CASES} == others
@@ -167,6 +144,6 @@ def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
 
 def test_variables_that_harm() -> None:
     bad = {"NCCL_P2P_DISABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "HOME": "x"}
-    assert [f.check for f in machine.variable_findings(bad)] == ["slow-links", "stalls-unseen"]
-    assert not [*machine.variable_findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"})]
+    assert [f.check for f in checks.variable_findings(bad)] == ["slow-links", "stalls-unseen"]
+    assert not [*checks.variable_findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"})]
     assert list(hardware.settings(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]

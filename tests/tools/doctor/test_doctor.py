@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from megatron_burst.kernels import KERNELS, Request
 from megatron_burst.tools.doctor import parsing
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.machine import parts
-from megatron_burst.tools.doctor.target import Target
 from tests.plugin.test_compat import fake_megatron, forget_megatron
 from tests.training.launcher import MODEL
 from tests.training.preloaded import once_a_class
@@ -81,18 +79,6 @@ def test_the_data_of_a_cluster_need_not_be_here(
     assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
-def test_our_spec_of_earlier_versions_is_an_error(
-    megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "pretrain_gpt.py").touch()
-    torchrun = f"torchrun --nnodes 2 --nproc-per-node gpu {tmp_path}/pretrain_gpt.py".split()
-    spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst --bf16 --mock-data".split()
-    local = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split()
-    status, report = judged(capsys, *torchrun, *MODEL, *spec, *local, *CP16)
-    (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert status == 1 and "start python -m megatron_burst.run SCRIPT" in error
-
-
 def test_a_model_that_a_checkpoint_describes(
     megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -104,12 +90,7 @@ def test_a_model_that_a_checkpoint_describes(
     assert status == 0 and "checkpoint-args" in of_level(report, "note"), report["findings"]
     status, report = judged(capsys, *words, "--no-such-flag", "3")  # it is parsed all the same
     assert status == 1 and "validation" in of_level(report, "error")
-    said = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.1}
-    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    state = {"args": Namespace(**said), "iteration": 3, "checkpoint_version": 3.0}
-    torch.save(state, tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt")
-    status, report = judged(capsys, *words)
+    status, report = judged(capsys, *flags, "--use-checkpoint-args", "--load", str(tmp_path))
     assert status == 0 and "checkpoint-args" not in of_level(report, "note"), report["findings"]
     assert report["shape"] == "torch.bfloat16 on cuda, 4 query and 4 kv heads of 16 a rank"
 
@@ -147,15 +128,8 @@ def test_an_older_gpu_needs_one_connection(
     assert judged(capsys, *MODEL, *BURST, *CP16)[0] == 1
     command = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "python", "-m", "megatron_burst.pretrain_gpt"]
     assert judged(capsys, *command, *MODEL, *BURST, *CP16)[0] == 0
-
-
-@pytest.mark.slow
-def test_a_newer_gpu_does_not(
-    megatron: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    blackwell = [*CLUSTER, "--compute-capability", "10.0", "--", *MODEL, *BURST, *CP16]
-    assert main(blackwell) == 0
+    newer = [*CLUSTER, "--compute-capability", "10.0", "--", *MODEL, *BURST, *CP16]
+    assert main(newer) == 0
 
 
 def test_strict_counts_what_is_silently_wrong(
@@ -253,6 +227,27 @@ def test_the_parts_are_those_of_this_environment() -> None:
     versions = {part.name: part.version for part in parts()}
     assert versions["torch"] == torch.__version__
     assert {"megatron-core", "transformer-engine", "apex", "NCCL", "flash-attn"} <= set(versions)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_read"),
+    [
+        ((2, 26, 5), False),
+        ((2, 27, 3), True),
+        ((2, 30, 7), True),
+        ((2, 31), False),
+        ((3, 28), False),
+    ],
+)
+def test_a_version_of_nccl_that_nobody_read_is_told(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], is_read: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    (nccl,) = (part for part in parts() if part.name == "NCCL")
+    assert nccl.version == ".".join(map(str, version))
+    unread = "what our messages rely on was read in 2.27 to 2.30 alone"
+    assert nccl.use == ("messages between GPUs" if is_read else unread)
 
 
 def test_kernels_answer_for_gpus_that_are_not_here() -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools.doctor.checks import launcher_findings
-from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, split
-from megatron_burst.tools.doctor.target import Target
+from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target, split
 
 FLAGS = ("--num-layers", "4", "--seq-length", "64")
 

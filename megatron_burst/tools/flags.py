@@ -1,0 +1,202 @@
+"""Flags of a training, Megatron's and ours: read from a command line, written, and what they say.
+
+All tools have them as a mapping by their names without dashes in front.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+type Flags = Mapping[str, Any]
+
+DOCUMENTS = "--dataloader-inter-document-masking"
+# Megatron takes tokens from one place: any of these takes that of a run's mock data.
+_DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
+
+
+# ---- command lines
+
+
+def parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Undo `arguments`: values stay strings, several are a list; a flag without one is True.
+
+    Raises:
+        ValueError: a word that belongs to no flag, or flags are in a file.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = [value] if value else []
+        elif not found:
+            raise ValueError(f"{word} belongs to no flag")
+        else:
+            found[name].append(word)
+    if "yaml-cfg" in found:
+        raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
+
+
+def arguments(flags: Flags) -> list[str]:
+    """Write flags as a command line has them; those that are False are left out."""
+    words = []
+    for name, value in kept(flags).items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def names(words: Sequence[str]) -> set[str]:
+    """Return the flags that a command line names, and its other words."""
+    return {word.removeprefix("--").partition("=")[0] for word in words}
+
+
+def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags behind Megatron's arguments, as it keeps or logs them; unset ones left out.
+
+    Their names have underscores there.
+    """
+    given = {n: v for n, v in arguments.items() if str(v) not in ("None", "False")}
+    return {name.replace("_", "-"): value for name, value in given.items()}
+
+
+def kept(flags: Flags) -> dict[str, Any]:
+    """Those that are not taken back by False."""
+    return {name: value for name, value in flags.items() if value is not False}
+
+
+# ---- what they say
+
+
+def whole(given: Flags, name: str, default: int = 1) -> int:
+    """Return the number that is given, or the default.
+
+    Raises:
+        ValueError: it is no whole number, or 0 where the default is not.
+    """
+    value = given.get(name)
+    text = str(default if value is None else value)
+    if not text.isdecimal() or (default and not int(text)):
+        kind = "positive whole" if default else "whole"
+        raise ValueError(f"--{name} {text} is not a {kind} number")
+    return int(text)
+
+
+class Heads(NamedTuple):
+    """Of a layer's attention, over all tensor-parallel ranks."""
+
+    query: int
+    kv: int
+    size: int  # of queries and keys; 0 where nothing says it
+    value_size: int
+
+    def of_rank(self, tensor: int) -> tuple[int, int]:
+        """Return the query and kv heads of one of so many tensor-parallel ranks."""
+        return self.query // tensor, max(self.kv // tensor, 1)
+
+
+def heads_of(given: Flags) -> Heads:
+    """Read the heads of attention from Megatron's flags."""
+    number, heads = partial(whole, given), whole(given, "num-attention-heads")
+    if given.get("multi-latent-attention"):
+        size = number("qk-head-dim", 128) + number("qk-pos-emb-head-dim", 64)
+        return Heads(heads, heads, size, number("v-head-dim", 128))
+    size = number("kv-channels", number("hidden-size", 0) // heads)
+    kv_heads = number("num-query-groups") if given.get("group-query-attention") else heads
+    return Heads(heads, kv_heads, size, size)
+
+
+def window_of(given: Flags) -> int | None:
+    """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
+    text = str(given.get("window-size", "-1,0"))
+    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    if not found:
+        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
+    return int(found[1]) if int(found[1]) >= 0 else None
+
+
+# ---- the layers of a HybridModel, by its pattern
+
+
+def hybrid_pattern(given: Flags) -> str:
+    """Return the layers of a GPTModel as a HybridModel's, by --num-layers and --moe-layer-freq.
+
+    Raises:
+        ValueError: the frequency is neither a number nor a list as '[0]*1+[1]*26'.
+    """
+    layers = whole(given, "num-layers")
+    if not given.get("num-experts"):
+        return "*-" * layers
+    text = str(given.get("moe-layer-freq", 1)).strip("()").replace(" ", "")
+    if text.isdigit():
+        kinds = "".join("0" if layer % int(text) else "1" for layer in range(layers))
+    else:
+        found = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
+        kinds = "".join(part.replace(",", "") * int(times or 1) for part, times in found)
+    if len(kinds) != layers:
+        raise ValueError(
+            f"--moe-layer-freq {text} says of {len(kinds)} layers what they are, but there are "
+            f"{layers}: give a number or [0]*a+[1]*b"
+        )
+    return kinds.replace("0", "*-").replace("1", "*E")
+
+
+def as_asked(flags: Flags, own: Collection[str], *, gpt: bool) -> dict[str, Any]:
+    """Return the flags of a run as `gpt` and the names of one's own ask for its model.
+
+    Raises:
+        ValueError: the layers of a HybridModel are counted.
+    """
+    pattern, given = "hybrid-layer-pattern", dict(flags)
+    if not _DATA.isdisjoint(own):
+        given.pop("mock-data", None)
+    if pattern in (*given, *own) or ("num-layers" in given and not gpt):
+        given = hybrid_form(given)
+    if "num-layers" in own and pattern in (*given, *own):
+        raise ValueError("--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt")
+    return given
+
+
+def hybrid_form(flags: Flags) -> dict[str, Any]:
+    """Return the flags of a GPTModel as those of the same HybridModel.
+
+    Attention, `*`, and the MLP, `-`, or experts, `E`, are layers of their own there; recompute
+    counts both. With --qk-layernorm, which Megatron's hybrid stack ignores, latents or MTP's heads
+    it stays a GPTModel.
+    """
+    given = dict(flags)
+    if any(map(given.get, ("qk-layernorm", "multi-latent-attention", "mtp-num-layers"))):
+        return given
+    if "recompute-num-layers" in given:
+        given["recompute-num-layers"] = 2 * whole(given, "recompute-num-layers")
+    if "num-layers" in given:
+        given["hybrid-layer-pattern"] = hybrid_pattern(given)
+        for name in ("num-layers", "moe-layer-freq"):
+            given.pop(name, None)
+    return given
+
+
+def staged(flags: Flags, segments: int) -> dict[str, Any]:
+    """Return the flags of a HybridModel with a `|` between the segments of its pipeline.
+
+    Megatron wants so many times the pipeline stages as a stage has parts, and no flag for parts.
+    """
+    given, name = dict(flags), "hybrid-layer-pattern"
+    main, *heads = str(given.get(name, "")).split("/")
+    if name not in given:
+        return given
+    given.pop("num-virtual-stages-per-pipeline-rank", None)
+    if "|" not in main:
+        given[name] = "/".join(("|".join(cut(main, segments)), *heads))
+    return given
+
+
+def cut(pattern: str, parts: int) -> list[str]:
+    """Cut the layers of a pattern into parts of about equal length."""
+    ends = [len(pattern) * end // parts for end in range(parts + 1)]
+    return [pattern[start:stop] for start, stop in pairwise(ends)]
