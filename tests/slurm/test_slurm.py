@@ -217,6 +217,8 @@ def test_the_sbatch_file_of_the_tutorial_trains(cluster: SlurmCluster, tmp_path:
             "2",
             "--gpus-per-node",
             "0",
+            "--time",
+            "8",
             "--output",
             str(log),
             "--chdir",
