@@ -1,6 +1,7 @@
 """Gradients that the forward makes: those of float64, wherever they hold and where not. (fast)"""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,8 +241,6 @@ BIG = Sizes(tokens=16 * K, vocabulary=128 * K, hidden=4096, dtype=torch.bfloat16
 
 
 def sizes(**changes: Any) -> Sizes:
-    from dataclasses import replace
-
     return replace(BIG, **{"kept_apart": True, "fused": True, **changes})
 
 

@@ -22,6 +22,7 @@ import loss  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
 RECORDS = {  # not measured again
+    "scripts/bench/results/cpu_loss_once.md",
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
