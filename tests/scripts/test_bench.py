@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import loss  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
 RECORDS = {  # not measured again
+    "scripts/bench/results/cpu_loss_once.md",
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
@@ -64,9 +66,9 @@ def test_the_loss_takes_no_more_than_its_limit(
     command = "--shapes 32x512x16 --repetitions 1 --tokens 1024 2048 --hidden 64 --memory-mb 8"
     command += " --vocabularies 1024"
     _, rows = run(loss, monkeypatch, tmp_path / "page.md", command)
-    assert [row["way"] for row in rows[:2]] == ["all logits", "chunked, 8 MiB"]
-    assert all(float(row["median_s"]) > 0 for row in rows[:2])
-    counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[2:]}
+    assert [row["way"] for row in rows[:4]] == ["Liger's algorithm", "once", "twice", "all logits"]
+    assert all(float(row["median_s"]) > 0 for row in rows[:4])
+    counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[4:]}
     assert 1.9 < counted["all logits", "2048"] / counted["all logits", "1024"] < 2.1
     assert max(n for (way, _), n in counted.items() if way != "all logits") <= 8 * harness.MIB
     plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
@@ -74,6 +76,19 @@ def test_the_loss_takes_no_more_than_its_limit(
     figure = (tmp_path / "figure.svg").read_text()
     assert "chunked, 8 MiB, vocabulary 1k" in figure
     assert "python scripts/bench/loss.py --shapes 32x512x16" in figure
+
+
+def test_ways_of_the_loss_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "within", lambda *_: SimpleNamespace(tokens=20))  # of chunks
+    args, shape = SimpleNamespace(device="cpu", dtype="float32"), loss.Shape(50, 40, 8)
+    found = {}
+    for name, way in loss.ways(args, shape).items():
+        inputs = loss.make_inputs(shape, "cpu", torch.float32)
+        made = way(*inputs)
+        (made / 3).backward()
+        found[name] = made.detach(), inputs[0].grad, inputs[1].grad
+    for results in found.values():
+        torch.testing.assert_close(results, found["all logits"])
 
 
 def test_more_is_stored_the_less_is_recomputed(
