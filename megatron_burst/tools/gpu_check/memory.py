@@ -10,7 +10,7 @@ from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.protocol import Gradients
 from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
-from megatron_burst.tools.one_rank import OneRank, Sizes, Tensors, silent_rank
+from megatron_burst.tools.one_rank import OneRank, Sizes, silent_rank
 
 REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
 _APART = 0.15  # of the count: kernels have memory of their own, allocators round
@@ -38,7 +38,7 @@ def check(device: Device) -> Iterator[Check]:
     for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
         rank = silent_rank(_NODES[topology], tensors, backward=ring, topology=topology)
         rank.backward()  # what is made once is no part of it
-        found, counted = _peaks(device, rank, tensors), _counted(device, topology, ring, sizes)
+        found, counted = _peaks(device, rank), _counted(device, topology, ring, sizes)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
             of_q = tensors[0].nbytes
             sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
@@ -48,11 +48,13 @@ def check(device: Device) -> Iterator[Check]:
         device.free()
 
 
-def _peaks(device: Device, rank: OneRank, tensors: Tensors) -> list[int]:
-    """Return those of a forward and of a backward."""
-    rank.result = None
-    forward = device.peak(rank.forward, tensors)
-    return [forward, device.peak(rank.backward, (*tensors, *(rank.result or ())))]
+def _peaks(device: Device, rank: OneRank) -> list[int]:
+    """Return those of a forward and of a backward, each with the memory of its own messages."""
+    rank.result, messages = None, rank.call.communicator.memory
+    messages.give_back()
+    forward = device.peak(rank.forward, rank.tensors)
+    messages.give_back()
+    return [forward, device.peak(rank.backward, (*rank.tensors, *(rank.result or ())))]
 
 
 def _counted(device: Device, topology: str, ring: str, sizes: Sizes) -> list[int]:
@@ -61,4 +63,4 @@ def _counted(device: Device, topology: str, ring: str, sizes: Sizes) -> list[int
     shape = {"backward": ring, "topology": topology}
     rank = silent_rank(_NODES[topology], tensors, **shape, kernel="reference")  # on any device
     rank.call = replace(rank.call, kernel=_EmptyKernel())
-    return _peaks(replace(device, device=torch.device("meta")), rank, tensors)
+    return _peaks(replace(device, device=torch.device("meta")), rank)
