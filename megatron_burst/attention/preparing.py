@@ -20,6 +20,7 @@ from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.gc_pause import without_gc
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.visibility.mask import Mask
@@ -128,6 +129,8 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
         backward_launches=backward,
         parts=own_parts(plans, asked.device),
         is_direct=choice.is_direct,
+        moves_keys=any(Kind.KV in plan.moved for plan in plans),
+        moves_queries=Kind.QUERY in plans[1].moved,
         choice=said,
     )
 

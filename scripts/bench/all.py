@@ -55,6 +55,7 @@ STEPS = {
     "pictures": _made(1, "pictures.py", "rooms.svg step.svg"),
     "tables": _made(1, "tables.py", "flags.md api.md support.md"),
     "planning": _measured("planning", 1),
+    "host_time": _measured("host_time", 1),
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 20, "--repetitions 1", picture="docs/loss-memory.svg"),
     "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),

@@ -18,6 +18,7 @@ import accuracy  # noqa: E402
 import all as all_steps  # noqa: E402
 import attention  # noqa: E402
 import harness  # noqa: E402
+import host_time  # noqa: E402
 import loss  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
@@ -49,6 +50,13 @@ def test_errors_are_those_of_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(rows) == 2 * 4 * 4 and page.count("| 4:2 |") == 4 * 4
     assert all(1e-4 < float(row["error"]) < 2e-2 for row in rows)
     assert {row["ratio"] for row in rows if row["ranks"] == "1"} == {"1"}
+
+
+def test_host_time_is_told_in_additions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "--ranks 2 --backward query --repetitions 1"
+    page, rows = run(host_time, monkeypatch, tmp_path / "page.md", command)
+    assert len(rows) == 1 and page.count("| query | 2 |") == 1
+    assert all(float(rows[0][way]) > 1 for way in ("forward", "backward"))
 
 
 def test_the_oracle_is_attention_in_float64() -> None:
