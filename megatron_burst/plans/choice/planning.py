@@ -14,7 +14,7 @@ from megatron_burst.config import (
     Topology,
 )
 from megatron_burst.plans.choice.cost import Shape, Traffic, traffic
-from megatron_burst.plans.choice.timing import Links, pass_seconds
+from megatron_burst.plans.choice.timing import Links, PassTime, pass_time
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.mesh import meshes
 from megatron_burst.plans.schedules.plan import Kind, Plan
@@ -70,10 +70,10 @@ class Choice:
         """Return the plans of a rank's forward and backward."""
         return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
 
-    def seconds(self, links: Links) -> float:
+    def times(self, links: Links) -> tuple[PassTime, PassTime]:
         """Return the time of a layer's forward and backward by the clock."""
-        passes = (self.forward, False), (self.backward, True)
-        return sum(pass_seconds(of[0].schedule, links, backward=back)[0] for of, back in passes)
+        forward, backward = self.forward[0].schedule, self.backward[0].schedule
+        return pass_time(forward, links, backward=False), pass_time(backward, links, backward=True)
 
     def __str__(self) -> str:
         mask, forward = self.tiling.mask, self.forward[0]
@@ -168,7 +168,7 @@ class _Pass:
         """Put the fastest first, or the first that is nearly as fast; as they are without links."""
         if (links := self.links) is None or len(offers) < 2:
             return offers
-        seconds = [pass_seconds(x.schedule, links, backward=self.backward)[0] for x in offers]
+        seconds = [pass_time(x.schedule, links, backward=self.backward).seconds for x in offers]
         first = next(n for n, x in enumerate(seconds) if x <= _NEAR * min(seconds))
         return [offers[first], *offers[:first], *offers[first + 1 :]]
 

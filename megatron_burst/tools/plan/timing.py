@@ -9,7 +9,7 @@ import numpy as np
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
-from megatron_burst.plans.choice.timing import Links, exchange, pass_seconds
+from megatron_burst.plans.choice.timing import Links, exchange, pass_time
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
@@ -20,15 +20,21 @@ from megatron_burst.tools.plan.workload import Ring, Workload
 class Pass(NamedTuple):
     """One forward or backward of one layer's attention, or several of them."""
 
-    seconds: float = 0.0  # until the last rank is done
+    device: float = 0.0  # seconds until the last rank is done
+    host: float = 0.0  # of the host, which runs ahead
     kernels: float = 0.0  # of them, the tiles of the rank that has most of them
     sums: float = 0.0  # and what merges and adds their results
     sent: int = 0  # bytes, the most of any rank
     between: int = 0  # of them, the most that any rank sends to another node
 
     @property
+    def seconds(self) -> float:
+        """Those of the devices, or of a host that is slower."""
+        return max(self.device, self.host)
+
+    @property
     def exposed(self) -> float:
-        """Seconds in which the rank with most to do waits for messages or is slowed by them."""
+        """Seconds in which who has most to do waits for messages or the host, or is slowed."""
         return max(0.0, self.seconds - self.kernels - self.sums)
 
     @property
@@ -51,8 +57,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
         choice, shape = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
         links = Links(ring.nodes, shape, ring.machine, ring.beside)
-        seconds = pass_seconds(taken.schedule, links, backward=backward)
-        chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
+        time = pass_time(taken.schedule, links, backward=backward)
+        chunk = Pass(*time, taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
@@ -128,4 +134,4 @@ def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
     shape, chunks = load.ring.shape, load.head_chunks
     found = exchange(shape, load.head_parallel, load.ranks_per_node, load.cluster)
-    return Pass(found.seconds * chunks, sent=found.sent * chunks, between=found.between * chunks)
+    return together(*[Pass(found.device, found.host, 0.0, 0.0, found.sent, found.between)] * chunks)
