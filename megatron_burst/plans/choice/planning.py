@@ -1,4 +1,4 @@
-"""Chooses the schedules of one attention call: by the clock, under sparse masks by bytes."""
+"""Chooses the schedules of one attention call by the clock."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -42,6 +42,7 @@ class Offer(NamedTuple):
     schedule: Schedule
     cost: Traffic
     memory: int  # bytes that a rank has of others' blocks and results, at the most
+    time: PassTime | None = None  # by the clock, where it is what decides
 
     def __str__(self) -> str:
         return f"the {self.schedule.name} {mib(self.cost.bottleneck)}"
@@ -72,8 +73,11 @@ class Choice:
 
     def times(self, links: Links) -> tuple[PassTime, PassTime]:
         """Return the time of a layer's forward and backward by the clock."""
-        forward, backward = self.forward[0].schedule, self.backward[0].schedule
-        return pass_time(forward, links, backward=False), pass_time(backward, links, backward=True)
+        ahead, back = self.forward[0], self.backward[0]
+        return (
+            ahead.time or pass_time(ahead.schedule, links, backward=False),
+            back.time or pass_time(back.schedule, links, backward=True),
+        )
 
     def __str__(self) -> str:
         mask, forward = self.tiling.mask, self.forward[0]
@@ -101,8 +105,9 @@ def choose(
 ) -> Choice:
     """Choose the fastest on these links; of nearly equal ones that of the fewest bytes.
 
-    Those count alone for sparse masks, for rings of more than 256 ranks, or where no links are
-    given: on the bottleneck link, of equal ones all bytes, then memory.
+    Those count alone where no links are given: on the bottleneck link, of equal ones all bytes,
+    then memory. Of rings of more than 256 ranks the fastest is the one whose bottleneck, a device
+    or a link, is; by the clock that is at most XXX % slower.
 
     With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
     grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
@@ -111,9 +116,9 @@ def choose(
     Raises:
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
-    if tiling.mask.is_sparse or tiling.ranks > TIMED or config.algorithm is not Algorithm.BURST:
-        links = None
     links = links and links._replace(shape=shape)
+    if config.algorithm is not Algorithm.BURST or tiling.ranks > TIMED:
+        links = None
     asked = config, tiling, grid, nodes, shape, along_grid, memory_limit, links
     passes = _Pass(*asked, backward=False), _Pass(*asked, backward=True)
     forward, backward = (each.offers() for each in passes)
@@ -168,9 +173,11 @@ class _Pass:
         """Put the fastest first, or the first that is nearly as fast; as they are without links."""
         if (links := self.links) is None or len(offers) < 2:
             return offers
-        seconds = [pass_time(x.schedule, links, backward=self.backward).seconds for x in offers]
-        first = next(n for n, x in enumerate(seconds) if x <= _NEAR * min(seconds))
-        return [offers[first], *offers[:first], *offers[first + 1 :]]
+        times = [pass_time(x.schedule, links, backward=self.backward) for x in offers]
+        least = min(time.seconds for time in times)
+        first = next(n for n, time in enumerate(times) if time.seconds <= _NEAR * least)
+        timed = [x._replace(time=time) for x, time in zip(offers, times, strict=True)]
+        return [timed[first], *timed[:first], *timed[first + 1 :]]
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
         if cost is None:

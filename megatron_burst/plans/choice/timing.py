@@ -1,7 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ class PassTime(NamedTuple):
         return max(self.device, self.host)
 
 
-@lru_cache(maxsize=256)
 def pass_time(schedule: Schedule, links: "Links", *, backward: bool) -> PassTime:
     """Put all ranks' plans on the clock."""
     work, shape, machine = schedule.work(backward=backward), links.shape, links.machine

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
-from megatron_burst.plans.choice.timing import Links, exchange, pass_time
+from megatron_burst.plans.choice.timing import Links, PassTime, exchange
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
@@ -54,11 +54,9 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     fraction, heads = load.config.recompute_fraction, _exchange(load)
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
-        choice, shape = chosen(ring)
+        choice, _ = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
-        links = Links(ring.nodes, shape, ring.machine, ring.beside)
-        time = pass_time(taken.schedule, links, backward=backward)
-        chunk = Pass(*time, taken.cost.rank, taken.cost.nic)
+        chunk = Pass(*_times(ring)[backward], taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
@@ -88,6 +86,13 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
         return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
 
     return choose_keys(choose_for, links, ring.shape.latents, config)[:2]
+
+
+@lru_cache(maxsize=64)
+def _times(ring: Ring) -> tuple[PassTime, PassTime]:
+    """Return the time of a forward and a backward by what is chosen."""
+    choice, shape = chosen(ring)
+    return choice.times(Links(ring.nodes, shape, ring.machine, ring.beside))
 
 
 @lru_cache(maxsize=32)
