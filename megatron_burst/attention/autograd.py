@@ -99,8 +99,9 @@ def ring_attention(
     needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
     output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
     15.6 (query); on a double ring 9.1, and 30.5 or 23.7; of what goes straight under windows and
-    documents up to 14.6, and 44.5 or 32.8, within `--burst-memory-mb`. With the heads in two chunks (`--burst-head-chunks`, on GPUs the default of long shards)
-    those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
+    documents up to 14.6, and 44.5 or 32.8, within `--burst-memory-mb`. With the heads in two chunks
+    (`--burst-head-chunks`, on GPUs the default of long shards) those of rings are 5.6, 12.3, 11.8;
+    6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
     A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.
