@@ -17,8 +17,8 @@ from megatron_burst.transport.ports import SYSFS, fastest_ports
 
 _SUSTAINED = 0.9  # of a port's rate
 _ETHERNET = 10  # Gbit/s of a node
-_SLOW = 1.5e9 / 8  # bytes/s; no cluster's network is as slow, and loopback only where it is shaped
-_MESSAGE, _MESSAGES = 2**21, 4  # bytes, and how many are timed one by one
+_SLOW = 1.3e9 / 8  # bytes/s; no cluster's network is as slow, and loopback only where it is shaped
+_MESSAGE, _MESSAGES = 2**21, 6  # bytes, and how many are timed one by one
 _TOKENS, _HEADS, _HEAD_DIM = 512, 8, 64  # of a kernel call
 
 
@@ -47,7 +47,7 @@ def rate_between(group: dist.ProcessGroup, nodes: Sequence[Hashable]) -> float |
     """Return the bytes/s of a message to another node; None on GPUs, and on most ranks.
 
     A collective call of `group`, whose first rank sends the first one of another node a few
-    messages: 0.3 s at 200 Mbit/s.
+    messages: 0.5 s at 200 Mbit/s.
     """
     other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     if other is None or group.rank() not in (0, other):
