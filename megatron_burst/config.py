@@ -65,8 +65,8 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: the faster by the planner's clock, under sparse masks that of fewer bytes
-    on the bottleneck link, where work stays as even; logged."""
+    LSE and delta. auto: the faster by the planner's clock, where work stays as even;
+    logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical

@@ -1,5 +1,6 @@
 """One rank's attention on fake CUDA tensors: what it does, without a device or other ranks."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ def count(
     rank: int | None = None,
     head_chunks: int = 1,
     layout: Layout | None = None,
+    memory_limit: float = math.inf,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
@@ -133,7 +135,8 @@ def count(
         channels = {c: dist.new_group(list(range(ranks))) for c in wanted}
         recorder = Recorder(range(ranks), channels, 60.0)
         world, heads_apart = dist.group.WORLD, head_groups(node_of, 1)
-        context = BurstContext(config, world, grid, node_of, recorder, heads_apart)
+        made = config, world, grid, node_of, recorder, heads_apart
+        context = BurstContext(*made, memory_limit=memory_limit)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
             patch.setattr(preparing, "select_kernel", lambda *_: kernel or EmptyKernel())
             patch.setattr(preparing, "log_choice", lambda *_: None)  # asks what GPU there is

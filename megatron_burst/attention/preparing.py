@@ -124,7 +124,7 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     return AttentionPlan(
         *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
         sends_latents=shape.latents is not None,
-        leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
+        leaves_room=room_pays(tiling, shape, choice.forward[0].cost, context.machine),
         forward_launches=forward,
         backward_launches=backward,
         parts=own_parts(plans, asked.device),

@@ -26,7 +26,7 @@ from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.tools.one_rank import OneRank, Sizes
 from megatron_burst.transport.comm import Communicator
-from megatron_burst.transport.groups import channels_of
+from megatron_burst.transport.groups import members_of_channels
 
 NODE = 8  # ranks
 SIZES = Sizes(8, 1, 1, 8)
@@ -69,9 +69,10 @@ def one_rank(ranks: int, backward: str) -> Iterator[OneRank]:
         nodes = [number // NODE for number in range(ranks)]
         config = BurstConfig(backward=backward, topology="flat" if ranks <= NODE else "double")
         grid, _ = choose_grid(config.shape_of_rings, nodes)
-        channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
-        carried = Communicator(range(ranks), channels, 60.0)
         world, apart = dist.group.WORLD, head_groups(nodes, 1)
+        wanted = members_of_channels(grid, apart)
+        channels = {channel: dist.new_group(list(range(ranks))) for channel in wanted}
+        carried = Communicator(range(ranks), channels, 60.0)
         context = BurstContext(config, world, grid, nodes, carried, apart)
         yield OneRank(context, SIZES.draw("cpu", torch.float32))
     finally:
