@@ -53,10 +53,11 @@ class Posted(NamedTuple):
 
 
 class _Title(NamedTuple):
+    rank: int
     batch: Batch
 
     def __str__(self) -> str:
-        return f"rank {dist.get_rank()}, {self.batch.where}: {self.batch.names}"
+        return f"rank {self.rank}, {self.batch.where}: {self.batch.names}"
 
 
 class Communicator:
@@ -71,6 +72,7 @@ class Communicator:
     ) -> None:
         self._ranks, self._channels, self.agreement = ranks, channels, agreement
         self._numbers: Sequence[int] = range(len(ranks))  # of the ranks in the group
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         every = channels.values()
         self._by_gloo = {d: any(is_by_gloo(g, d) for g in every) for d in ("cpu", "cuda")}
         # On NCCL only the stream waits; a time limit in wait() would block the host at every hop.
@@ -135,7 +137,7 @@ class Communicator:
     ) -> Iterator["Transfers"]:
         """Lend a pass, which has these own blocks, the memory for its messages."""
         in_place = {kind: message_of(own[kind]) for kind in lowered.sent_in_place}
-        says = bool(self._channels) and dist.get_rank() == self._ranks[0]
+        says = bool(self._channels) and self._rank == self._ranks[0]
         with self.memory.lent(lowered, device, says) as steps:
             yield Transfers(self, lowered.name, steps, in_place)
 
@@ -163,7 +165,7 @@ class Communicator:
         if ready.by_gloo:
             return Posted(batch, works, ready.arriving, self._timeout)
         if self._watchdog:
-            title, limit = _Title(batch), self._limits[batch.channel]
+            title, limit = _Title(self._rank, batch), self._limits[batch.channel]
             for work in works:
                 self._watchdog.watch(title, work.is_completed, limit)
         return Posted(batch, works, ready.arriving, None)
@@ -200,7 +202,7 @@ class Communicator:
         return ready
 
     def _failed(self, batch: Batch, what: str, error: Exception) -> CommunicationError:
-        text = f"rank {dist.get_rank()}, {batch.where}: could not {what}: {error}"
+        text = f"rank {self._rank}, {batch.where}: could not {what}: {error}"
         return CommunicationError(text)
 
     def hang_up(self) -> None:

@@ -52,7 +52,7 @@ PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
 STEPS = {
     "plans": _made(1, "plan_figure.py", "plan.svg plan-double.svg"),
-    "pictures": _made(1, "pictures.py", "rooms.svg step.svg"),
+    "pictures": _made(1, "pictures.py", "rooms.svg step.svg rings.svg"),
     "tables": _made(1, "tables.py", "flags.md api.md support.md"),
     "planning": _measured("planning", 1),
     "host_time": _measured("host_time", 1),
