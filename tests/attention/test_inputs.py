@@ -93,6 +93,11 @@ def test_what_is_no_context_and_no_mask_is_named(context: BurstContext) -> None:
         ring_attention(Q, KV, KV, None, mask=Mask.causal())  # type: ignore[arg-type]
 
 
+def test_an_unknown_kernel_is_refused_when_the_context_is_made() -> None:
+    with pytest.raises(ValueError, match="--burst-kernel flash9 is unknown; there are: auto, "):
+        BurstContext.create(BurstConfig(kernel="flash9"))
+
+
 def shard_of_wrong_length(team: Team) -> str:
     context = team.context(BurstConfig())
     try:
