@@ -3,32 +3,15 @@
 import dataclasses
 import itertools
 import math
-from enum import StrEnum
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from megatron_burst import BurstConfig
-from megatron_burst.config import (
-    Algorithm,
-    Backward,
-    Check,
-    GradDtype,
-    LayoutName,
-    Mla,
-    Topology,
-)
+from megatron_burst.config import LayoutName
 from megatron_burst.plugin.flags import flags
 
-ENUMS: dict[str, type[StrEnum]] = {
-    "algorithm": Algorithm,
-    "backward": Backward,
-    "topology": Topology,
-    "layout": LayoutName,
-    "grad_dtype": GradDtype,
-    "mla": Mla,
-    "check": Check,
-}
+FLAGS = {flag.field: flag.name for flag in flags()}
 OFFERED = {flag.field: flag.values for flag in flags() if flag.values}
 
 
@@ -60,7 +43,7 @@ def test_flags_agree_with_the_fields() -> None:
         "recompute_offload": "--recompute-offload",
         "check": "--burst-check",
     }
-    assert {flag.field: flag.name for flag in flags()} == names
+    assert names == FLAGS
     assert list(fields) == [n for n in fields if n in without_a_flag or n in names]
     assert fields.keys() == names.keys() | without_a_flag
     for flag in flags():
@@ -80,30 +63,23 @@ def test_flags_offer_what_is_built() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in OFFERED.items() for value in values]
-)
-def test_every_offered_value_is_accepted_as_a_string_and_becomes_its_enum(
-    name: str, value: str
-) -> None:
-    found = getattr(BurstConfig(**{name: value}), name)
-    assert found is ENUMS[name](value)
-    assert BurstConfig(**{name: found}) == BurstConfig(**{name: value})
+@pytest.mark.parametrize("name", OFFERED)
+def test_values_become_their_enum_and_an_unknown_one_is_refused_with_all(name: str) -> None:
+    enum = get_type_hints(BurstConfig)[name]
+    for value in OFFERED[name]:
+        found = getattr(BurstConfig(**{name: value}), name)
+        assert found is enum(value)
+        assert BurstConfig(**{name: found}) == BurstConfig(**{name: value})
+    with pytest.raises(ValueError) as error:
+        BurstConfig(**{name: "brust"})
+    assert str(error.value) == f"{FLAGS[name]} brust is unknown; this version has: " + ", ".join(
+        enum
+    )
 
 
 def test_the_library_has_layouts_that_no_flag_offers() -> None:
     for layout in ("contiguous", "striped"):
         assert BurstConfig(layout=layout).layout is LayoutName(layout)
-
-
-@pytest.mark.parametrize("name", ENUMS)
-def test_an_unknown_value_is_refused_with_those_that_are_built(name: str) -> None:
-    (flag,) = (flag for flag in flags() if flag.field == name)
-    with pytest.raises(ValueError) as error:
-        BurstConfig(**{name: "brust"})
-    assert str(error.value) == (
-        f"{flag.name} brust is unknown; this version has: {', '.join(ENUMS[name])}"
-    )
 
 
 CHOICES = {
@@ -127,56 +103,35 @@ FIXED = {
         *SIZES,
     },
 }
-FLAGS = {flag.field: flag.name for flag in flags()}
 
 
 @pytest.mark.parametrize("algorithm", FIXED)
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values]
-)
-def test_a_preset_refuses_what_has_no_effect(algorithm: str, name: str, value: str | int) -> None:
-    settings: dict[str, Any] = {"algorithm": algorithm, name: value}
-    if (name, value) not in FIXED[algorithm]:
-        assert getattr(BurstConfig(**settings), name) == value
-        return
-    with pytest.raises(ValueError) as error:
-        BurstConfig(**settings)
-    assert str(error.value) == (
-        f"{FLAGS.get(name, name)} {value} has no effect under --context-parallel-algo {algorithm}: "
-        "drop it or take burst"
-    )
-
-
-@pytest.mark.parametrize("algorithm", FIXED)
-def test_a_preset_takes_the_defaults(algorithm: str) -> None:
+def test_a_preset_refuses_what_has_no_effect(algorithm: str) -> None:
+    for name, value in ((name, value) for name, values in CHOICES.items() for value in values):
+        settings: dict[str, Any] = {"algorithm": algorithm, name: value}
+        if (name, value) not in FIXED[algorithm]:
+            assert getattr(BurstConfig(**settings), name) == value
+            continue
+        with pytest.raises(ValueError) as error:
+            BurstConfig(**settings)
+        why = f"no effect under --context-parallel-algo {algorithm}: drop it or take burst"
+        assert str(error.value) == f"{FLAGS[name]} {value} has {why}"
     defaults = {name: getattr(BurstConfig(), name) for name in CHOICES}
     assert BurstConfig(algorithm=algorithm, **defaults) == BurstConfig(algorithm=algorithm)
 
 
-@pytest.mark.parametrize("size", [0, -2])
-def test_heads_go_to_one_rank_or_more(size: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"--burst-head-parallel-size must be positive and finite, got {size}"
-    ):
-        BurstConfig(head_parallel_size=size)
-
-
-@pytest.mark.parametrize("ranks", [0, -4])
-def test_a_node_has_ranks(ranks: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"--burst-ranks-per-node must be positive and finite, got {ranks}"
-    ):
-        BurstConfig(ranks_per_node=ranks)
-    assert BurstConfig(ranks_per_node=1).ranks_per_node == 1
-    assert BurstConfig().ranks_per_node is None
-
-
-@pytest.mark.parametrize("seconds", [0, -1.5, math.nan, math.inf])
-def test_a_time_limit_must_be_positive(seconds: float) -> None:
-    with pytest.raises(
-        ValueError, match=f"timeout_seconds must be positive and finite, got {seconds}"
-    ):
-        BurstConfig(timeout_seconds=seconds)
+@pytest.mark.parametrize(
+    ("said", "name", "values"),
+    [
+        ("--burst-head-parallel-size", "head_parallel_size", (0, -2)),
+        ("--burst-ranks-per-node", "ranks_per_node", (0, -4)),
+        ("timeout_seconds", "timeout_seconds", (0, -1.5, math.nan, math.inf)),
+    ],
+)
+def test_numbers_are_positive_and_finite(said: str, name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{said} must be positive and finite, got {value}"):
+            BurstConfig(**{name: value})
 
 
 def test_a_configuration_is_frozen_and_hashable_and_takes_keywords_alone() -> None:

@@ -5,7 +5,10 @@ gradient that is lost.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -16,7 +19,6 @@ from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import Sums
-from megatron_burst.config import Algorithm
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.visibility.layout import zigzag
@@ -289,21 +291,21 @@ def test_the_reference_is_told_of_the_same_mask(name: str, tokens: int) -> None:
     assert torch.equal(visibility.pairs(places, places), expected)
 
 
-def command(team: Team, arguments: list[str], fault: str = "") -> int:
-    with FAULTS[fault]():
-        return tool.main([*arguments, "--backend", "gloo"])
+def command(team: Team, words: str, fault: str = "") -> tuple[int, str]:
+    with FAULTS[fault](), redirect_stdout(StringIO()) as said:
+        return tool.main([*SMALL, *words.split(), "--backend", "gloo"]), said.getvalue()
 
 
 SMALL = "--tokens-per-rank 32 --heads 2 --head-dim 8 --mask causal --dtype float32".split()
 
 
 def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None:
-    algorithms = ["--algorithm", *some([a for a in Algorithm if a != "ulysses"], 2)]
-    heads = [*SMALL, "--algorithm", "ulysses", "--heads", "8", "--mask", "documents"]
-    assert workers.run(8, command, heads) == [0] * 8, "documents of the whole sequence"
-    assert workers.run(8, command, [*SMALL, *algorithms, "--gpus-per-node", "4"]) == [0] * 8
-    assert workers.run(8, command, [*SMALL, "--backward", "kv"], "lost gradient") == [1] * 8
-    assert workers.run(8, command, [*SMALL, "--algorithm", "ulysses"]) == [1] * 8  # 2 heads
+    """Documents are those of the whole sequence; two heads do not go over 8 ranks."""
+    right = workers.run(8, command, "--backward kv --mask documents --gpus-per-node 4")
+    assert {status for status, _ in right} == {0}
+    found = workers.run(8, command, "--algorithm burst ulysses --backward kv", "lost gradient")
+    assert {status for status, _ in found} == {1}
+    assert re.search(r"(?s)burst, kv.* dk on rank \d: error.*\nulysses, .* cannot run", found[0][1])
 
 
 def test_the_kernel_that_it_names_is_that_of_the_last_call(

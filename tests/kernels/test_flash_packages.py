@@ -168,20 +168,29 @@ OTHERS = {n: v for n, v in VERSIONS.items() if n != "flash4"}
 
 
 @pytest.mark.parametrize(
-    ("capability", "versions", "chosen"),
+    ("capability", "versions", "more", "chosen"),
     [
-        (HOPPER, VERSIONS, "flash3"),
-        (HOPPER, {"flash4": "4.0.0b36"}, "flash4"),
-        (HOPPER, {"flash2": "2.8.3"}, "cudnn"),
-        (HOPPER, {}, "cudnn"),
-        (BLACKWELL, VERSIONS, "flash4"),
-        (BLACKWELL, OTHERS, "cudnn"),
-        (AMPERE, VERSIONS, "cudnn"),
+        (HOPPER, VERSIONS, {}, "flash3"),
+        (HOPPER, {"flash4": "4.0.0b36"}, {}, "flash4"),
+        (HOPPER, {"flash2": "2.8.3"}, {}, "cudnn"),
+        (HOPPER, {}, {}, "cudnn"),
+        (BLACKWELL, VERSIONS, {}, "flash4"),
+        (BLACKWELL, OTHERS, {}, "cudnn"),
+        (AMPERE, VERSIONS, {}, "cudnn"),
+        (HOPPER, {"flash2": "2.8.3"}, {"is_banded": True}, "flash2"),
+        (HOPPER, {}, {"is_banded": True}, "aten_flash"),
+        (HOPPER, OTHERS, {"soft_cap": 30.0}, "flash3"),
+        (HOPPER, VERSIONS, {"head_dim": 192}, "flash3"),  # MLA's 192 and 128 as they are
+        (HOPPER, {"flash4": "4.0.0b36"}, {"head_dim": 192}, "flash4"),
+        # cuDNN needs no padding, the others of its class do.
+        (HOPPER, VERSIONS, {"head_dim": 96}, "cudnn"),
+        (HOPPER, VERSIONS, {"head_dim": 96, "is_banded": True}, "flash3 with heads padded to 128"),
+        (HOPPER, {}, {"head_dim": 192}, "aten_flash with heads padded to 192"),
     ],
 )
-def test_auto_takes_what_is_fastest_on_the_device(machine, capability, versions, chosen) -> None:
+def test_auto_takes_what_is_fastest_and_can(machine, capability, versions, more, chosen) -> None:
     machine(capability, versions)
-    assert select_kernel("auto", gpu_request()).name == chosen
+    assert select_kernel("auto", gpu_request(**more)).name == chosen
 
 
 @pytest.mark.parametrize("version", [91500, 91002, None])
@@ -227,25 +236,6 @@ def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypa
     for _ in range(2):
         prepare(context, x, x, x, mask, 1.0)
     assert len(asked) == 2
-
-
-@pytest.mark.parametrize(
-    ("versions", "more", "chosen"),
-    [
-        ({"flash2": "2.8.3"}, {"is_banded": True}, "flash2"),
-        ({}, {"is_banded": True}, "aten_flash"),
-        (OTHERS, {"soft_cap": 30.0}, "flash3"),
-        (VERSIONS, {"head_dim": 192}, "flash3"),  # MLA's 192 and 128 as they are
-        ({"flash4": "4.0.0b36"}, {"head_dim": 192}, "flash4"),
-        # cuDNN needs no padding, the others of its class do.
-        (VERSIONS, {"head_dim": 96}, "cudnn"),
-        (VERSIONS, {"head_dim": 96, "is_banded": True}, "flash3 with heads padded to 128"),
-        ({}, {"head_dim": 192}, "aten_flash with heads padded to 192"),
-    ],
-)
-def test_auto_on_hopper(machine, versions, more, chosen) -> None:
-    machine(HOPPER, versions)
-    assert select_kernel("auto", gpu_request(**more)).name == chosen
 
 
 @pytest.mark.parametrize(

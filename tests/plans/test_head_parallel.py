@@ -2,21 +2,18 @@
 
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst import BurstConfig, BurstContext, ring_attention
+from megatron_burst import BurstConfig, ring_attention
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups, kv_head_copies
 from megatron_burst.plans.choice.planning import choose, make_layout
 from megatron_burst.plans.choice.timing import Links
-from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, choose_grid
 from megatron_burst.plans.visibility.layout import (
@@ -28,24 +25,12 @@ from megatron_burst.plans.visibility.layout import (
 )
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.links import machine_here
-from tests.attention.cases import (
-    FLOAT32_TOLERANCE,
-    Case,
-    MakeContext,
-    answer,
-    errors,
-    logged,
-    put_together,
-    run_cases,
-)
-from tests.oracle import relative_error
+from tests.attention.cases import Case, answer, logged, run_cases
+from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent
 from tests.tier import examples, some
-from tests.transport.test_groups import new_groups
 from tests.workers import Team, WorkerPool
-
-LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
 
 # Who
 
@@ -188,17 +173,6 @@ def heads_for(size: int, turn: int) -> tuple[int, int]:
     return 2 * size, [2 * size, half, size, 1, half][turn % 5]
 
 
-def check(cases: Sequence[Case], ranks: int, workers: WorkerPool) -> None:
-    for case, reply in zip(cases, run_cases(workers, ranks, cases), strict=True):
-        expected = case.expected(ranks)
-        least = max(expected.dv.norm().item(), 1e-300)
-        found = {
-            name: relative_error(getattr(reply.found, name), x, at_least=least)
-            for name, x in expected._asdict().items()
-        }
-        assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
-
-
 RINGS: list[dict[str, Any]] = [
     {"backward": "kv"},
     {"backward": "query"},
@@ -304,35 +278,6 @@ def test_any_hybrid(
         has_sink=has_sink,
     )
     check([case], ranks, workers)
-
-
-def across_tensor_parallelism(_: Team, config: BurstConfig) -> BurstContext:
-    """The even ranks of the job, and the odd ones."""
-    return BurstContext.create(config, new_groups([range(t, 8, 2) for t in range(2)]))
-
-
-def in_megatrons_groups(_: Team, config: BurstConfig) -> BurstContext:
-    """The same with the process groups of a hierarchy of 2 x 2."""
-    group = new_groups([range(t, 8, 2) for t in range(2)])
-    within = new_groups([(t, t + 2) for t in (0, 1, 4, 5)])
-    between = new_groups([(t, t + 4) for t in range(4)])
-    context = BurstContext.create(config, group, hierarchy=(within, between))
-    channels, ranks_of = context.communicator._channels, dist.get_process_group_ranks
-    assert ranks_of(channels[Channel.HEADS]) == ranks_of(within)
-    assert ranks_of(channels[Channel.READ_BETWEEN]) == ranks_of(between)
-    assert Channel.READ_WITHIN not in channels
-    return context
-
-
-@pytest.mark.parametrize("make_context", [across_tensor_parallelism, in_megatrons_groups])
-def test_groups_of_the_job(workers: WorkerPool, make_context: MakeContext) -> None:
-    per_node = {} if make_context is in_megatrons_groups else {"ranks_per_node": 4}
-    config = {"head_parallel_size": 2, **per_node}
-    cases = [Case(config={**config, "backward": way}, heads=(4, 2)) for way in ("kv", "query")]
-    replies = workers.run(range(8), answer, cases, "cpu", make_context)
-    for half in (replies[0::2], replies[1::2]):
-        for case, whole in zip(cases, put_together(cases, half), strict=True):
-            assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
 
 
 # Bytes

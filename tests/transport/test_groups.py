@@ -1,5 +1,6 @@
 """Where ranks are, and the process groups of their rings, and who is on them. (fast tier)"""
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,46 +85,40 @@ def in_a_hierarchy(_: Team, config: BurstConfig) -> BurstContext:
     between = new_groups([(t, t + 4) for t in range(4)])
     context = BurstContext.create(config, group, hierarchy=(within, between))
     channels, ranks_of = context.communicator._channels, dist.get_process_group_ranks
-    for ours, theirs in ((WITHIN, within), (BETWEEN, between), (DIRECT, group)):
-        assert all(ranks_of(channels[c]) == ranks_of(theirs) for c in ours)
-    assert len({*map(id, channels.values()), id(within), id(between), id(group)}) == 6 + 3
+    heads_within = context.heads.size > 1
+    expected = dict.fromkeys((Channel.HEADS,) if heads_within else WITHIN, within)
+    expected |= dict.fromkeys(BETWEEN, between)
+    expected |= {} if heads_within else dict.fromkeys(DIRECT, group)
+    assert {c: ranks_of(g) for c, g in channels.items()} == {
+        c: ranks_of(theirs) for c, theirs in expected.items()
+    }
+    theirs = within, between, group
+    assert len({*map(id, (*channels.values(), *theirs))}) == len(channels) + 3
     return context
 
 
+MASKS = [Masking(), Masking(window=5), Masking(documents=(0, 3, 17, 21, 40))]
+
+
+@pytest.mark.parametrize("heads_over", [1, 2])
 @pytest.mark.parametrize("make_context", [every_second, in_a_hierarchy])
 def test_context_parallelism_across_tensor_parallelism(
-    workers: WorkerPool, make_context: object
+    workers: WorkerPool, make_context: MakeContext, heads_over: int
 ) -> None:
+    """Of 4 ranks on 2 nodes; some masks go straight, from corner to corner of the grid, too."""
     per_node = {} if make_context is in_a_hierarchy else {"ranks_per_node": 4}
+    config = {"head_parallel_size": heads_over, **per_node}
+    ways = itertools.product(("kv", "query"), MASKS)
     cases = [
-        Case(config={"backward": backward, **per_node}, heads=heads, chunk=5)
-        for backward, heads in zip(("kv", "query"), HEADS.values(), strict=False)
+        Case(config={**config, "backward": way}, masking=mask, heads=heads, chunk=5)
+        for (way, mask), heads in zip(ways, itertools.cycle(HEADS.values()))
     ]
     replies = workers.run(range(8), answer, cases, "cpu", make_context)
     for half in (replies[0::2], replies[1::2]):
         for case, whole in zip(cases, put_together(cases, half), strict=True):
             assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
-            grids = {reply.grid for reply in whole.replies}
-            assert grids == {"double ring of 2 nodes x 2 ranks"}
-
-
-@pytest.mark.parametrize("make_context", [every_second, in_a_hierarchy])
-@pytest.mark.parametrize(
-    "masking", [Masking(window=5), Masking(documents=(0, 3, 17, 21, 40))], ids=str
-)
-def test_masks_over_these_groups(
-    workers: WorkerPool, make_context: MakeContext, masking: Masking
-) -> None:
-    """Such as go straight, from corner to corner of the grid, too."""
-    per_node = {} if make_context is in_a_hierarchy else {"ranks_per_node": 4}
-    cases = [
-        Case(config={"backward": way, **per_node}, masking=masking, chunk=5)
-        for way in ("kv", "query")
-    ]
-    replies = workers.run(range(8), answer, cases, "cpu", make_context)
-    for half in (replies[0::2], replies[1::2]):
-        for case, whole in zip(cases, put_together(cases, half), strict=True):
-            assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
+            grid = "flat ring" if heads_over == 2 else "double ring of 2 nodes x 2 ranks"
+            assert {reply.grid for reply in whole.replies} == {grid}
 
 
 def made(team: Team, rows: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple[int, ...], bool]]:
@@ -262,15 +257,6 @@ def test_ranks_may_be_placed_in_turns(workers: WorkerPool, topology: str, backwa
     assert max(errors(found.found, cases[0].expected(6)).values()) < FLOAT32_TOLERANCE
     between = [sum(reply.forward[c] for c in BETWEEN) for reply in found.replies]
     assert all(between) == (topology == "double")
-
-
-def rows_in_turns(team: Team, topology: str) -> tuple[tuple[int, ...], ...]:
-    return launched_in_turns(team, BurstConfig(topology=topology)).grid.rows
-
-
-def test_a_flat_ring_goes_node_by_node(workers: WorkerPool) -> None:
-    assert workers.run(5, rows_in_turns, "flat") == [((0, 2, 4, 1, 3),)] * 5
-    assert workers.run(6, rows_in_turns, "double") == [((0, 2, 4), (1, 3, 5))] * 6
 
 
 def grid_and_lines(team: Team, config: BurstConfig) -> tuple[str, list[str]]:
