@@ -111,8 +111,8 @@ class BurstConfig:
     and packed sequences hold as well (default: none). The same file on every rank."""
 
     kernel: str = "auto"
-    """The attention kernel of one tile. auto: the first that can serve the tensors, of flash4,
-    flash3 and cudnn, then flash2 and aten_flash, then cpu; among equals one that needs no padding
+    """The attention kernel of one tile. auto: the first that can serve the tensors, of flash3,
+    flash4 and cudnn, then flash2 and aten_flash, then cpu; among equals one that needs no padding
     where K and V have heads of two sizes. flash2, flash3 and flash4 are flash-attn's packages,
     optional. A name takes that kernel or fails with its reasons; reference is dense float64."""
 

@@ -104,30 +104,46 @@ def run_as_rank(rank: int, ranks: int, folder: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_PORT": Path(folder, "port").read_text()}
     for stream, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), stream)
-    runpy.run_path(f"{folder}/ring.py", run_name="__main__")
+    runpy.run_path(f"{folder}/example.py", run_name="__main__")
     sys.stdout.flush()
 
 
+def what_it_prints(example: str, ranks: int, folder: Path) -> str:
+    """Run an example on ranks that are forked from a process that has imported torch."""
+    folder.mkdir()
+    (folder / "example.py").write_text(example)
+    (folder / "port").write_text(str(free_port()))
+    arguments = [(rank, ranks, str(folder)) for rank in range(ranks)]
+    processes = [forkserver().Process(target=run_as_rank, args=a, daemon=True) for a in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    said, errors = (
+        "".join((folder / f"{name}{rank}").read_text() for rank in range(ranks))
+        for name in ("out", "errors")
+    )
+    assert [process.exitcode for process in processes] == [0] * ranks, errors
+    return said
+
+
 def test_the_library_example_runs(tmp_path: Path) -> None:
-    """Its ranks are forked from a process that has imported torch."""
     example, printed = re.findall(
         r"```(?:python|text)\n(.*?)```", _section("As a library"), re.DOTALL
     )
-    (tmp_path / "ring.py").write_text(example)
-    (tmp_path / "port").write_text(str(free_port()))
-    start = forkserver().Process
-    ranks = [start(target=run_as_rank, args=(r, 4, str(tmp_path)), daemon=True) for r in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-    said, errors = (
-        "".join((tmp_path / f"{name}{rank}").read_text() for rank in range(4))
-        for name in ("out", "errors")
-    )
-    assert [process.exitcode for process in ranks] == [0] * 4, errors
+    said = what_it_prints(example, 4, tmp_path / "ring")
     assert printed.strip() in said
     assert sorted(re.findall(r"^rank (\d): ", said, re.M)) == [*"0123"]  # beside what is logged
+
+
+def test_the_examples_of_the_library_page_run_and_the_trainer_learns_alike(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "library.md").read_text()
+    loss, trainer = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(loss, {})
+    said = [what_it_prints(trainer, ranks, tmp_path / str(ranks)) for ranks in (4, 1)]
+    four, one = ([*map(float, re.findall(r"loss (\S+)", out))] for out in said)
+    assert len(four) == 5 and four[-1] < four[0]
+    assert four == pytest.approx(one, abs=2e-5)
 
 
 @pytest.mark.slow

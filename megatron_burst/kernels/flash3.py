@@ -12,8 +12,6 @@ from megatron_burst.kernels.protocol import KernelInput, Request
 # Before 3.0.0 signatures changed while the version stayed 3.0.0b1.
 PACKAGE = Package("flash_attn_3", "flash_attn_interface", "3.0.0", "3.1")
 
-_SMS_FOR_MESSAGES = 8  # of an H100's 132: NCCL has one block on each that it uses
-
 
 class Flash3Kernel(Flash2Kernel):
     """flash-attn 3, called as 2 is: it has MLA's usual head sizes, too."""
@@ -25,6 +23,7 @@ class Flash3Kernel(Flash2Kernel):
     always: ClassVar[Mapping[str, Any]] = {}
     causal_backward = "is_causal"
     of_several = "_flash_attn_"
+    sms_for_messages = 8  # of an H100's 132: NCCL has one block on each that it uses
 
     def of_forward(self, tile: KernelInput) -> Mapping[str, Any]:
         """Return how many SMs the forward leaves to messages.
@@ -32,7 +31,7 @@ class Flash3Kernel(Flash2Kernel):
         It holds one block on every SM to its end. A message that comes after it waits for that, and
         blocks whose SM a message has got first begin with their share when the others are through.
         """
-        return {"sm_margin": _SMS_FOR_MESSAGES if tile.leaves_room else 0}
+        return {"sm_margin": self.sms_for_messages if tile.leaves_room else 0}
 
     def _more_reasons(self, request: Request) -> Iterator[str]:
         k, v = request.head_dim, request.value_head_dim

@@ -1,6 +1,8 @@
 """FlashAttention-4 from the package flash-attn-4, for Hopper and Blackwell GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +40,35 @@ class Flash4Kernel(InSequences, DeclaredKernel):
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(
             *tile.qkv,
             causal=tile.is_causal,
-            softcap=tile.soft_cap,
+            score_mod=_capped(tile.soft_cap)[0],
             return_lse=True,
             **flash_settings(tile),
         )
         return out, lse
 
     def _backward(self, tile: KernelInput, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        scores, of_gradient = _capped(tile.soft_cap)
         dq, dk, dv, *_ = PACKAGE.functions()._flash_attn_bwd(
             *(*tile.qkv, out, dout, lse),
             causal=tile.is_causal,
-            softcap=tile.soft_cap or 0.0,
+            score_mod=scores,
+            score_mod_bwd=of_gradient,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **flash_settings(tile),
         )
         return dq, dk, dv
+
+
+@cache
+def _capped(soft_cap: float | None) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Return what caps scores and their gradients, as `softcap` has it made.
+
+    That makes it anew in every call, and finds the compiled kernel by a hash of its source.
+    """
+    if not soft_cap:
+        return None, None
+    utils = PACKAGE.functions().utils
+    return utils.create_softcap_scoremod(soft_cap), utils.create_softcap_scoremod_bwd(soft_cap)
 
 
 def _is_hopper(device: torch.device) -> bool:

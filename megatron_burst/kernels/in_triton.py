@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -39,12 +39,20 @@ def operator(*changed: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
     These arguments it changes in place, or only writes where its name begins with `out`. Modes that
     watch operators see it, and on fake tensors nothing runs.
+
+    Triton launches on the current device, and operators may be given tensors of another: it is made
+    that of the first argument.
     """
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
+        @wraps(launch)
+        def launch_there(first: Tensor, *more: Any) -> None:
+            with torch.cuda.device_of(first):
+                launch(first, *more)
+
         name, schema = launch.__name__, torch.library.infer_schema(launch, mutates_args=changed)
         torch.library.define(f"megatron_burst::{name}", schema)
-        torch.library.impl(f"megatron_burst::{name}", "default", launch)
+        torch.library.impl(f"megatron_burst::{name}", "default", launch_there)
         torch.library.register_fake(f"megatron_burst::{name}", lambda *_: None)
         return getattr(torch.ops.megatron_burst, name).default
 

@@ -105,11 +105,13 @@ def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneR
 class OneCall:
     """One call of a kernel; `pairs` is how many of a query and a key it computes."""
 
-    def __init__(self, kernel: Kernel, tensors: Tensors, band: Band = Band.CAUSAL) -> None:
+    def __init__(
+        self, kernel: Kernel, tensors: Tensors, band: Band = Band.CAUSAL, leaves_room: bool = False
+    ) -> None:
         q, k, v, self._dout = tensors
         self.pairs = band.pairs(q.shape[1], k.shape[1])
         self._kernel = kernel
-        self._tile = KernelInput(q, k, v, band, k.shape[-1] ** -0.5)
+        self._tile = KernelInput(q, k, v, band, k.shape[-1] ** -0.5, leaves_room=leaves_room)
         self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:

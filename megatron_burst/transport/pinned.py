@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def pinned_like(x: Tensor) -> Tensor:
-    """Return an empty tensor of the shape and dtype of `x` there."""
+    """Return an empty tensor of the shape and dtype of `x` there.
+
+    Torch takes a power of two bytes for it: what is large and stays comes of `PinnedBuffers`.
+    """
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
 
 

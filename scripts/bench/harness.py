@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_burst.tools.gpu_check.stage import between_events
+from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.hardware import commit, cpu_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -86,7 +86,7 @@ def seconds(
 ) -> float:
     """Return how long a call takes: CPU time of this process, on a GPU the time between events."""
     if device != "cpu":
-        return between_events(run)
+        return Device(torch.device(device), Path()).timed(run)
     started = cpu()
     run()
     return cpu() - started

@@ -33,6 +33,7 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
 TOKENS, RANKS = (2**17, 2**18, 2**19, 2**20), (8, 16, 64)
 PLACES, HEADS = {"8 a node": 8, "one node": 2**20}, {"32:32": 32, "32:4": 4}
 DRAWS = (1, 2, 3)
+SHOWN = {"mean 1k", "mean 30k", "lognormal", "128k", "1024k", "8", "64"}
 type Row = Mapping[str, str]
 
 
@@ -98,7 +99,8 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
     columns = [name for name in found[0] if not name.endswith((" zigzag", " balanced", "draw"))]
     first = [each for each in found if each["draw"] == "1"]
-    shown = [each for each in first if each["tokens"] in ("128k", "1024k")]
+    shown = [each for each in first if each["documents"] in SHOWN and each["tokens"] in SHOWN]
+    shown = [each for each in shown if each["ranks"] in SHOWN]
     sent = ratios(first)
     every = [ratios([row for row in found if row["draw"] == str(draw)]) for draw in DRAWS]
     above = ", ".join(str(sum(x > 1 for x in of)) for of in every)

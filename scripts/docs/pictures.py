@@ -1,8 +1,9 @@
-"""Draws the two pictures of docs/how-it-works.md: the rooms of the package, and a step of a ring.
+"""Draws the rooms of the package, a step of a ring, and the two rings of a backward.
 
     python scripts/docs/pictures.py
 
-Writes docs/rooms.svg and docs/step.svg. Each room is a folder or file of the package.
+Writes docs/rooms.svg and docs/step.svg, of docs/how-it-works.md, and docs/rings.svg, of README.md.
+Each room is a folder or file of the package.
 """
 
 from pathlib import Path
@@ -106,6 +107,31 @@ def step(axes: Axes) -> None:
     axes.set(xlim=(-1.4, 9.9), ylim=(-0.25, 3.85))
 
 
+def rings(axes: Axes) -> None:
+    """Draw what each of four ranks passes on in a step of a backward, and how much of it."""
+    for left, name, stays, moves, comes, sizes in (
+        (0.0, "kv ring", "Q, dO", "K, V", "dK, dV", (4.0, 1.0)),
+        (5.4, "query ring", "K, V", "Q, dO, LSE, delta", "dQ", (3 + 8 / 256, 3 + 8 / 256)),
+    ):
+        axes.text(left + 2.2, 2.62, name, ha="center", fontweight="bold", fontsize=12)
+        for rank, (x, y) in enumerate(((0.0, 1.75), (3.1, 1.75), (3.1, 0.5), (0.0, 0.5))):
+            box(axes, (left + x, y, 1.3, 0.5), PALE, GREY)
+            words = f"rank {rank}: {stays}"
+            axes.text(left + x + 0.65, y + 0.25, words, ha="center", va="center", fontsize=8.5)
+        for start, end in (
+            ((1.35, 2.08), (3.05, 2.08)),
+            ((3.9, 1.7), (3.9, 1.05)),
+            ((3.05, 0.68), (1.35, 0.68)),
+            ((0.5, 1.05), (0.5, 1.7)),
+        ):
+            arrow(axes, (left + start[0], start[1]), (left + end[0], end[1]), BLUE)
+        axes.text(left + 2.2, 2.2, moves, ha="center", color=BLUE)
+        axes.text(left + 2.2, 1.42, f"{comes}: to the owner", ha="center", color=ORANGE)
+        words = "sent in a step: {:.1f} times q; with 4 query heads a kv head {:.1f}".format(*sizes)
+        axes.text(left + 2.2, 0.08, words, ha="center")
+    axes.set(xlim=(-0.2, 10.0), ylim=(-0.15, 2.95))
+
+
 def box(axes: Axes, place: tuple[float, float, float, float], fill: str, edge: str) -> None:
     x, y, width, height = place
     style = "round,pad=0,rounding_size=0.06"
@@ -119,6 +145,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 PICTURES = {
     "docs/rooms.svg": (rooms, (9.8, 0.69 * len(ROOMS))),
     "docs/step.svg": (step, (9.5, 3.4)),
+    "docs/rings.svg": (rings, (9.5, 2.9)),
 }
 
 

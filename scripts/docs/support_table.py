@@ -80,10 +80,10 @@ def tables() -> dict[str, Table]:
     """Return the tables of the page, by their names there."""
     limits = ["argument", "why"]
     return {
-        "masks": (["layout", "masks", *Algorithm], _mask_rows()),
-        "settings": (["setting", *Algorithm], _setting_rows()),
-        "kernels": (["request", *KERNELS], _kernel_rows()),
-        "layers": (["symbol", "layer", *FLAG_LAYOUTS, "documents"], _layer_rows()),
+        "masks": (["layout", "masks", *Algorithm], _grouped(_mask_rows())),
+        "settings": (["setting", *Algorithm], _grouped(_setting_rows())),
+        "kernels": (["request", *KERNELS], _grouped(_kernel_rows())),
+        "layers": (["symbol", "layer", "not with"], _layer_rows()),
         "attention": (limits, _limit_rows({**LIMITS, **DEV_LIMITS})),
         "latents": (limits, _limit_rows(LATENT_LIMITS)),
         "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
@@ -91,15 +91,20 @@ def tables() -> dict[str, Table]:
     }
 
 
+def _grouped(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Make one row of those whose cells are the same but for the first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        alike.setdefault(tuple(cells), []).append(name)
+    return ([", ".join(names), *cells] for cells, names in alike.items())
+
+
 def _mask_rows() -> Iterator[list[str]]:
     """A row for the masks of a layout whose cells are the same."""
     for layout in LayoutName:
         masks = ["documents"] if layout is LayoutName.BALANCED else [*MASKS]
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for name in masks:
-            cells = tuple(_planned(a, layout, MASKS[name]) for a in Algorithm)
-            alike.setdefault(cells, []).append(name)
-        yield from ([layout, ", ".join(names), *cells] for cells, names in alike.items())
+        rows = ([name, *(_planned(a, layout, MASKS[name]) for a in Algorithm)] for name in masks)
+        yield from ([layout, *row] for row in _grouped(rows))
 
 
 def _planned(algorithm: Algorithm, layout: LayoutName, mask: Mask) -> str:
@@ -170,8 +175,8 @@ def _layer_rows() -> Iterator[list[str]]:
             num_experts=None,
         )
         by_layout = (pattern_refusals(symbol, layout, None) for layout in FLAG_LAYOUTS)
-        found = (*by_layout, refusals(documents))
-        yield [f"`{symbol}`", name, *("; ".join(reasons) or YES for reasons in found)]
+        every = [reason for reasons in by_layout for reason in reasons] + refusals(documents)
+        yield [f"`{symbol}`", name, "; ".join(dict.fromkeys(every))]
 
 
 def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:

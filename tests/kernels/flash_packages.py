@@ -8,6 +8,7 @@ lacks the last name).
 
 import ast
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from inspect import Parameter, Signature
 from itertools import pairwise
 from types import ModuleType
@@ -77,7 +78,7 @@ OF_SEVERAL = {
 OURS = frozenset(
     "q k v out dout lse softmax_lse dq dk dv softmax_scale causal is_causal window_size_left "
     "window_size_right softcap deterministic return_lse cu_seqlens_q cu_seqlens_k max_seqlen_q "
-    "max_seqlen_k sm_margin".split()
+    "max_seqlen_k sm_margin score_mod score_mod_bwd".split()
 )
 FIXED = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
 
@@ -93,13 +94,31 @@ def signature(text: str) -> Signature:
     return Signature(parameters)
 
 
+@dataclass(frozen=True, eq=False)
+class Modifier:
+    """What flash-attn 4 makes of a soft cap: it finds the compiled kernel by the object."""
+
+    cap: float
+    kind: str
+
+
+class Utils:
+    """flash_attn.cute.utils."""
+
+    def create_softcap_scoremod(self, cap: float) -> Modifier:
+        return Modifier(cap, "scores")
+
+    def create_softcap_scoremod_bwd(self, cap: float) -> Modifier:
+        return Modifier(cap, "gradients")
+
+
 class StandIn(ModuleType):
     """The module that has a package's functions, which note the arguments of their last call."""
 
     def __init__(self, kernel_name: str) -> None:
         super().__init__(f"stand-in for {kernel_name}")
         self.last: Arguments = {}
-        self.calls = 0
+        self.calls, self.utils = 0, Utils()
         self._none = None if kernel_name == "flash4" else -1  # says that a side has no limit
         both = zip(NAMES[kernel_name], SIGNATURES[kernel_name], strict=True)
         for (name, text), compute in zip(both, (self._forward, self._backward), strict=True):
@@ -152,7 +171,7 @@ class StandIn(ModuleType):
         band = Band(
             None if left is None else left - shift, None if right is None else right + shift
         )
-        return KernelInput(q, k, v, band, _scale(a), a["softcap"] or None)
+        return KernelInput(q, k, v, band, _scale(a), _cap(a))
 
     def _forward(self, a: Arguments) -> tuple[Tensor | None, ...]:
         results = [KERNELS["reference"].forward(tile) for _, tile in self._tiles(a)]
@@ -179,6 +198,18 @@ class StandIn(ModuleType):
         for given, gradient in zip((a["dq"], a["dk"], a["dv"]), gradients, strict=True):
             given.copy_(gradient)
         return torch.zeros_like(lse)  # delta
+
+
+def _cap(a: Arguments) -> float | None:
+    given, of_gradient = a.get("score_mod"), a.get("score_mod_bwd")
+    if given is None:
+        assert of_gradient is None
+        return a["softcap"] or None
+    assert not a["softcap"], "one of both"
+    is_backward = "dout" in a
+    assert (given.kind, is_backward) == ("scores", of_gradient is not None)
+    assert of_gradient is None or (of_gradient.kind, of_gradient.cap) == ("gradients", given.cap)
+    return given.cap
 
 
 def _scale(a: Arguments) -> float:

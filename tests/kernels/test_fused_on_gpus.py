@@ -58,6 +58,34 @@ def test_loads_are_wide_and_nothing_is_spilled(name: str, dim: int, gpu: int) ->
     assert found.stores.count(128) == elements * written / 16
 
 
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one; a rank may be given tensors of another."""
+    current, registered, launched = [0], {}, []
+    register = torch.library.impl
+
+    def exchange(index: int) -> int:
+        current.append(current[-1] if index < 0 else index)
+        return current[-2]
+
+    def noted(*given: Any, **more: Any) -> Any:
+        registered[given[0]] = given[-1]
+        return register(*given, **more)
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    monkeypatch.setattr(torch.library, "impl", noted)
+
+    def only_of_this_test(total: Tensor, number: int) -> None:
+        launched.append((current[-1], number))
+
+    in_triton.operator("total")(only_of_this_test)
+    with FakeTensorMode():
+        for device in ("cuda:1", "cuda:0", "cpu"):
+            launch = registered["megatron_burst::only_of_this_test"]
+            launch(torch.empty(2, device=device), 3)
+    assert launched == [(1, 3), (0, 3), (0, 3)] and current[-1] == 0
+
+
 def test_lengths_and_strides_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of documents begin anywhere, where their log-sum-exp is not aligned."""
     monkeypatch.setattr(in_triton, "why_plain", lambda *_: "")

@@ -335,7 +335,7 @@ def test_what_a_kernel_says_against_a_request(name: str, request_: Request, reas
 
 
 def test_an_unknown_kernel_is_refused_with_the_names_of_all() -> None:
-    message = "--burst-kernel flash9 is unknown; there are: auto, flash4, flash3, cudnn, "
+    message = "--burst-kernel flash9 is unknown; there are: auto, flash3, flash4, cudnn, "
     message += "flash2, aten_flash, cpu, reference"
     with pytest.raises(ValueError, match=message):
         select_kernel("flash9", cpu_request())

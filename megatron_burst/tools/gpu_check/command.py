@@ -1,4 +1,4 @@
-"""Check on one GPU what needs one: kernels, rings, speed, memory, loss, recompute, a training.
+"""Check on GPUs what needs them: kernels, rings, speed, memory, loss, recompute, NCCL, a training.
 
 Nine stages of at most ten minutes each on an H100, without a network; only the last needs
 megatron-core. Writes DIR/gpu-check.md and DIR/gpu-check.json after every stage. With --device cpu
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 from rich.console import Console
 
 from megatron_burst.tools import hardware, options, terminal
+from megatron_burst.tools.gpu_check.ranks import refusal
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device
 
+_RANKS = 2, 4, 8
 # Modules with a `check(device)`, whose first line says what it proves, and a `REMEDY`.
 STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
 
@@ -32,7 +35,8 @@ def main(argv: list[str]) -> int:
         raise ValueError("there is no GPU here; --device cpu runs the same on small sizes")
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     args.output.mkdir(parents=True, exist_ok=True)
-    device = Device(torch.device(args.device), args.output)
+    ranks = args.ranks or _ranks(args.device)
+    device = Device(torch.device(args.device), args.output, ranks, say=partial(_say, console))
     name = torch.cuda.get_device_name() if device.is_gpu else f"CPU, {hardware.cpu_model()}"
     machine = hardware.describe("gpu-check", ["megatron-burst", "gpu-check", *argv])
     del machine["host"]  # the page is there to be shown
@@ -54,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         __doc__ or "",
         "megatron-burst gpu-check",
         "megatron-burst gpu-check --stage 2 3 --output runs/gpu-check-h100",
+        "megatron-burst gpu-check --stage 8 --ranks 8",
         "megatron-burst gpu-check --device cpu",
     )
     add, numbers = parser.add_argument, range(1, len(STAGES) + 1)
@@ -61,9 +66,22 @@ def _parser() -> argparse.ArgumentParser:
     listed = ", ".join(f"{number} {name}" for number, name in enumerate(STAGES, start=1))
     text = f"only these (default: all): {listed}"
     add("--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=text)
+    text = "of stage 8 (default: as many as there are GPUs; 4 on a CPU, or over gloo on one GPU)"
+    add("--ranks", type=int, choices=_RANKS, help=text)
     text = "a directory (default: runs/gpu-check)"
     add("--output", type=Path, default=Path("runs/gpu-check"), metavar="DIR", help=text)
     return parser
+
+
+def _ranks(device: str) -> int:
+    gpus = torch.cuda.device_count() if device == "cuda" else 4
+    if gpus == 1:  # which two share where NCCL lets them
+        return 4 if refusal(2, 1, torch.cuda.nccl.version()) else 2
+    return max(number for number in _RANKS if number <= gpus)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(f"  ...    {text}")
 
 
 def _run(number: int, device: Device, console: Console) -> Result:
@@ -72,12 +90,10 @@ def _run(number: int, device: Device, console: Console) -> Result:
     about = (module.__doc__ or "").partition("\n")[0]
     console.print(f"[{number}/{len(STAGES)}] {name}: {about}")
     checks: list[Check] = []
-    with console.status(name) as status:
-        for check in _checks(module, device):
-            checks.append(check)
-            status.update(f"{name}: {check.name}")
-            state = "FAILED" if not check.passed else "ok" if check.allowed else ""
-            console.print(f"  {state:<6} {check.name}: {check.found} {check.allowed}".rstrip())
+    for check in _checks(module, device):
+        checks.append(check)
+        state = "FAILED" if not check.passed else "ok" if check.allowed else ""
+        console.print(f"  {state:<6} {check.name}: {check.found} {check.allowed}".rstrip())
     seconds = time.perf_counter() - begun
     result = Result(number, name, about, module.REMEDY, seconds, checks)
     console.print(f"  {result.verdict} in {seconds:.0f} s")

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 
 from megatron_burst.kernels import Kernel, Request
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools.doctor.attention import served
-from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
+from megatron_burst.tools.flops import attention_flops
+from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import OneCall, Sizes
 
-REMEDY = "install another kernel (docs/install.md)"
+REMEDY = "--burst-kernel takes the fastest; install another (docs/install.md)"
+_SLOWER = 0.9  # what auto takes may reach of the fastest
 _LONGEST_FIRST_CALL = 60.0  # seconds, forward and backward: what compiles longer is no default
 
 
@@ -21,6 +24,7 @@ def check(device: Device) -> Iterator[Check]:
     yield Check("kernel that auto takes", taken or "none", "one", bool(taken))
     for name, kernel in device.kernels(8, 2, 128).items():
         yield from device.guarded(_first_call(device, name, kernel), f"first call of {name}: ")
+    yield from _speeds(device)
 
 
 def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
@@ -29,3 +33,23 @@ def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     first, again = (device.once(lambda: (one.forward(), one.backward())) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
     yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))
+
+
+def _speeds(device: Device) -> Iterator[Check]:
+    """Time kernels side by side, of which `auto` takes the first that serves."""
+    sizes = Sizes(16384, 16, 16, 128) if device.is_gpu else Sizes(128, 4, 4, 16)
+    tensors, dims = sizes.draw(device.device, DTYPE), (sizes.heads, sizes.head_dim, sizes.head_dim)
+    of_both: dict[str, float] = {}
+    for name, kernel in device.kernels(*sizes[1:]).items():
+        for band, shape in ((Band.FULL, "full"), (Band.CAUSAL, "causal")):
+            one = OneCall(kernel, tensors, band)
+            times = [device.seconds(one.forward, 3), device.seconds(one.backward, 3)]
+            of_both[name] = of_both.get(name, 0.0) + sum(times)
+            flops = [attention_flops(one.pairs, *dims, backward=b) / 1e12 for b in (False, True)]
+            speeds = [f"{work / seconds:.4g}" for work, seconds in zip(flops, times, strict=True)]
+            found = f"{' and '.join(speeds)} TFLOP/s, forward and backward"
+            yield Check(f"{name}, {sizes.tokens} tokens, {shape}", found)
+    first, fastest = next(iter(of_both)), min(of_both, key=lambda name: of_both[name])
+    more = f" ({first} beside {fastest})"
+    ratio = of_both[fastest] / of_both[first]
+    yield device.judged(at_least("auto's speed over the fastest's", ratio, _SLOWER, more=more))

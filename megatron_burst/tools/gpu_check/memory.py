@@ -1,7 +1,8 @@
 """The memory of one rank's attention against what is counted without a device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,9 +37,11 @@ def check(device: Device) -> Iterator[Check]:
     sizes = Sizes(16384, 32, 32, 128) if device.is_gpu else Sizes(256, 4, 4, 64)
     tensors = sizes.draw(device.device, DTYPE)
     for topology, ring in _RINGS if device.is_gpu else _RINGS[:2]:
-        rank = silent_rank(_NODES[topology], tensors, backward=ring, topology=topology)
+        settings = {"backward": ring, "topology": topology}
+        rank = silent_rank(_NODES[topology], tensors, **settings)
         rank.backward()  # what is made once is no part of it
-        found, counted = _peaks(device, rank, tensors), _counted(device, topology, ring, sizes)
+        found = _peaks(device, rank, tensors)
+        counted = counted_peaks(_NODES[topology], sizes, **settings)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
             of_q = tensors[0].nbytes
             sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
@@ -55,10 +58,10 @@ def _peaks(device: Device, rank: OneRank, tensors: Tensors) -> list[int]:
     return [forward, device.peak(rank.backward, (*tensors, *(rank.result or ())))]
 
 
-def _counted(device: Device, topology: str, ring: str, sizes: Sizes) -> list[int]:
-    """Count the same on tensors without values."""
+def counted_peaks(nodes: Sequence[int], sizes: Sizes, **settings: str) -> list[int]:
+    """Count the bytes of a forward and of a backward, beside their tensors, without a device."""
     tensors = sizes.draw("meta", DTYPE)
-    shape = {"backward": ring, "topology": topology}
-    rank = silent_rank(_NODES[topology], tensors, **shape, kernel="reference")  # on any device
+    rank = silent_rank(nodes, tensors, **settings, kernel="reference")  # on any device
     rank.call = replace(rank.call, kernel=_EmptyKernel())
-    return _peaks(replace(device, device=torch.device("meta")), rank, tensors)
+    rank.backward()  # as on the device
+    return _peaks(Device(torch.device("meta"), Path()), rank, tensors)

@@ -1,40 +1,90 @@
-"""Four processes that share the device, over gloo, by `megatron-burst verify`."""
+"""Several processes: what they compute, and over NCCL rates, memory, the host's lead, settings.
+
+One child of so many ranks does all of it; every setting is timed in a child of its own.
+"""
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_most
 
-REMEDY = "train with --context-parallel-algo megatron; megatron-burst verify narrows the case down"
-_RUNS = {
-    "4 ranks as two nodes": "--algorithm burst ring allgather --gpus-per-node 2 "
-    "--mask causal window documents blocks",
-    "4 ranks, heads": "--algorithm ulysses --mask causal documents",
-    "4 ranks, heads and a ring": "--head-parallel-size 2 --sink",
+REMEDY = "set what is chosen; where results are wrong, train with --context-parallel-algo megatron"
+_SHARED_SINCE = 2, 30, 7  # NCCL, from its sources: before, "Duplicate GPU detected"
+_SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
+_RESERVED = 1.3  # of the documented peak: kernels' own memory, and what the allocator cannot use
+_MARGIN = "SMs that flash3 leaves"
+_AXES: Mapping[str, tuple[str, ...]] = {  # the first is how it is, "" as the environment says
+    _MARGIN: ("8", "0", "16", "32"),
+    "NCCL_MAX_CTAS": ("", "4", "8", "16", "32"),
+    "NCCL_CGA_CLUSTER_SIZE": ("", "1", "4"),
+    "TORCH_NCCL_HIGH_PRIORITY": ("", "1"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("", "1", "8"),
 }
-_VERIFY = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-    *("-m", "megatron_burst", "verify", "--json", "--backend", "gloo"),
-)
-_SIZES = "--dtype bfloat16 --heads 8 --kv-heads 4 --head-dim 128 --tokens-per-rank 512".split()
-_SMALL = "--dtype float32 --heads 4 --head-dim 8 --tokens-per-rank 16".split()
+_USUAL = _AXES[_MARGIN][0]
+_WORTH = 0.98  # of the time as it is: what is not this much faster is not chosen
 
 
 def check(device: Device) -> Iterator[Check]:
-    """Start four ranks for every run, and judge what they have found."""
-    for name, flags in _RUNS.items():
-        sizes = _SIZES if device.is_gpu else _SMALL
-        words = [*flags.split(), *sizes, "--device", device.device.type]
-        limit = 180.0 if device.is_gpu else 600.0  # seconds: with the other runs ten minutes
-        yield from judge(name, *_finish([*_VERIFY, *words], limit))
+    """Compare and measure as it is, then with one setting changed at a time, and choose."""
+    ranks, backend = device.ranks, "nccl" if device.is_gpu else "gloo"
+    shared: Mapping[str, str] = {}
+    if device.is_gpu and torch.cuda.device_count() < ranks:
+        why_not = refusal(ranks, torch.cuda.device_count(), torch.cuda.nccl.version())
+        if why_not:
+            yield Check("NCCL", f"left out: {why_not}")
+        backend, shared = ("gloo", {}) if why_not else (backend, _SHARING)
+    words = [f"{__package__}.one_of_ranks", device.device.type, backend]
+
+    def run(name: str, margin: str, settings: Mapping[str, str], *more: str) -> Any:
+        device.say(f"{ranks} ranks over {backend}, {name}")
+        answer = _launch(ranks, [*words, margin, *more], {**shared, **settings})
+        return parsed(name, *answer)
+
+    found, failed = run("results and messages", _USUAL, {}, "compare")
+    yield from failed
+    for name, answer in found.get("results", {}).items():
+        yield from judge(f"{ranks} ranks over {backend}, {name}", answer)
+    if "messages" in found:
+        yield from _said(device, found)
+    if backend == "gloo" or shared or failed:
+        text = "not timed: over gloo, or where ranks share a GPU, times say nothing of them"
+        yield Check("settings", text)
+        return
+    for axis, (usual, *others) in _AXES.items():
+        times = {usual or "as it is": _layer(found)}
+        for value in others:
+            margin, settings = (value, {}) if axis == _MARGIN else (_USUAL, {axis: value})
+            other, failed = run(f"{axis} {value}", margin, settings)
+            yield from failed or [Check(f"{axis} {value}", _figures(other))]
+            times |= {} if failed else {value: _layer(other)}
+        yield Check(f"choice: {axis}", chosen(times))
 
 
-def _finish(command: list[str], limit: float) -> tuple[str, str]:
-    """Return what a command has printed, on stdout and on stderr; after so many seconds end it."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
+def refusal(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
+    """Say why NCCL does not serve so many ranks on so few GPUs; nothing where it does."""
+    version, since = (".".join(map(str, numbers)) for numbers in (nccl, _SHARED_SINCE))
+    if nccl < _SHARED_SINCE:
+        return f"{gpus} GPU cannot show it, {version} takes no two ranks on one, {since} does"
+    return f"NCCL {version} takes two ranks on a GPU" if ranks > 2 * gpus else ""
+
+
+def _launch(
+    ranks: int, words: Sequence[str], settings: Mapping[str, str], limit: float = 300.0
+) -> tuple[str, str]:
+    """Return what so many ranks of a module print, on stdout and stderr, in so many seconds."""
+    start = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m".split()
+    return _finish([sys.executable, *start, *words], limit, settings)
+
+
+def _finish(command: Sequence[str], limit: float, settings: Mapping[str, str]) -> tuple[str, str]:
+    pipe, env = subprocess.PIPE, {**os.environ, **settings}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as running:
         try:
             return running.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -43,13 +93,17 @@ def _finish(command: list[str], limit: float) -> tuple[str, str]:
             return "", f"{errors or printed}\nnot at its end after {limit:g} s"
 
 
-def judge(name: str, printed: str, errors: str) -> Iterator[Check]:
-    """Yield the worst of the findings, and every problem."""
+def parsed(name: str, printed: str, errors: str) -> tuple[dict[str, Any], list[Check]]:
+    """Return the JSON that was printed, or as a failure what was said in its place."""
     try:
-        content = json.loads(printed[printed.index("{") :])
+        return json.loads(printed[printed.index("{") :]), []
     except ValueError:
-        yield Check(name, f"no result: {errors[-2000:] or printed[-2000:]}", passed=False)
-        return
+        said = errors[-2000:] or printed[-2000:]
+        return {}, [Check(name, f"no result: {said}", passed=False)]
+
+
+def judge(name: str, content: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield the worst of what `verify` has found, and every problem."""
     for problem in content["problems"]:
         yield Check(name, problem, passed=False)
     shares = {
@@ -60,3 +114,43 @@ def judge(name: str, printed: str, errors: str) -> Iterator[Check]:
     worst = max(shares, key=lambda key: shares[key], default="")
     name, more = f"{name}: {len(content['results'])} cases", f" of what is allowed ({worst})"
     yield at_most(name, shares.get(worst, 1e9), 1.0, more=more)
+
+
+def _said(device: Device, found: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what was measured as it is."""
+    yield Check("messages", _figures(found))
+    bare = found["messages"]
+    for where, posted in (("before", "posted before a tile"), ("in", "posted while a tile runs")):
+        seconds, tile = bare[where], bare[f"tile, {where}"]
+        there = f"{bare['alone'] / seconds:.2f} of its rate alone, landed at {seconds / tile:.2f}"
+        slower = f" of the tile, which took {tile / bare['tile']:.2f} of its time alone"
+        yield Check(f"a message {posted}", there + slower)
+    for name, of in found["layers"].items():
+        lead = f"host {of['host'] * 1e3:.2f} ms of {of['layer'] * 1e3:.2f} ms a layer"
+        yield Check(f"{name}: lead", f"{lead}, {of['alone'] * 1e3:.2f} ms without messages")
+        if device.is_gpu:
+            grown = [(of[key] - of["before"]) / 2**20 for key in ("connected", "used")]
+            memory = "{:.0f} MiB connected, {:.0f} MiB after the first layer".format(*grown)
+            yield Check(f"{name}: memory of communicators", memory)
+            yield at_most(f"{name}: allocator retries", of["retries"], 0, "{:.0f}")
+            what = f"{name}: reserved over the documented peak"
+            yield at_most(what, of["reserved"] / of["documented"], _RESERVED)
+
+
+def _figures(found: Mapping[str, Any]) -> str:
+    bare, layers = found["messages"], found["layers"].values()
+    alone, beside = (bare["bytes"] / bare[key] / 1e9 for key in ("alone", "in"))
+    used = [f"{(of['used'] - of['before']) / 2**20:.0f} MiB of NCCL" for of in layers]
+    times = [f"{of['layer'] * 1e3:.2f} ms and {mib}" for of, mib in zip(layers, used, strict=True)]
+    return f"{alone:.4g} GB/s, {beside:.4g} GB/s beside a tile; a layer {', '.join(times)}"
+
+
+def _layer(found: Mapping[str, Any]) -> float:
+    return float(found["layers"]["kv ring, flat"]["layer"])
+
+
+def chosen(times: Mapping[str, float]) -> str:
+    """Say which value makes a layer fastest; the first unless another is worth it."""
+    first, best = next(iter(times)), min(times, key=lambda value: times[value])
+    best = best if times[best] <= _WORTH * times[first] else first
+    return f"{best}, {times[best] / times[first]:.3f} of the time of {first}"

@@ -3,8 +3,11 @@
 Buffers hold NaN from when a message is posted until it lands, so that what is read too early shows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.attention.kv import ExpandedLatents, expand
+from megatron_burst.kernels import Kernel
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
@@ -105,16 +109,32 @@ def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[F
     mask, _ = verify.masks(case.mask, tokens)
     whole = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
     layout = make_layout(config, tokens, ranks)
-    post, jobs = Post(), []
+    post, lock, jobs = Post(), threading.Lock(), []
     for rank in range(ranks):
         q, k, v, dout = (layout.shard(x, rank, 1).contiguous() for x in whole)
         context = context_of(rank, case.nodes, config, ThreadedCommunicator(rank, ranks, post))
-        jobs.append(partial(_both_passes, OneRank(context, (q, k, v, dout), mask)))
+        one = OneRank(context, (q, k, v, dout), mask)
+        one.call = replace(one.call, kernel=_one_at_a_time(one.call.kernel, lock))
+        jobs.append(partial(_both_passes, one))
     joined = (layout.unshard(list(parts), 1) for parts in zip(*run_all(post, jobs), strict=True))
     found = dict(zip(("out", "lse", "dq", "dk", "dv"), joined, strict=True))
     margin = MARGIN + (ranks**0.5 if config.grad_dtype == "model" else 0.0)
     right = expected(device, case._replace(setting=""), margin)
     return compare(right, found, torch.arange(tokens))
+
+
+def _one_at_a_time(kernel: Kernel, lock: Any) -> Any:
+    """Return a kernel for ranks that share a process: flash-attn 4's compiler serves one thread."""
+
+    def locked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*given: Any) -> Any:
+            with lock:
+                return call(*given)
+
+        return alone
+
+    passes = {name: locked(getattr(kernel, name)) for name in ("forward", "backward")}
+    return SimpleNamespace(name=kernel.name, **passes)
 
 
 def _both_passes(rank: OneRank) -> list[Tensor]:

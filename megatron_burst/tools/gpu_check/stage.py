@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Device:
 
     device: torch.device
     folder: Path  # for what a stage writes
+    ranks: int = 4  # of the stage of several processes
+    say: Callable[[str], None] = lambda _: None  # what takes long, before it does
 
     @property
     def is_gpu(self) -> bool:
@@ -83,10 +86,27 @@ class Device:
         self.synchronize()
         return time.perf_counter() - begun
 
+    def mark(self) -> Any:
+        """Return now, on the current stream; see `between`."""
+        if not self.is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks that the device has passed."""
+        return begin.elapsed_time(end) / 1e3 if self.is_gpu else end - begin
+
+    def timed(self, run: Callable[[], object]) -> float:
+        """Return the seconds that the device takes for a call."""
+        begin, _, end = self.mark(), run(), self.mark()
+        self.synchronize()
+        return self.between(begin, end)
+
     def seconds(self, run: Callable[[], object], repetitions: int = 5) -> float:
         """Return the median of some calls, after one that does not count."""
-        timed = between_events if self.is_gpu else self.once
-        return median([timed(run) for _ in range(repetitions + 1)][1:])
+        return median([self.timed(run) for _ in range(repetitions + 1)][1:])
 
     def peak(self, run: Callable[[], object], existing: Iterable[Tensor]) -> int:
         """Return the most bytes that a call takes beside the existing tensors."""
@@ -119,16 +139,6 @@ class Device:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
-
-
-def between_events(run: Callable[[], object]) -> float:
-    """Return the seconds that a GPU takes for a call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
