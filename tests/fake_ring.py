@@ -26,7 +26,7 @@ from megatron_burst.plans.schedules.plan import Channel, Item, Send
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator, Message
-from megatron_burst.transport.groups import channels_of
+from megatron_burst.transport.groups import members_of_channels
 from tests.counting import Counting
 
 
@@ -121,7 +121,8 @@ def count(
     try:
         node_of = [r * nodes // ranks for r in range(ranks)]
         grid, _ = choose_grid(config.shape_of_rings, node_of)
-        channels = {c: dist.new_group(list(range(ranks))) for c in channels_of(grid)}
+        wanted = members_of_channels(grid, head_groups(node_of, 1))
+        channels = {c: dist.new_group(list(range(ranks))) for c in wanted}
         recorder = Recorder(range(ranks), channels, 60.0)
         world, heads_apart = dist.group.WORLD, head_groups(node_of, 1)
         context = BurstContext(config, world, grid, node_of, recorder, heads_apart)

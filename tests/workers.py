@@ -1,6 +1,7 @@
 """Processes with gloo groups of any size up to eight, started once and used by many tests."""
 
 import gc
+import itertools
 import multiprocessing
 import pickle
 import tempfile
@@ -154,9 +155,9 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
 
 
 def _make(teams: Teams, _: Connection, members: tuple[int, ...]) -> None:
-    group, agreement, *channels = (dist.new_group(members) for _ in range(2 + len(Channel)))
-    if dist.get_rank() in members:
-        by_channel = dict(zip(Channel, channels, strict=True))
+    group, agreement, *channels = (dist.new_group(members) for _ in range(2 + 4))
+    if dist.get_rank() in members:  # whom a later channel has messages for, an earlier one has not
+        by_channel = dict(zip(Channel, itertools.cycle(channels), strict=False))
         teams[members] = Team(group, Groups(by_channel, agreement))
 
 

@@ -9,13 +9,17 @@ from megatron_burst.attention.signature import Given
 from megatron_burst.transport.agreement import Said
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.errors import CommunicationError
+from megatron_burst.transport.warm_up import Connections
 
 
 class AgreedCalls:
-    """Compares each call over the ranks before its first message; see `Agreement`."""
+    """Compares each call over the ranks before its first message; see `Agreement`.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    What sends messages for the first time in a call is connected then.
+    """
+
+    def __init__(self, communicator: Communicator, connections: Connections | None) -> None:
+        self._communicator, self._connections = communicator, connections
         self._known = Recent[Given, tuple[Said, Prepared]]()
 
     def __call__(self, given: Given, prepare: Callable[[], Prepared]) -> Prepared:
@@ -31,11 +35,13 @@ class AgreedCalls:
         if (agreement := self._communicator.agreement) is not None:
             by_host = self._communicator.is_by_gloo(given.q[2])
             try:
-                agreement.compare(said, waits=by_host or is_new and not prepared.call.is_ahead)
+                agreement.compare(said, waits=by_host or is_new)
             except (ValueError, CommunicationError):
                 if agreement.is_over:
                     self._communicator.hang_up()
                 raise
+        if is_new and self._connections is not None:
+            self._connections.add(prepared.plans, direct=prepared.call.is_direct)
         self._known.keep(given, (said, prepared))
         return prepared
 

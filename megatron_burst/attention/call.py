@@ -29,7 +29,7 @@ class AttentionPlan:
     forward_launches: Launches = field(kw_only=True)
     backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
-    is_ahead: bool = False  # planned, and compared, before it came
+    is_direct: bool = False  # whether a pass is a direct exchange
     choice: str = ""  # how messages go, in words that are the same on all ranks
 
     def of_rows(
@@ -49,6 +49,12 @@ class Prepared:
     chunks: int  # of the heads
     exchange: HeadExchange | None = None
     copies: int = 1  # of kv heads
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans of messages."""
+        call = self.call.forward_plan, self.call.backward_plan
+        return (*call, self.exchange.plan) if self.exchange else call
 
     def __str__(self) -> str:
         chunks = f", heads in {self.chunks} chunks" if self.chunks > 1 else ""

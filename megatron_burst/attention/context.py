@@ -19,13 +19,15 @@ from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups
 from megatron_burst.plans.choice.machine import H100, Machine
 from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.agreement import Agreement
-from megatron_burst.transport.comm import Communicator, warm_up
+from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
 from megatron_burst.transport.links import machine_here
 from megatron_burst.transport.objects import check_agreement, gather_objects, of_first_rank
+from megatron_burst.transport.warm_up import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class BurstContext:
     communicator: Communicator
     heads: HeadGroups
     _: KW_ONLY
-    along_grid: bool = False  # whether messages keep to its rows and columns
+    connections: Connections | None = None  # None: nobody to send to
     memory_limit: float = math.inf  # bytes; see `choose`
     machine: Machine = H100
     beside: int = 1  # ranks of a node that share out heads with each other
@@ -51,7 +53,7 @@ class BurstContext:
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
         self.ranks = self.grid.ranks * self.heads.size
-        self.agreed = AgreedCalls(self.communicator)
+        self.agreed = AgreedCalls(self.communicator, self.connections)
         self.should_log = LogOnce(self.rank)
         self.kept = Kept()
 
@@ -74,16 +76,15 @@ class BurstContext:
             config: the same on every rank.
             group: the context-parallel group; None takes all ranks of the job, or this process
                 alone where torch.distributed is not initialised.
-            hierarchy: process groups to adopt, as Megatron makes them: this rank's group within its
-                node and the one between the nodes.
+            hierarchy: process groups as Megatron makes them, which say who shares a node: this
+                rank's group within its node and the one between the nodes.
             groups: process groups of the same ranks made beforehand; then the call is a collective
                 of `group` alone.
             shape: of a rank's tensors in every call, by which the Ulysses degree is chosen where
                 the configuration does not say; or, for the log, why there is none.
 
         Raises:
-            ValueError: the ranks disagree on the configuration, the kernel is unknown, or the
-                configuration makes no double ring of the given hierarchy.
+            ValueError: the ranks disagree on the configuration, or the kernel is unknown.
         """
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -99,17 +100,16 @@ class BurstContext:
         nodes = nodes_of_ranks(config, group, hierarchy)
         machine, size = _chosen_degree(config, group, nodes, shape, memory_limit)
         on_a_node = nodes.count(nodes[0])
-        grid, ring_nodes, heads = _arranged(config, group, nodes, size, hierarchy)
-        along_grid = hierarchy is not None and groups is None
+        grid, ring_nodes, heads = _arranged(config, group, nodes, size)
         if groups is None:
-            groups = make_groups(config, group, grid, hierarchy, heads.size)
-        warm_up(groups.channels)
+            groups = make_groups(config, group, grid, heads, hierarchy)
         ranks = dist.get_process_group_ranks(group)
+        connections = _connections(groups, ranks, heads, group.rank())
         agreement = Agreement(groups.agreement, config.timeout_seconds)
         communicator = Communicator(ranks, groups.channels, config.timeout_seconds, agreement)
         return cls(
             *(config, group, grid, ring_nodes, communicator, heads),
-            along_grid=along_grid,
+            connections=connections,
             memory_limit=memory_limit,
             machine=machine,
             beside=min(heads.size, on_a_node),
@@ -192,13 +192,8 @@ def _arranged(
     group: dist.ProcessGroup,
     nodes: Sequence[Hashable],
     size: int,
-    hierarchy: Sequence[dist.ProcessGroup] | None,
 ) -> tuple[Grid, Sequence[Hashable], HeadGroups]:
-    """Return the grid of the ranks of a ring, their nodes, and who shares out heads.
-
-    Raises:
-        ValueError: the configuration makes another grid than the given hierarchy.
-    """
+    """Return the grid of the ranks of a ring, their nodes, and who shares out heads."""
     # Ulysses spreads the heads over all ranks, be they of one node or not.
     everywhere = [0] * len(nodes), len(nodes)
     heads = head_groups(*(everywhere if config.algorithm is Algorithm.ULYSSES else (nodes, size)))
@@ -206,12 +201,18 @@ def _arranged(
     grid, why_flat = choose_grid(config.shape_of_rings, nodes)
     if why_flat and group.rank() == 0:
         logger.info("burst attention: a flat ring ordered by node, because %s", why_flat)
-    if hierarchy is not None and grid.ranks_per_node * heads.size != hierarchy[0].size():
-        raise ValueError(
-            f"process groups of {' x '.join(str(g.size()) for g in hierarchy)} ranks were "
-            f"given, but the configuration makes a {grid}; take --burst-topology double"
-        )
     return grid, nodes, heads
+
+
+def _connections(groups: Groups, ranks: Sequence[int], heads: HeadGroups, rank: int) -> Connections:
+    """Make NCCL's communicators; return what knows who is connected on them."""
+    number, index = heads.coordinates(rank)
+    numbers = dict.fromkeys(groups.channels, heads.ring(index))
+    numbers[Channel.HEADS] = heads.groups[number]
+    known = {channel: [ranks[n] for n in some] for channel, some in numbers.items()}
+    connections = Connections(groups.channels, known)
+    connections.make()
+    return connections
 
 
 def _memory_limit(config: BurstConfig, group: dist.ProcessGroup) -> float:

@@ -34,7 +34,7 @@ def exchange_plan(rank: int, ranks: int) -> Plan:
         group = (distance - 1) // _PEERS_AT_A_TIME
         for source in (rank, (rank - distance) % ranks):
             target = (source + distance) % ranks
-            hops.append(Hop(_share(source, target), source, target, Channel.READ_WITHIN, 0, group))
+            hops.append(Hop(_share(source, target), source, target, Channel.HEADS, 0, group))
     return assemble(rank, hops, {})
 
 
@@ -48,7 +48,7 @@ class HeadExchange:
     def __init__(self, rank: int, layout: Layout, communicator: Communicator) -> None:
         self.rank, self.ranks = rank, layout.ranks
         self._layout, self._communicator = layout, communicator
-        self._plan = exchange_plan(rank, layout.ranks)
+        self.plan = exchange_plan(rank, layout.ranks)
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
@@ -66,10 +66,10 @@ class HeadExchange:
         """Carry out one all-to-all; what goes from rank to rank goes together."""
         parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
         outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
-        arriving = self._communicator, "head exchange", self._plan
+        arriving = self._communicator, "head exchange", self.plan
         transfers = Transfers(*arriving, lambda _: parts[self.rank])
         with self._communicator.in_pass("head exchange"), span("head exchange"):
-            for number, step in enumerate(self._plan.steps):
+            for number, step in enumerate(self.plan.steps):
                 transfers.post(number, step, outgoing)
                 for item, block in transfers.land(number):
                     parts[item.owner] = block

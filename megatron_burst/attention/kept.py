@@ -29,10 +29,6 @@ class Recent[Key: Hashable, Value](dict[Key, Value]):
         return value
 
 
-type DocumentCalls = tuple[tuple[CallSignature, float | None], ...]
-"""What calls with documents ask for, but the documents, and which fraction they recompute."""
-
-
 @dataclass(slots=True)
 class Kept:
     """What calls of one group leave for the next ones."""
@@ -41,15 +37,9 @@ class Kept:
     ready: Recent[tuple[object, ...], AttentionPlan] = field(default_factory=Recent)
     """With their scale and pass."""
     exchanges: Recent[int | Layout, HeadExchange] = field(default_factory=Recent)
-    with_documents: Recent[tuple[CallSignature, float | None], None] = field(default_factory=Recent)
     means: Means = field(default_factory=Means)
 
     @property
     def kernel(self) -> Kernel:
         """The kernel of the last call."""
         return next(reversed(self.ready.values())).kernel
-
-    @property
-    def document_calls(self) -> DocumentCalls:
-        """What calls with documents have asked for so far: at one point, of all ranks the same."""
-        return tuple(self.with_documents)

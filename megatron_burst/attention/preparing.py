@@ -1,8 +1,5 @@
 """Prepares attention calls: plans, chooses a kernel, and keeps both for the calls to come."""
 
-import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +8,6 @@ from torch import Tensor
 from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.head_exchange import HeadExchange
-from megatron_burst.attention.kept import DocumentCalls
 from megatron_burst.attention.launches import launches_of, own_parts
 from megatron_burst.attention.log import kind_of, log_choice
 from megatron_burst.attention.saved import AttentionMemory
@@ -28,10 +24,6 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.profiling import span
-
-logger = logging.getLogger(__name__)
-
-type Plans = dict[CallSignature, AttentionPlan]
 
 
 def prepare(
@@ -57,38 +49,6 @@ def prepare(
     return context.kept.ready.recall(key, lambda: _for_pass(context, asked, scale, memory))
 
 
-def plan_ahead(
-    context: BurstContext,
-    asked_before: DocumentCalls,
-    tokens: int,
-    mask_of: Callable[[Mask], Mask],
-    layout: Layout | None,
-) -> Plans:
-    """Plan for other documents what these kinds of calls would ask for.
-
-    For `adopt`. Until then calls see nothing of it, so a thread may plan while another one
-    attends; all that changes is what was logged and the figures of `means`.
-
-    Args:
-        tokens: of the sequence; what was asked of other lengths is left out.
-        mask_of: returns a mask with these documents, and the causality and window of another.
-        layout: of the tokens; None is the configuration's.
-    """
-    plans: Plans = {}
-    for kind, fraction in asked_before:
-        if kind.q[1] * context.grid.ranks == tokens:
-            whole = kind._replace(mask=mask_of(kind.mask), layout=layout)
-            for asked in (whole, _early(context, whole, fraction)):
-                plans[asked] = plans.get(asked) or _plan(context, asked)
-    return plans
-
-
-def adopt(context: BurstContext, plans: Plans) -> None:
-    """Take over what was planned ahead."""
-    for asked, call in plans.items():
-        context.kept.calls.keep(asked, replace(call, is_ahead=True))
-
-
 def head_exchange(
     context: BurstContext, local_tokens: int, layout: Layout | None = None
 ) -> HeadExchange:
@@ -107,13 +67,11 @@ def _for_pass(
     context: BurstContext, asked: CallSignature, scale: float, memory: AttentionMemory | None
 ) -> AttentionPlan:
     second = None if memory is None or memory.saved is None else memory.fraction
-    if asked.mask.documents is not None:
-        context.kept.with_documents.keep((asked.kind, second), None)
     whole, early = _call(context, asked), _call(context, _early(context, asked, second))
     plan, calls = early.forward_plan, early.forward_launches
     parts = {**whole.parts, **early.parts}
     call = replace(whole, forward_plan=plan, forward_launches=calls, parts=parts, scale=scale)
-    call = replace(call, is_ahead=whole.is_ahead and early.is_ahead)
+    call = replace(call, is_direct=whole.is_direct or early.is_direct)
     if memory is None:
         return call
     layout = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout)
@@ -134,23 +92,12 @@ def _early(context: BurstContext, asked: CallSignature, fraction: float | None) 
 
 def _call(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     """Return what was planned, or plan it."""
-    return context.kept.calls.recall(asked, lambda: _plan_now(context, asked))
 
+    def plan() -> AttentionPlan:
+        with span("wait for the plan"):
+            return _plan(context, asked)
 
-def _plan_now(context: BurstContext, asked: CallSignature) -> AttentionPlan:
-    begun = time.perf_counter()
-    with span("wait for the plan"):
-        call = _plan(context, asked)
-    # What is asked for the first time has to be waited for, but not other documents.
-    is_early = asked.mask.query_stop is not None  # where it stops moves with every micro-batch
-    is_new = asked.mask.documents is None or context.should_log((asked.kind, is_early))
-    if not is_new and not context.rank and context.should_log("a wait"):
-        logger.info(
-            "burst attention: waited %.0f ms for the plan of other documents, and does so "
-            "wherever they are not known a micro-batch before",
-            1e3 * (time.perf_counter() - begun),
-        )
-    return call
+    return context.kept.calls.recall(asked, plan)
 
 
 @without_gc()
@@ -180,6 +127,7 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
         forward_launches=forward,
         backward_launches=backward,
         parts=own_parts(plans, asked.device),
+        is_direct=choice.is_direct,
         choice=said,
     )
 
@@ -194,7 +142,7 @@ def _choose(
 
     def choose_for(shape: Shape) -> Choice:
         return choose(
-            *(config, tiling, context.grid, shape, context.nodes, context.along_grid),
+            *(config, tiling, context.grid, shape, context.nodes),
             memory_limit=context.memory_limit,
             links=links,
         )

@@ -1,6 +1,5 @@
 """What decides the plans and the kernel of an attention call."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -66,12 +65,6 @@ class CallSignature(NamedTuple):
         said += f", latents of {self.latents.size}" if self.latents else ""
         said += f", layout {hash(self.layout):x}" if self.layout else ""
         return said + ("" if self.soft_cap is None else f", soft cap {self.soft_cap}")
-
-    @property
-    def kind(self) -> "CallSignature":
-        """What it has in common with calls on other documents."""
-        mask = replace(self.mask, documents=None, padding=(), query_stop=None)
-        return self._replace(mask=mask, layout=None)
 
     def shape(self, sent_as: GradDtype) -> Shape:
         """Return what decides the bytes that are sent."""

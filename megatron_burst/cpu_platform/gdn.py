@@ -1,11 +1,12 @@
 """Stand-ins for the package fla, whose kernels need a GPU: what Megatron trains GDN with."""
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused, decaying_memory
-
-CHUNK = 64
+from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused
 
 
 def causal_conv1d(
@@ -22,14 +23,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **unused: object
-) -> tuple[Tensor, None]:
-    """The gated delta rule: `decaying_memory(q, k, v, g, beta) / sqrt(dk)`, and no state.
-
-    q, k, v are [batch, tokens, heads, dk or dv], k of length 1; g, not above 0, and beta, from 0 to
-    1, [batch, tokens, heads]. Returns v's shape and dtype. ValueError if another option is given.
-    """
-    check_unused("chunk_gated_delta_rule", unused)
-    out = decaying_memory(q, k, v, g, beta, chunk=CHUNK) * q.shape[-1] ** -0.5
-    return out.to(v.dtype), None
+def chunk_gated_delta_rule(*tensors: Tensor, **options: Any) -> Any:
+    """Megatron's own in torch, in float32, which it has for --deterministic-mode."""
+    megatrons = importlib.import_module("megatron.core.ssm.gated_delta_net")  # it imports ours
+    return megatrons.torch_chunk_gated_delta_rule(*tensors, **options)

@@ -1,7 +1,7 @@
-"""What Mamba-2 and gated delta networks compute over time, in plain torch.
+"""What Mamba-2 computes over time, and convolutions, in plain torch.
 
-Sources: Mamba-2's duality of recurrence and attention, arXiv 2405.21060; the delta rule in chunks,
-arXiv 2412.06464. Clear before fast: a chunk of tokens is a few products of matrices.
+Source: the duality of recurrence and attention, arXiv 2405.21060. Clear before fast: a chunk of
+tokens is a few products of matrices.
 """
 
 import functools
@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def decaying_memory(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None, *, chunk: int
-) -> Tensor:
+def decaying_memory(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, chunk: int) -> Tensor:
     """Write to and read from a memory that decays with every token.
 
-    Equals this loop for every batch and head, with the memory S [dk, dv] zero at first; without
-    `beta` a token writes v[t] itself:
+    Equals this loop for every batch and head, with the memory S [dk, dv] zero at first:
 
-        S = exp(log_decay[t]) * S
-        S = S + outer(k[t], beta[t] * (v[t] - k[t] @ S))
+        S = exp(log_decay[t]) * S + outer(k[t], v[t])
         out[t] = q[t] @ S
 
     Args:
@@ -29,13 +25,12 @@ def decaying_memory(
         k: what a token writes under.
         v: [B, T, H, dv].
         log_decay: [B, T, H], not above 0.
-        beta: [B, T, H], how much of what the memory has for k[t] gives way to v[t] (delta rule).
         chunk: tokens that are computed together; the result depends on it by rounding alone.
 
     Returns:
         [B, T, H, dv]; computed in float32, in float64 if anything given is.
     """
-    given = (q, k, v, log_decay) if beta is None else (q, k, v, log_decay, beta)
+    given = q, k, v, log_decay
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given), torch.float32)
     memory = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
     by_head = (tensor.to(dtype).transpose(1, 2) for tensor in given)
@@ -47,7 +42,7 @@ def decaying_memory(
 
 
 def _one_chunk(
-    memory: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
+    memory: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the tokens of a chunk read, and the memory after them. All are [B, H, T, ...]."""
     decay = log_decay.cumsum(-1)
@@ -57,16 +52,6 @@ def _one_chunk(
     # What is left at token t (rows) of what token i (columns) wrote. Masked before exp, which would
     # overflow there: infinity times 0 has no gradient.
     left = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
-    if beta is not None:
-        # v becomes what each token writes. It corrects what the memory has by then, of which the
-        # earlier tokens of the chunk wrote a part: v + (left * k @ k.mT, below the diagonal) @ v.
-        strength = beta.unsqueeze(-1)
-        v = torch.linalg.solve_triangular(
-            strength * left * (k @ k.mT),
-            strength * (v - since_start * (k @ memory)),
-            upper=False,
-            unitriangular=True,
-        )
     read = since_start * (q @ memory) + (left * (q @ k.mT)) @ v
     return read, since_start[:, :, -1:] * memory + (left[:, :, -1].unsqueeze(-1) * k).mT @ v
 

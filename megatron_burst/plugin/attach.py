@@ -5,7 +5,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
@@ -23,7 +23,6 @@ from megatron_burst.plugin.arguments import (
     configure,
     report_dropouts,
 )
-from megatron_burst.plugin.attention.ahead import Ahead, DataIterators
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
@@ -49,11 +48,24 @@ from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 logger = logging.getLogger(__name__)
 
 
-class _Batches(NamedTuple):
-    """What stands between Megatron's data and the model."""
+class _Batches:
+    """Megatron's `build_train_valid_test_data_iterators`, which it calls when the model is built.
 
-    iterators: DataIterators
-    cut: BatchCut
+    With what cuts the batches.
+
+    Raises:
+        ValueError: the model has nothing of what was asked for.
+    """
+
+    unattached: str | None = None  # why the model is not what was asked for
+
+    def __init__(self, cut: BatchCut, original: Callable[..., Any]) -> None:
+        self.cut, self.original = cut, original
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.unattached:
+            raise ValueError(self.unattached)
+        return self.original(*args, **options)
 
 
 def attach(
@@ -71,8 +83,8 @@ def attach(
     cut = wrap(core_utils, "get_batch_on_this_cp_rank", BatchCut)
     if hasattr(training_utils, "get_batch_on_this_cp_rank"):  # dev's scripts take it from there
         wrap(training_utils, "get_batch_on_this_cp_rank", lambda _: cut)
-    data = wrap(training, "build_train_valid_test_data_iterators", DataIterators)
-    batches = _Batches(data, cut)
+    built = functools.partial(_Batches, cut)
+    batches = wrap(training, "build_train_valid_test_data_iterators", built)
 
     def flags(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         def add(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +95,7 @@ def attach(
 
         def settle(args: argparse.Namespace) -> None:
             flags, text = configure(args).flags, "the model was built, and nothing of ours is in it"
-            batches.iterators.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
+            batches.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
             if checks_files(args, own_entry=own_entry):
                 look(args)
 
@@ -114,7 +126,7 @@ def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) ->
         spec = getattr(model_config, field)
         if args.spec is not None and spec is None:
             # Megatron would go on with its default spec.
-            raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
+            raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported: correct or drop it")
         if is_hybrid and args.qk_layernorm:
             logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
         shared, hooks = _parts(args, batches)
@@ -145,13 +157,12 @@ def _parts(
     """Return what goes into the specs of a model, and the hooks of what is built of them."""
     settings = settings_of(args)  # again: a script may have changed the arguments
     shared = _make_shared_state(args, settings)
-    batches.iterators.ahead = _ahead(args, settings, shared)
     hooks = [*_hooks(args, settings, shared, batches)]
 
     def check(models: list[Any]) -> list[Any]:
         if shared is not None:
             check_attention(models, shared)
-        batches.iterators.unattached = None
+        batches.unattached = None
         return models
 
     return shared, [*hooks, check]
@@ -196,20 +207,6 @@ def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
         )
 
 
-def _ahead(
-    args: argparse.Namespace, settings: Settings, shared: SharedState | None
-) -> Ahead | None:
-    """Return what plans documents one micro-batch ahead, where that can be known.
-
-    An iterator from outside Megatron may save how far it was read. Under --burst-check reference
-    every mask is compared over the ranks.
-    """
-    is_known = settings.has_documents and args.dataloader_type != "external"
-    if shared is None or not is_known or shared.verification is not None:
-        return None
-    return Ahead(shared, args.seq_length)
-
-
 def _hooks(
     args: argparse.Namespace, settings: Settings, shared: SharedState | None, batches: _Batches
 ) -> Iterator[Callable[..., Any]]:
@@ -217,8 +214,7 @@ def _hooks(
     if shared is not None:
         moves = shared.config.layout is not LayoutName.ZIGZAG
         if moves or settings.has_documents:
-            ahead, cut = batches.iterators.ahead, batches.cut
-            yield SequenceHooks(shared, ahead, cut, documents_apart=args.sft)
+            yield SequenceHooks(shared, batches.cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
             yield documents_must_come
         if shared.checkpoints is not None:

@@ -86,7 +86,6 @@ CALLED: Mapping[str, str] = {
         "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
         "max_seqlen_q max_seqlen_kv tokens_per_sample"
     ),
-    f"{_CORE}.parallel_state:get_tensor_and_context_parallel_group": "",
 }
 
 

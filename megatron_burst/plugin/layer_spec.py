@@ -94,19 +94,10 @@ def stack_spec(spec: Any, shared: SharedState | None) -> Any:
         spec: the one that `--spec` named; None for Megatron's own.
         shared: the contexts of our attention; None leaves core attention as it is.
     """
-    if spec is None or spec is hybrid_stack_spec or (shared is not None and _has_ours(spec)):
+    if spec is None or spec is hybrid_stack_spec:
         spec = hybrid_stack_spec if transformer_block.HAVE_TE else local_stack_spec()
     spec = with_sequence_parallel_norm(spec)
     return spec if shared is None else burst_layer_spec(spec, shared)
-
-
-def _has_ours(spec: Any) -> bool:
-    """Whether it is one of `megatron_burst.plugin.spec`, whose attention is ours already.
-
-    --use-checkpoint-args brings it from a run that was started with it.
-    """
-    named = getattr(spec, "module", spec)
-    return getattr(named, "__module__", None) == "megatron_burst.plugin.spec"
 
 
 def mtp_spec(spec: Any, shared: SharedState | None) -> Any:
@@ -126,8 +117,7 @@ class LayerSpecProvider:
     """
 
     def __init__(self, spec: Any, shared: SharedState | None) -> None:
-        self._spec = None if shared is not None and _has_ours(spec) else spec
-        self.shared = shared
+        self._spec, self.shared = spec, shared
 
     def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
         """Return the layer spec or block spec of a stage, by Megatron's GPTModelConfig."""

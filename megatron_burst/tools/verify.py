@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     """Run the command; return its exit status, the same on every rank."""
     args = parse(argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
-    device = _start(args.backend, args.device)
+    device = start(args.backend, args.device)
     _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)
@@ -150,7 +150,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
             yield Case(config, mask, dtype, args)
 
 
-def _start(backend: str, device_type: str) -> torch.device:
+def start(backend: str = "auto", device_type: str = "auto") -> torch.device:
     """Join the other ranks that torchrun has started, if any; return this rank's device.
 
     Raises:

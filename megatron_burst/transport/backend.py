@@ -20,16 +20,17 @@ def is_by_gloo(group: dist.ProcessGroup | None, device_type: str) -> bool:
     return of_device.get(device_type, of_device.get("cpu")) == dist.Backend.GLOO
 
 
-def nccl_options(group: dist.ProcessGroup | None) -> Any:
-    """Return the options of the NCCL that a group has for GPUs; None if it has none."""
+def nccl_of(group: dist.ProcessGroup | None) -> Any:
+    """Return torch's backend of the NCCL that a group has for GPUs; None if it has none."""
     if group is None or backends(group).get("cuda") != dist.Backend.NCCL:
         return None
-    return getattr(group._get_backend(torch.device("cuda")), "options", None)
+    found = group._get_backend(torch.device("cuda"))
+    return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
 def nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:
     """Return what reads the group's own time limit, which Megatron may change, in seconds."""
-    options = nccl_options(group)
+    options = getattr(nccl_of(group), "options", None)
 
     def limit() -> float:
         found = getattr(options, "_timeout", None)

@@ -259,13 +259,3 @@ class Transfers:
             self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
         shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
         return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
-
-
-def warm_up(channels: Mapping[Channel, dist.ProcessGroup]) -> None:
-    """Let all members of every channel meet; all ranks of the job's groups call it together.
-
-    NCCL wants every rank of a group at its first use, and messages are between few of them.
-    """
-    for channel in sorted(channels, key=_CHANNELS.index):  # one order for overlapping groups
-        with named_errors("at the start", f"meet all ranks of the communicator for {channel}"):
-            dist.barrier(channels[channel])

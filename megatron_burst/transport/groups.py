@@ -1,32 +1,36 @@
-"""The process groups of a context-parallel group: its rank grid and a communicator a channel.
+"""The process groups of a context-parallel group: where its ranks are, and who is on a channel.
 
 Reads and gradients, within nodes and between them, overlap; on one communicator they would wait for
-each other. The first channel is the caller's own group. What ranks compare goes by a group of its
-own: a rank that compares while another already sends must meet no message.
+each other. A channel reaches the ranks that its messages reach, and no others: see `nccl`. What
+ranks compare goes by a group of its own: a rank that compares while another already sends must meet
+no message.
 """
 
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid
-from megatron_burst.transport.backend import nccl_options
+from megatron_burst.transport.backend import backends
+from megatron_burst.transport.nccl import options_like
 from megatron_burst.transport.objects import gather_objects
 
 type Hierarchy = Sequence[dist.ProcessGroup] | None  # a caller's, within nodes and between them
+type Members = tuple[tuple[int, ...], ...]  # the ranks of each process group of a channel
 
 _MAKE = "make process groups with the whole job"
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups that the ranks of one context-parallel group share."""
+    """The process groups of one rank of a context-parallel group."""
 
     channels: Mapping[Channel, dist.ProcessGroup]
     agreement: dist.ProcessGroup
@@ -52,85 +56,65 @@ def nodes_of_ranks(
     return gather_objects(group, "learn where the other ranks are", node, config.timeout_seconds)
 
 
+def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]:
+    """Return the ranks of a context-parallel group that a message of each channel is between.
+
+    `grid` is of the ranks of a ring, of which there are `heads.size`. A rank is in one group of
+    every channel.
+    """
+    rings = [heads.ring(index) for index in range(heads.size)]
+
+    def of_rings(lines: Iterable[Sequence[int]]) -> Members:
+        return tuple(tuple(ring[i] for i in line) for line in lines for ring in rings)
+
+    found: dict[Channel, Members] = {}
+    if grid.ranks_per_node > 1:
+        found |= dict.fromkeys((Channel.READ_WITHIN, Channel.GRADIENT_WITHIN), of_rings(grid.rows))
+    if grid.nodes > 1:
+        columns = of_rings([*zip(*grid.rows, strict=True)])
+        found |= dict.fromkeys((Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN), columns)
+    if min(grid.nodes, grid.ranks_per_node) > 1:
+        direct = of_rings([range(grid.ranks)])
+        found |= dict.fromkeys((Channel.READ_DIRECT, Channel.GRADIENT_DIRECT), direct)
+    if heads.size > 1:
+        found[Channel.HEADS] = heads.groups
+    return found
+
+
 def make_groups(
     config: BurstConfig,
     group: dist.ProcessGroup,
     grid: Grid,
-    hierarchy: Hierarchy,
-    head_parallel_size: int = 1,
+    heads: HeadGroups,
+    hierarchy: Hierarchy = None,
 ) -> Groups:
     """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
 
-    Streams of new channels have high priority where one of the caller's groups has, as Megatron's
-    --high-priority-stream-groups makes them. A collective call of all ranks of the job, each with
-    its own group, unless `group` is all of them: torch names a new group by how many there were,
-    which has to agree.
+    A collective call of all ranks of the job, each with its own group. Groups that only their
+    members make (`use_local_synchronization`) would save nothing, for torch has no barrier in
+    `new_group`: 12 us a group of others. And torch names those by how many groups a rank is in,
+    which may differ among them, and NCCL cannot make them where the job is bound to devices.
     """
-    wanted = channels_of(grid, head_parallel_size)
-    adopted = _adopted(group, wanted, hierarchy)
-    missing = tuple(channel for channel in wanted if channel not in adopted)
-    has_priority = any(map(_has_high_priority, (group, *(hierarchy or ()))))
-    made = _made(group, "agreement", config.timeout_seconds, missing, has_priority)
-    return Groups({**adopted, **made.channels}, made.agreement)
-
-
-def make_gloo_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return one of the same ranks for what a thread exchanges, beside all else; None: one rank.
-
-    A collective call of all ranks of the job, each with a group of as many.
-    """
-    return _made(group, "plans ahead", timeout_seconds).agreement if group.size() > 1 else None
-
-
-def _made(
-    group: dist.ProcessGroup,
-    purpose: str,
-    seconds: float,
-    channels: tuple[Channel, ...] = (),
-    has_priority: bool = False,
-) -> Groups:
-    """Make groups for channels and one on gloo, as all ranks of the job do for theirs."""
     assert dist.group.WORLD is not None
-    ours, limit = (tuple(dist.get_process_group_ranks(group)), channels), timedelta(seconds=seconds)
-    for ranks, needed in dict.fromkeys(gather_objects(dist.group.WORLD, _MAKE, ours, seconds)):
-        made = {}
-        for channel in needed:
-            options = None  # torch writes into them: each group has its own
-            if has_priority:
-                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    ranks, seconds = dist.get_process_group_ranks(group), config.timeout_seconds
+    ours = tuple(
+        (channel, tuple(ranks[rank] for rank in some))
+        for channel, members in members_of_channels(grid, heads).items()
+        for some in members
+    )
+    every = gather_objects(dist.group.WORLD, _MAKE, (tuple(ranks), ours), seconds)
+    limit, found = timedelta(seconds=seconds), dict[Channel, dist.ProcessGroup]()
+    for whose, wanted in dict.fromkeys(every):
+        for channel, some in wanted:
+            options = None
+            if dist.get_rank() in some and backends(None).get("cuda") == dist.Backend.NCCL:
+                options = options_like((group, *(hierarchy or ())), limit)
             said = f"burst {channel}"
-            made[channel] = dist.new_group(ranks, limit, pg_options=options, group_desc=said)
-        of_gloo = dist.new_group(
-            ranks, limit, backend=dist.Backend.GLOO, group_desc=f"burst {purpose}"
-        )
-        if (ranks, needed) == ours:
-            found = Groups(made, of_gloo)
-    return found
-
-
-def _adopted(
-    group: dist.ProcessGroup, wanted: Sequence[Channel], hierarchy: Hierarchy
-) -> dict[Channel, dist.ProcessGroup]:
-    """Return the caller's groups that serve as channels."""
-    reads = (Channel.READ_WITHIN, Channel.READ_BETWEEN) if hierarchy else wanted[:1]
-    given = zip(reads, hierarchy or (group,), strict=False)
-    return {c: g for c, g in given if c in wanted}
-
-
-def _has_high_priority(group: dist.ProcessGroup) -> bool:
-    """Whether it was made so, as by Megatron's --high-priority-stream-groups."""
-    return getattr(nccl_options(group), "is_high_priority_stream", False)
-
-
-def channels_of(grid: Grid, head_parallel_size: int = 1) -> tuple[Channel, ...]:
-    """Return the channels that rings on `grid` use; the reads come first.
-
-    The all-to-all of head parallelism goes with the reads within the node.
-    """
-    within: tuple[Channel, ...] = ()
-    if grid.ranks_per_node > 1:
-        within = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
-    elif head_parallel_size > 1:
-        within = (Channel.READ_WITHIN,)
-    between = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN) if grid.nodes > 1 else ()
-    return (*within, *between)
+            made = dist.new_group(some, limit, pg_options=options, group_desc=said)
+            if dist.get_rank() in some:
+                found[channel] = made
+        said = "burst agreement"
+        made = dist.new_group(whose, limit, backend=dist.Backend.GLOO, group_desc=said)
+        if dist.get_rank() in whose:
+            agreement = made
+    return Groups(found, agreement)

@@ -16,15 +16,11 @@ _TAG = 1  # of texts; all else on these groups is a collective
 
 
 def check_agreement(
-    group: dist.ProcessGroup,
-    what: str,
-    value: str,
-    timeout_seconds: float,
-    where: str = "at the start",
+    group: dist.ProcessGroup, what: str, value: str, timeout_seconds: float
 ) -> None:
     """Compare `value` over the ranks of `group`, a collective call; ValueError if they differ."""
     purpose = f"compare {what} with the other ranks"
-    values = gather_objects(group, purpose, value, timeout_seconds, where)
+    values = gather_objects(group, purpose, value, timeout_seconds)
     if len(set(values)) > 1:
         ranks = dist.get_process_group_ranks(group)
         raise ValueError(disagreement(what, zip(ranks, values, strict=True)))
@@ -37,18 +33,14 @@ def disagreement(what: str, values: Iterable[tuple[int, str]]) -> str:
 
 
 def gather_objects[T](
-    group: dist.ProcessGroup,
-    purpose: str,
-    value: T,
-    timeout_seconds: float,
-    where: str = "at the start",
+    group: dist.ProcessGroup, purpose: str, value: T, timeout_seconds: float
 ) -> list[T]:
     """Return the values of all ranks of `group`, a collective call; errors name its purpose.
 
     The time limit is gloo's; on NCCL it is the group's own.
     """
     values: list[T] = [value] * group.size()
-    with named_errors(where, purpose):
+    with named_errors("at the start", purpose):
         if is_by_gloo(group, "cpu"):
             texts = Texts(group, "").collect(timeout_seconds)
             if missing := [str(rank) for rank, text in texts.items() if text is None]:
@@ -78,24 +70,6 @@ def of_first_rank[T](
         first = dist.get_process_group_ranks(group)[0]
         raise ValueError(f"could not {purpose}: rank {first} raised {failure}") from cause
     return value  # type: ignore[return-value] # of what `make` returned, be it None
-
-
-def broadcast_object[T](
-    group: dist.ProcessGroup, purpose: str, value: T, source: int, where: str
-) -> T:
-    """Return the value of rank `source` of a gloo group, a collective call, as `gather_objects`."""
-    values = [value]
-    with named_errors(where, purpose):
-        dist.broadcast_object_list(values, group=group, group_src=source)
-    return values[0]
-
-
-def any_rank(group: dist.ProcessGroup, purpose: str, value: bool, where: str) -> bool:
-    """Return whether `value` is true on a rank of a gloo group, likewise."""
-    found = torch.tensor(int(value))
-    with named_errors(where, purpose):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return bool(found)
 
 
 class Texts:

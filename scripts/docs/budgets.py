@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from channels import channels
 from pages import fill, parser, read_csv, table, write_csv
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ PARTS = {
     "backward": "gradients that are returned",
 }
 WAYS = ("forward", "backward")
-SHOWN = ("calls", "kernels", "bytes", "peak")
+SHOWN = ("kernels", "bytes", "peak")
 type Row = dict[str, str]
 
 
@@ -108,16 +109,12 @@ def _parts(made: Pass) -> list[str]:
 def parts(rows: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
     shown = [f"{way}_{what}" for way, what in product(WAYS, SHOWN)]
-    lines = [[_place(each), *(each[name] for name in (*Case._fields[2:], *shown))] for each in rows]
-    causal = [each for each in rows if (each["heads"], each["mask"]) == ("4:4", "causal")]
-    causal = [each for each in causal if " / " not in each["ring"]]  # which the text explains
-    peaks = [
-        f"* {_place(each)} {each['ring']}, {way}, {each[f'{way}_peak']}: "
-        f"{each[f'{way}_at_the_peak']}."
-        for each, way in product(causal, WAYS)
-    ]
-    head = ["ranks", *Case._fields[2:], *(name.replace("_", " ") for name in shown)]
-    return {"table": table(head, lines), "peaks": "\n".join(peaks)}
+    causal = [each for each in rows if each["mask"] == "causal"]
+    most = [e for e in causal if e["heads"] == "4:4" and " / " not in e["ring"]]
+    more = [e for e in causal if e["nodes"] == "4" and e["ring"].startswith("kv") and e not in most]
+    lines = [[_place(e), *(e[name] for name in ("heads", "ring", *shown))] for e in most + more]
+    head = ["ranks", "heads", "ring", *(name.replace("_", " ") for name in shown)]
+    return {"table": table(head, lines), "channels": channels()}
 
 
 def _place(each: Row) -> str:

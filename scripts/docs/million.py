@@ -66,6 +66,7 @@ def _memory(way: Candidate) -> str:
         "the input of a layer": of.inputs,
         "a layer in its backward": of.layer,
         "or, when none is at work, the loss": of.loss,
+        "NCCL's buffers for attention's messages": of.nccl,
         "**in all**": of.total,
         "in the host's memory, of 8 ranks": way.host_bytes,
     }
@@ -83,7 +84,7 @@ def _wrong(best: ladder.Rung) -> str:
 
 
 def _ladder(rungs: list[ladder.Rung], published: dict[str, str]) -> str:
-    head = ["", "TP", "states", "inputs", "layer", "loss", "GPU", "host", "longest"]
+    head = ["", "TP", "states", "inputs", "layer", "loss", "NCCL", "GPU", "host", "longest"]
     rows = [[rung.name, *ladder.cells(rung)] for rung in rungs]
     if published:
         head.append("published, millions")

@@ -187,7 +187,7 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
     return Workload(
         model=model_of(configs.model(given["model"])),
         cluster=replace(
-            configs.cluster(given["cluster"], **dict(rates)),
+            _cluster(configs, given["cluster"], **dict(rates)),
             working_set=configs.constant("working_set"),
         ),
         gpus=given["gpus"],
@@ -201,6 +201,11 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
     )
 
 
+def _cluster(configs: Configs, name: str, **rates: float) -> Cluster:
+    """Return a cluster with other code's groups, of which nothing is known."""
+    return replace(configs.cluster(name, **rates), nvlinks=0)
+
+
 def _magi(configs: Configs) -> Iterator[Row]:
     """MagiAttention's: attention alone, a row a pass."""
     magi = configs.published["magi"]
@@ -210,7 +215,7 @@ def _magi(configs: Configs) -> Iterator[Row]:
             given = configs.published["settings"][magi["settings"][name]]
             place_of = f"magi/{case['cluster']}/{case['mask']}/{gpus}"
             config, causal = config_of(BurstConfig, given), case["mask"] == "causal"
-            cluster = configs.cluster(case["cluster"])
+            cluster = _cluster(configs, case["cluster"])
             load = attention_alone(cluster, gpus, case["tokens"], config, heads, causal=causal)
             yield Row(
                 id=f"{place_of}/{name}/{way}",

@@ -22,9 +22,10 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import Workload
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
-H100 = Configs.read().cluster("h100")
+# As training's clock has them, at the rates of the links: without NCCL's channels.
+A800, H100 = (replace(Configs.read().cluster(name), nvlinks=0) for name in ("a800", "h100"))
 CLUSTERS = {
-    "A800, 200 Gbit/s a pair": Configs.read().cluster("a800"),
+    "A800, 200 Gbit/s a pair": A800,
     "H100, 400 Gbit/s": H100,
     "H100, 25 Gbit/s": replace(H100, nic_rate=H100.nic_rate / 16),
 }

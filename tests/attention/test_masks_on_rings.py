@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -253,23 +253,13 @@ def test_passes_that_stop_elsewhere_are_logged_once_and_lines_do_not_grow_withou
     context, x = BurstContext.create(BurstConfig()), torch.zeros(1, 16, 2, 8)
     with logged() as lines:
         for stop in range(2, 14, 2):
-            preparing._plan_now(context, asked_of(x, Mask.causal(documents=(0, stop, 16))))
+            preparing._call(context, asked_of(x, Mask.causal(documents=(0, stop, 16))))
             early = replace(Mask.causal(documents=(0, 4, 16)), query_stop=stop)
-            preparing._plan_now(context, asked_of(x, early))
+            preparing._call(context, asked_of(x, early))
         assert len([line for line in lines if "FLOPs" in line or "nothing is sent" in line]) == 2
         for window in range(100):
-            preparing._plan_now(context, asked_of(x, Mask.causal(window=window)))
+            preparing._call(context, asked_of(x, Mask.causal(window=window)))
     assert len(lines) < 70 and "says no more" in lines[-1]
-
-
-def test_calls_on_other_documents_share_all_of_a_mask_but_the_documents() -> None:
-    table = torch.eye(2, dtype=torch.bool)
-    mask = Mask.causal(window=3, documents=(0, 3, 8), lengths=(2, 5), block_table=table)
-    common = asked_of(torch.zeros(1, 8, 2, 4), replace(mask, query_stop=4)).kind.mask
-    of_documents = {"documents", "padding", "query_stop"}
-    for part in fields(Mask):
-        expected = part.default if part.name in of_documents else getattr(mask, part.name)
-        assert getattr(common, part.name) == expected
 
 
 def asked_of(x: torch.Tensor, mask: Mask) -> CallSignature:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -309,14 +310,15 @@ def across_tensor_parallelism(_: Team, config: BurstConfig) -> BurstContext:
 
 
 def in_megatrons_groups(_: Team, config: BurstConfig) -> BurstContext:
-    """The same with the process groups of a hierarchy of 2 x 2, which are adopted."""
+    """The same with the process groups of a hierarchy of 2 x 2."""
     group = new_groups([range(t, 8, 2) for t in range(2)])
     within = new_groups([(t, t + 2) for t in (0, 1, 4, 5)])
     between = new_groups([(t, t + 4) for t in range(4)])
     context = BurstContext.create(config, group, hierarchy=(within, between))
-    channels = context.communicator._channels
-    assert channels[Channel.READ_WITHIN] is within and channels[Channel.READ_BETWEEN] is between
-    assert Channel.GRADIENT_WITHIN not in channels
+    channels, ranks_of = context.communicator._channels, dist.get_process_group_ranks
+    assert ranks_of(channels[Channel.HEADS]) == ranks_of(within)
+    assert ranks_of(channels[Channel.READ_BETWEEN]) == ranks_of(between)
+    assert Channel.READ_WITHIN not in channels
     return context
 
 

@@ -150,7 +150,7 @@ def test_yaml_leaves_no_place_for_our_flags(started: dict) -> None:
         ("--cp-comm-type=burst", True),
         ("--cp-comm-type p2p a2a", False),
         ("--cp-comm-type", False),
-        ("--spec megatron_burst.plugin.spec gpt --cp-comm-type burst", False),  # needs no launcher
+        ("--spec my.own gpt --cp-comm-type burst", False),  # needs no launcher
         ("--save ring --load --seq-length 8 --context-parallel-size 2", False),
         ("", False),
     ],

@@ -1,5 +1,4 @@
 import argparse
-import copy
 import functools
 import importlib.util
 import re
@@ -19,6 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
 from megatron_burst.plugin import local_layers  # noqa: E402
+from tests.plugin.test_layer_spec import leaves  # noqa: E402
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -82,19 +82,6 @@ def test_norm_refuses_what_torch_cannot_do(name: str) -> None:
         local_layers.SequenceParallelNorm(config(**{name: True}), 4)
 
 
-def leaves(spec: object) -> list[object]:
-    """Everything a spec holds, through dataclasses, containers and partials."""
-    if isinstance(spec, functools.partial):
-        return leaves([spec.func, *spec.args, *spec.keywords.values()])
-    if isinstance(spec, list | tuple):
-        return [leaf for item in spec for leaf in leaves(item)]
-    if isinstance(spec, dict):
-        return leaves(list(spec.values()))
-    if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):
-        return leaves([getattr(spec, name) for name in spec.__dataclass_fields__])
-    return [spec]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,14 +94,14 @@ def leaves(spec: object) -> list[object]:
 def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, object]) -> None:
     layer = gpt_layer_specs.get_gpt_layer_local_spec(**options)
     block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)
-    before = copy.deepcopy(leaves(block))
-    after = leaves(local_layers.with_sequence_parallel_norm(block))
+    before = [*leaves(block).values()]
+    after = [*leaves(local_layers.with_sequence_parallel_norm(block)).values()]
     assert before.count(WrappedTorchNorm) >= 5
     expected = [
         local_layers.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
     ]
     assert after == expected
-    assert leaves(block) == before
+    assert [*leaves(block).values()] == before
 
 
 def test_norms_inside_partials_lists_and_dicts_are_replaced() -> None:

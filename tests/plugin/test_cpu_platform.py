@@ -1,7 +1,6 @@
 import argparse
 import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_burst.cpu_platform import arguments as cpu_arguments
 from megatron_burst.cpu_platform import platform as cpu_platform
@@ -19,14 +17,6 @@ from megatron_burst.cpu_platform.table import PACKAGES, STAND_INS, with_one_work
 from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
-TINY_FLAGS = """
---num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 255
---max-position-embeddings 32 --position-embedding-type rope --micro-batch-size 2
---global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --attention-dropout 0
---hidden-dropout 0 --no-create-attention-mask-in-dataloader --lr 1e-3
---lr-decay-style constant --train-iters 4 --calculate-per-token-loss --eval-iters 1
---eval-interval 2 --log-interval 1
-"""
 
 
 def python(
@@ -41,19 +31,6 @@ def python(
         env=environment,
         cwd=ROOT,
     )
-
-
-def train(folder: Path, ranks: int, *flags: str) -> dict[str, dict[int, float]]:
-    """Loss and gradient norm by step, as Megatron writes them to tensorboard."""
-    words = (*TINY_FLAGS.split(), "--tensorboard-dir", str(folder), *flags)
-    status, text = run_job("tests.plugin.tiny_gpt", folder, ranks, words)
-    assert status == "0", text[-6000:]
-    assert "Falling back to" not in text
-    events = EventAccumulator(str(folder)).Reload()
-    return {
-        name: {event.step: event.value for event in events.Scalars(name)}
-        for name in ("lm loss", "grad-norm")
-    }
 
 
 def test_the_names_of_torch_come_before_megatron_is_imported() -> None:
@@ -229,30 +206,6 @@ def test_what_cannot_work_is_refused_by_name(
 
 def test_every_limit_names_an_argument_of_megatron(defaults: argparse.Namespace) -> None:
     assert [name for name in cpu_arguments.CPU_LIMITS if not hasattr(defaults, name)] == []
-
-
-@pytest.mark.slow
-def test_tensor_and_sequence_parallel_training_equals_one_process(tmp_path: Path) -> None:
-    alone = train(tmp_path / "alone", 1)
-    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    parallel = train(tmp_path / "parallel", 2, *flags)
-    assert parallel["lm loss"] == pytest.approx(alone["lm loss"], rel=2e-6)
-    assert parallel["grad-norm"] == pytest.approx(alone["grad-norm"], rel=1e-4)
-    assert len(alone["lm loss"]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", [[], ["--dist-ckpt-optim-fully-reshardable"]])
-def test_distributed_optimizer_resumes_at_another_size(tmp_path: Path, sharding: list[str]) -> None:
-    flags = ["--use-distributed-optimizer", *sharding]
-    saved = tmp_path / "checkpoints"
-    whole = train(tmp_path / "whole", 2, *flags, "--save", str(saved), "--save-interval", "2")
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    shutil.rmtree(saved / "iter_0000004")
-    resumed = train(tmp_path / "resumed", 1, *flags, "--load", str(saved))
-    assert set(resumed["lm loss"]) == {3, 4}
-    for name, values in resumed.items():
-        assert values == pytest.approx({step: whole[name][step] for step in values}, rel=1e-5)
 
 
 def test_a_group_may_be_made_with_keywords_of_later_torch() -> None:

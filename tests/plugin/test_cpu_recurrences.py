@@ -1,4 +1,4 @@
-"""The CPU platform's Mamba-2 and GDN equal their three-line loops in float64. (fast tier)"""
+"""The CPU platform's Mamba-2 equals its three-line loop in float64. (fast tier)"""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst.cpu_platform import gdn, mamba
-from megatron_burst.cpu_platform.recurrence import causal_convolution
+from megatron_burst.cpu_platform.recurrence import causal_convolution, decaying_memory
 
 TOKENS_AND_CHUNK = [(1, 16), (37, 16), (64, 64), (5, 2)]
 HEADS = 4
@@ -59,17 +59,6 @@ def scan_loop(
         state = state + (step * x[:, t])[..., None] * b[:, t, shared][:, :, None]
         y = (state * c[:, t, shared][:, :, None]).sum(-1) + d.reshape(len(decay), -1) * x[:, t]
         out.append(y * F.silu(z[:, t]))
-    return torch.stack(out, 1)
-
-
-def delta_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    state, out = torch.zeros(*k[:, 0].shape, v.shape[-1], dtype=v.dtype), []  # [b, h, dk, dv]
-    for t in range(q.shape[1]):
-        state = g[:, t, :, None, None].exp() * state
-        seen = (k[:, t, :, :, None] * state).sum(2)
-        new = beta[:, t, :, None] * (v[:, t] - seen)
-        state = state + k[:, t, :, :, None] * new[:, :, None]
-        out.append((q[:, t, :, :, None] * state).sum(2) / q.shape[-1] ** 0.5)
     return torch.stack(out, 1)
 
 
@@ -146,34 +135,6 @@ def test_the_convolution_equals_its_loop(tokens: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), TOKENS_AND_CHUNK)
-def test_the_delta_rule_equals_its_loop(
-    tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gdn, "CHUNK", chunk)
-    given = inputs(*[(2, tokens, HEADS, 5)] * 2, (2, tokens, HEADS, 3), *[(2, tokens, HEADS)] * 2)
-
-    def in_range(rule):
-        return lambda q, k, v, g, beta: rule(q, gdn.l2norm(k), v, -g.exp(), beta.sigmoid())
-
-    def ours(q, k, v, g, beta):
-        options = {"initial_state": None, "use_qk_l2norm_in_kernel": False, "cu_seqlens": None}
-        return gdn.chunk_gated_delta_rule(q, k, v, g, beta, **options)[0]
-
-    check_equal(in_range(ours), in_range(delta_loop), given)
-
-
-def test_the_delta_rule_equals_megatrons_own_in_torch() -> None:
-    """Megatron has one for --deterministic-mode, of float32."""
-    common = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
-    assert common.chunk_gated_delta_rule is not gdn.chunk_gated_delta_rule, "of the platform alone"
-    q, k, v, g, beta = inputs(*[(2, 70, HEADS, 8)] * 3, *[(2, 70, HEADS)] * 2)
-    given = [x.detach().float() for x in (q, gdn.l2norm(k), v, -g.exp(), beta.sigmoid())]
-    found, _ = gdn.chunk_gated_delta_rule(*given)
-    expected, _ = common.torch_chunk_gated_delta_rule(*given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_length_and_the_norm_equal_their_formulas() -> None:
     x, z, weight = inputs((2, 3, 8), (2, 3, 8), (8,))
     check_equal(gdn.l2norm, lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), [x])
@@ -196,8 +157,7 @@ def test_the_length_and_the_norm_equal_their_formulas() -> None:
 def test_a_memory_that_is_lost_at_once_has_gradients() -> None:
     """exp of what lies behind the diagonal would be infinite."""
     q, k, v, g = inputs(*[(1, 64, 1, 4)] * 3, (1, 64, 1))
-    beta = torch.ones(1, 64, 1)
-    out, _ = gdn.chunk_gated_delta_rule(q, k, v, -1000 * g.square(), beta)
+    out = decaying_memory(q, k, v, -1000 * g.square(), chunk=64)
     gradients = torch.autograd.grad(out.sum(), [q, k, v, g])
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -228,11 +188,6 @@ def test_what_is_not_honoured_is_refused_by_name() -> None:
     scan |= {"z": None, "dt_bias": heads, "dt_softplus": True}
     for name, value in (("initial_states", x), ("return_final_states", True)):
         refused(mamba.mamba_chunk_scan_combined, name, **scan, **{name: value})
-
-    rule = {"q": x, "k": x, "v": x, "g": x[..., 0], "beta": x[..., 0], "initial_state": None}
-    rule |= {"output_final_state": False, "use_qk_l2norm_in_kernel": False, "cu_seqlens": None}
-    for name in ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"):
-        refused(gdn.chunk_gated_delta_rule, name, **{**rule, name: heads})
 
     convolution = {"x": x[0], "weight": x[0, 0], "bias": None, "activation": "silu"}
     convolution |= {"initial_state": None, "output_final_state": False, "cu_seqlens": None}

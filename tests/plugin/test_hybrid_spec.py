@@ -36,14 +36,12 @@ from megatron_burst.plugin.layer_spec import (  # noqa: E402
     LayerSpecProvider,
     StackWithContexts,
     burst_layer_spec,
-    stack_spec,
 )
 from megatron_burst.plugin.local_layers import (  # noqa: E402
     LocalHybridStack,
     SequenceParallelNorm,
     local_stack_spec,
 )
-from megatron_burst.plugin.spec import hybrid  # noqa: E402
 
 TES = hybrid_layer_specs.hybrid_stack_spec
 STACKS = {"TransformerEngine": (TES, te.TEDotProductAttention)}
@@ -76,12 +74,6 @@ def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) 
     for value in changed.values():
         assert value.module is CoreAttentionByCommType and value.params["fallback"] is core
     assert ours.module is StackWithContexts and ours.params["stack"] is spec.module
-
-
-def test_our_own_stack_spec_beside_our_flags_is_not_changed_twice() -> None:
-    shared = SharedState(BurstConfig())
-    assert leaves(stack_spec(hybrid, shared)) == leaves(stack_spec(None, shared))
-    assert stack_spec(hybrid, None).module is hybrid.module  # the flags ask for the loss alone
 
 
 def test_the_local_stack_has_no_layer_of_transformer_engine() -> None:

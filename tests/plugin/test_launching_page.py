@@ -1,4 +1,4 @@
-"""The examples of docs/launching.md, and the way to start that is no more. (fast tier)"""
+"""The examples of docs/launching.md. (fast tier)"""
 
 import re
 from pathlib import Path
@@ -10,15 +10,7 @@ import pytest
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 
-from megatron_burst.plugin import spec  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-
-
-@pytest.mark.parametrize("build", [spec.gpt, spec.hybrid.module])
-def test_our_spec_of_earlier_versions_says_how_to_start(build: Any) -> None:
-    with pytest.raises(ValueError, match="is no more: .* SCRIPT --context-parallel-algo burst$"):
-        build(SimpleNamespace(), None)
-
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -17,6 +17,7 @@ from tests import oracle
 
 gpt_layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 pytest.importorskip("megatron.training.models.gpt")
+from megatron.core.inference.utils import InferenceMode  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
@@ -401,3 +402,15 @@ def test_what_a_ring_would_have_to_ignore_is_refused(
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=message):
         build()(q, k, v, mask, **options)
+
+
+def test_generation_is_refused_at_the_prompt_and_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, (q, k, v, _) = build(), inputs()
+    with pytest.raises(ValueError, match="our attention generates no tokens: drop --context-par"):
+        module(q[:1], k, v, None)
+    monkeypatch.setattr(InferenceMode, "is_active", lambda: True)
+    module(q, k, v, None)  # an evaluation
+    with torch.inference_mode(), pytest.raises(ValueError, match="generates no tokens"):
+        module(q, k, v, None)

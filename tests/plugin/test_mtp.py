@@ -31,9 +31,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     roll_tensor,
 )
 
-from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
-from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import MtpLosses, Rolls  # noqa: E402
 from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from tests.loss.bare_models import KINDS, bare  # noqa: E402
@@ -156,7 +154,7 @@ def train(
 
 def _lay_out(model: Model, team: Team, layout: str) -> None:
     context = team.context(BurstConfig(layout=layout))
-    _StageHooks(model, Layouts(context), Ahead(SharedState(context.config)))
+    _StageHooks(model, Layouts(context))
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer import multi_token_prediction  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
-from megatron_burst.plugin.attention.ahead import Ahead  # noqa: E402
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
@@ -236,7 +235,7 @@ class Stage(torch.nn.Module):
 def hooked(context: Any, post_process: bool = True, mtp: int | None = None) -> Stage:
     stage = Stage(post_process)
     stage.config.mtp_num_layers = mtp
-    _StageHooks(stage, Layouts(context), Ahead(SharedState(context.config)))
+    _StageHooks(stage, Layouts(context))
     return stage
 
 
@@ -371,7 +370,7 @@ def _cut(team: Team) -> None:
     assert cut({"tokens": torch.arange(8)[None]}, is_hybrid_cp=False)["by"] == "Megatron"
     stage = Stage()
     stage.config.mtp_num_layers = None
-    hooks = _StageHooks(stage, Layouts(context), Ahead(SharedState(BALANCED)), cut)
+    hooks = _StageHooks(stage, Layouts(context), cut)
     cut.follow(hooks.layout_of, Positions(context).in_sequence)
     whole = torch.arange(32)[None]
     for bounds in ((0, 20, 32), (0, 12, 14, 32), None):

@@ -5,6 +5,7 @@ makes it importable: layers are built, saved and loaded, nothing is computed.
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -97,3 +98,10 @@ def test_a_stack_of_local_layers_has_the_checkpoints_of_theirs(found: Any) -> No
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoints_load_strictly_from_theirs_and_back(found: Any, model: str) -> None:
     assert [found[model][copy] for copy in COPIES] == [""] * len(COPIES)
+
+
+def test_their_fused_product_takes_what_the_loss_gives() -> None:
+    cpp_extensions = pytest.importorskip("transformer_engine.pytorch.cpp_extensions")
+    names = inspect.signature(cpp_extensions.general_gemm).parameters.keys()
+    assert names >= {"A", "B", "out_dtype", "layout", "out", "accumulate", "grad"}
+    assert "workspace" not in names, "by that plugin/hooks/main_grad.py tells versions apart"

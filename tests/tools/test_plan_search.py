@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_burst.loss.chunk_size import MIB, Sizes, within
 from megatron_burst.plans.choice.cost import visible_pairs
+from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import hybrid_form, parsed
 from megatron_burst.tools.gpu_check.stage import Device
@@ -25,6 +27,8 @@ from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport import ports as ports_of_here
+from tests.transport.test_groups import torchrun_node
+from tests.workers import Team, WorkerPool
 
 CONFIGS = Configs.read()
 RATES = ("forward_tflops", "backward_tflops", "linear_tflops", "memory_gb_s", "host_gb_s")
@@ -296,6 +300,45 @@ def test_a_measured_machine_is_a_cluster(
     assert "there is no folder" in capsys.readouterr().err
 
 
+def timed_messages(team: Team) -> tuple[dict[str, float], list[tuple[str, bool, int]]]:
+    """The rates of two nodes of four ranks with two NICs, and every message of this rank."""
+    messages: list[tuple[str, bool, int]] = []
+    post = dist.batch_isend_irecv
+
+    def noted(operations: list[Any]) -> Any:
+        for each in operations:
+            messages.append((each.group.group_desc, each.op is dist.isend, each.peer))
+        return post(operations)
+
+    with torchrun_node(team.rank // 4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        patch.setattr(Device, "seconds", lambda _, run: run() or 1.0 + team.rank)
+        found = measure.message_rates(Device(torch.device("cpu"), Path()), 2)
+    return found, messages
+
+
+def test_messages_are_timed_between_ranks_on_the_groups_of_training(workers: WorkerPool) -> None:
+    said = [f"burst {channel}" for channel in (Channel.READ_WITHIN, Channel.READ_BETWEEN)]
+    for rank, (found, messages) in enumerate(workers.run(range(8), timed_messages)):
+        assert found == {"within_gb_s": 2**18 / 8e9, "nic_gb_s": 4 / 2 * 2**18 / 8e9}, "the slowest"
+        node, other, place = rank // 4 * 4, (rank + 4) % 8, rank % 4
+        ends = [(False, node + (place - 1) % 4), (True, node + (place + 1) % 4)]
+        assert messages == [(said[0], *end) for end in ends] + [
+            (said[1], False, other),
+            (said[1], True, other),
+        ]
+
+
+def test_several_gpus_want_ranks_to_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert main(["plan", "--measure", "here.toml"]) == 1
+    assert "torchrun --nproc-per-node gpu -m megatron_burst plan --measure here.toml" in (
+        capsys.readouterr().err
+    )
+
+
 def test_what_was_measured_is_let_go_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
 
@@ -315,7 +358,7 @@ def test_a_cluster_file_is_read_or_said_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "measured", lambda device: dict.fromkeys(RATES, 1.0))
-    text = measure.cluster_file("two words.v2")
+    text = measure.cluster_file("two words.v2", torch.device("cpu"))
     assert torch.cuda.is_available() or "# of the host: no GPU is here" in text
     assert "# made up: 1.5 x linear_tflops" in text
     (path := tmp_path / "two words.v2.toml").write_text(text)

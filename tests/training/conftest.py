@@ -64,17 +64,24 @@ def start(tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]) -> tu
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, start: tuple[str, ...]) -> Callable[..., "Log"]:
-    """Train from the common start; equal calls share one run."""
-    from tests.training.launcher import BURST, train
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., "Log"]:
+    """Train; equal calls share one run."""
+    from tests.training.launcher import train
 
-    finished: dict[tuple[object, ...], Log] = {}
+    finished: dict[object, Log] = {}
 
-    def train_once(ranks: int, *flags: str) -> "Log":
-        if (ranks, flags) not in finished:
-            finished[ranks, flags] = train(
-                tmp_path_factory.mktemp("run"), ranks, *start, *BURST, *flags
-            )
-        return finished[ranks, flags]
+    def train_once(ranks: int, *flags: str, **module: str) -> "Log":
+        key = ranks, flags, *module.values()
+        if key not in finished:
+            finished[key] = train(tmp_path_factory.mktemp("run"), ranks, *flags, **module)
+        return finished[key]
 
     return train_once
+
+
+@pytest.fixture(scope="session")
+def runs(once: Callable[..., "Log"], start: tuple[str, ...]) -> Callable[..., "Log"]:
+    """Train from the common start; equal calls share one run."""
+    from tests.training.launcher import BURST
+
+    return lambda ranks, *flags: once(ranks, *start, *BURST, *flags)

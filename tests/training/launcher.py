@@ -40,9 +40,16 @@ LONGEST = 500.0  # seconds of a job, on a machine that others use, too
 class Log:
     """What a run wrote for every step, and all it printed."""
 
-    losses: dict[int, float]
-    grad_norms: dict[int, float]
+    scalars: dict[str, dict[int, float]]  # by TensorBoard's names and the step
     text: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return self.scalars["lm loss"]
+
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        return self.scalars["grad-norm"]
 
 
 def command(ranks: int, *flags: str) -> list[str]:
@@ -67,8 +74,8 @@ def train(
     tensorboard = directory / "tensorboard"
     flags = ("--tensorboard-dir", str(tensorboard), *flags)
     text = run_module(module, directory, ranks, *flags, timeout=timeout)
-    scalars = read_scalars(tensorboard)
-    return Log(losses=dict(scalars["lm loss"]), grad_norms=dict(scalars["grad-norm"]), text=text)
+    found = {name: dict(points) for name, points in read_scalars(tensorboard).items()}
+    return Log(scalars=found, text=text)
 
 
 def run_module(

@@ -4,6 +4,7 @@ Each feature starts from a checkpoint of one rank. Where Megatron's own attentio
 a CPU, the checkpoint is its own, so that ours loads it, and it takes the same steps.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,30 +45,22 @@ STOCK: tuple[str, ...] = ()
 
 @pytest.fixture(scope="module")
 def trained(
-    tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]
+    tmp_path_factory: pytest.TempPathFactory, once: Callable[..., Log], data: tuple[str, ...]
 ) -> Callable[[tuple[str, ...], str, int, str], Log]:
     """Train a model from its common start; equal calls share one run."""
-    starts: dict[str, tuple[str, ...]] = {}
-    finished: dict[tuple[object, ...], Log] = {}
 
+    @functools.cache
     def start(model: str) -> tuple[str, ...]:
-        if model not in starts:
-            # Megatron's own attention has no latents on a CPU.
-            algorithm = BURST if "latent" in model else STOCK
-            flags, folder = (*data, *model.split(), PER_TOKEN), tmp_path_factory.mktemp("start")
-            saved = str(folder / "checkpoint")
-            train(folder, 1, *flags, *algorithm, "--train-iters", "1", "--save", saved)
-            starts[model] = (*flags, "--load", saved, "--finetune", "--no-load-optim")
-        return starts[model]
+        # Megatron's own attention has no latents on a CPU.
+        algorithm = BURST if "latent" in model else STOCK
+        saved = str(tmp_path_factory.mktemp("start") / "checkpoint")
+        flags = (*data, *model.split(), PER_TOKEN)
+        once(1, *flags, *algorithm, "--train-iters", "1", "--save", saved)
+        return (*flags, "--load", saved, "--finetune", "--no-load-optim")
 
-    def train_once(algorithm: tuple[str, ...], model: str, ranks: int, flags: str) -> Log:
-        key = algorithm, model, ranks, flags
-        if key not in finished:
-            directory = tmp_path_factory.mktemp("run")
-            finished[key] = train(directory, ranks, *start(model), *algorithm, *flags.split())
-        return finished[key]
-
-    return train_once
+    return lambda algorithm, model, ranks, flags: once(
+        ranks, *start(model), *algorithm, *flags.split()
+    )
 
 
 CASES = {

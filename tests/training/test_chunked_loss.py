@@ -52,28 +52,13 @@ def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
-def test_masked_losses(masked_run: Callable[..., Log], per_token: tuple[str, ...]) -> None:
+def test_masked_losses(
+    once: Callable[..., Log], short_documents: tuple[str, ...], per_token: tuple[str, ...]
+) -> None:
     """Half of the tokens of some samples are masked; Megatron averages by its own rules."""
-    expected, found = masked_run(*per_token), masked_run(*per_token, *IN_CHUNKS)
+    flags = (*short_documents, *BURST, "--eod-mask-loss", "--train-iters", "5", *per_token)
+    expected, found = once(1, *flags), once(1, *flags, *IN_CHUNKS)
     check("masked", found, expected)
-
-
-@pytest.fixture(scope="module")
-def masked_run(
-    tmp_path_factory: pytest.TempPathFactory, short_documents: tuple[str, ...]
-) -> Callable[..., Log]:
-    finished: dict[tuple[str, ...], Log] = {}
-
-    def run(*flags: str) -> Log:
-        if flags not in finished:
-            finished[flags] = train(
-                tmp_path_factory.mktemp("masked"),
-                1,
-                *(*short_documents, *BURST, "--eod-mask-loss", "--train-iters", "5", *flags),
-            )
-        return finished[flags]
-
-    return run
 
 
 def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, ...]) -> None:

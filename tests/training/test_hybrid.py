@@ -1,5 +1,6 @@
 """HybridModel trains as the GPTModel of the same weights, and alike on any ranks. (fast tier)"""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,19 @@ def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) 
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...]) -> Callable[..., Any]:
+def starts(
+    tmp_path_factory: pytest.TempPathFactory, once: Callable[..., Log], data: tuple[str, ...]
+) -> Callable[..., Any]:
     """Flags that start a model, from one checkpoint or the seed, and its run on one rank."""
-    made: dict[tuple[object, ...], tuple[tuple[str, ...], Log]] = {}
 
+    @functools.cache
     def start(model: tuple[str, ...], checkpoint: bool) -> tuple[tuple[str, ...], Log]:
-        if (model, checkpoint) not in made:
-            folder = tmp_path_factory.mktemp("hybrid")
-            flags = (*data, *BURST, PER_TOKEN, *model)
-            if checkpoint:
-                saved = str(folder / "checkpoint")
-                train(folder / "start", 1, *flags, "--train-iters", "1", "--save", saved)
-                flags += ("--load", saved, "--finetune", "--no-load-optim")
-            made[model, checkpoint] = flags, train(folder / "one", 1, *flags)
-        return made[model, checkpoint]
+        flags = (*data, *BURST, PER_TOKEN, *model)
+        if checkpoint:
+            saved = str(tmp_path_factory.mktemp("hybrid") / "checkpoint")
+            once(1, *flags, "--train-iters", "1", "--save", saved)
+            flags += ("--load", saved, "--finetune", "--no-load-optim")
+        return flags, once(1, *flags)
 
     return start
 
@@ -129,11 +129,7 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
     ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-FAST = {
-    "PP 2 x CP 2, a stage without attention, fraction 0.5",
-    "CP 2, experts",
-    "CP 2, Mamba and GDN",
-}
+FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, Mamba and GDN"}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))

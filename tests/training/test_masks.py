@@ -50,23 +50,15 @@ def block_mask(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def packed_runs(
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Callable[..., Log],
     data: tuple[str, ...],
     start: tuple[str, ...],
     short_documents: tuple[str, ...],
 ) -> Callable[..., Log]:
     """Train on many short documents from the common start; equal calls share one run."""
-    finished: dict[tuple[int, str], Log] = {}
     common = (*short_documents, *start[len(data) :], *BURST, PER_TOKEN)
-
-    def run(ranks: int, flags: str) -> Log:
-        if (ranks, flags) not in finished:
-            directory = tmp_path_factory.mktemp("packed")
-            module = "tests.training.no_rows_move"  # in no layout: batches are cut by it
-            finished[ranks, flags] = train(directory, ranks, *common, *flags.split(), module=module)
-        return finished[ranks, flags]
-
-    return run
+    module = "tests.training.no_rows_move"  # in no layout: batches are cut by it
+    return lambda ranks, flags: once(ranks, *common, *flags.split(), module=module)
 
 
 def differs(found: Log, other: Log) -> bool:
@@ -74,6 +66,7 @@ def differs(found: Log, other: Log) -> bool:
     return largest_difference(found, other, STEPS) > 100 * TOLERANCE
 
 
+@slow
 def test_windows_on_alternate_layers(
     tmp_path: Path, runs: Callable[..., Log], start: tuple[str, ...]
 ) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_burst.tools.runlog import read_scalars
 from tests.tier import slow_if
-from tests.training.launcher import BURST, allowed, report, train
+from tests.training.launcher import BURST, Log, allowed, report
 
 type Figures = dict[str, dict[int, float]]
 
@@ -84,21 +83,9 @@ CASES |= {
 
 
 @pytest.fixture(scope="module")
-def figures(
-    tmp_path_factory: pytest.TempPathFactory, short_documents: tuple[str, ...]
-) -> Callable[..., Figures]:
+def figures(once: Callable[..., Log], short_documents: tuple[str, ...]) -> Callable[..., Figures]:
     """Train; equal calls share one run."""
-    finished: dict[tuple[int, str], Figures] = {}
-
-    def run(ranks: int, flags: str) -> Figures:
-        if (ranks, flags) not in finished:
-            directory = tmp_path_factory.mktemp("mtp")
-            train(directory, ranks, *short_documents, *BURST, *flags.split())
-            found = read_scalars(directory / "tensorboard").items()
-            finished[ranks, flags] = {name: dict(points) for name, points in found}
-        return finished[ranks, flags]
-
-    return run
+    return lambda ranks, flags: once(ranks, *short_documents, *BURST, *flags.split()).scalars
 
 
 @pytest.mark.parametrize("case", slow_if([*CASES][1:], CASES))

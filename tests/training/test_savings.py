@@ -1,7 +1,8 @@
-"""Steps with all that saves memory at once equal steps with none of it. (fast tier: two)
+"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: four)
 
-tests/training/test_mlp_chunks.py, test_recompute.py, test_recompute_offload.py and
-test_chunked_loss.py take them one by one.
+The CPU platform stands in for the card: copies to the host are real, streams and events are not
+(tests/transport/test_host.py orders them). More of them alone: test_recompute.py,
+test_chunked_loss.py.
 """
 
 from pathlib import Path
@@ -19,7 +20,6 @@ from tests.training.launcher import (
     report,
     train,
 )
-from tests.training.test_mlp_chunks import EXPERTS, GATED
 
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
@@ -27,6 +27,12 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 HYBRID = "--hybrid-layer-pattern *-*-"
+GATED = "--swiglu --disable-bias-linear"
+EXPERTS = (
+    "--num-experts 4 --moe-layer-freq 2 --moe-router-topk 2 --disable-bias-linear "
+    "--moe-shared-expert-intermediate-size 96 --moe-grouped-gemm"
+)
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 DOCUMENTS = "--dataloader-inter-document-masking --reset-position-ids --eod-mask-loss"
 FSDP = """
     --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
@@ -38,7 +44,28 @@ SAVINGS = f"""
     --lm-head-loss chunked --lm-head-chunk-size 100 --mlp-chunks 3 --burst-head-chunks 2
     --recompute-offload {UNIFORM} 1 --recompute-attention-fraction
 """
-# Ranks, the fraction of attention that runs again, flags.
+KEEP = "--recompute-attention-fraction"
+OFFLOAD, CHUNKS = "--recompute-offload", "--mlp-chunks 3"
+# One by one: ranks, flags of both, of one alone.
+ALONE = {
+    "offload, CP 2": (2, f"{CP2} {UNIFORM} 1 {KEEP} 0.5 {CHUNKS}", OFFLOAD),
+    "offload, by block": (1, f"{BLOCK} 1", OFFLOAD),
+    "offload, two layers a checkpoint": (1, f"{UNIFORM} 2 {KEEP} 0", OFFLOAD),
+    "offload, TP 2, spread over its ranks": (
+        2,
+        f"--tensor-model-parallel-size 2 --distribute-saved-activations {UNIFORM} 1",
+        OFFLOAD,
+    ),
+    "offload, evaluation": (
+        1,
+        f"{UNIFORM} 1 --eval-interval 2 --eval-iters 1 --split 90,10,0",
+        OFFLOAD,
+    ),
+    "MLPs, DP 2 with overlap": (2, OVERLAP, CHUNKS),
+    "MLPs, TP 2": (2, f"--tensor-model-parallel-size 2 {GATED}", CHUNKS),
+    "MLPs, biases, two layers a checkpoint": (1, f"{UNIFORM} 2", CHUNKS),
+}
+# All at once: ranks, the fraction of attention that runs again, flags.
 CASES = {
     "CP 2, experts, a shared one": (2, 0.5, f"{CP2} {GATED} {EXPERTS}"),
     "CP 4, tied, biases": (4, 0, "--context-parallel-size 4 --add-qkv-bias"),
@@ -58,8 +85,7 @@ CASES = {
     "DP 2 with overlap, documents, experts": (
         2,
         0.5,
-        f"{DOCUMENTS} {GATED} {EXPERTS} --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather",
+        f"{DOCUMENTS} {GATED} {EXPERTS} {OVERLAP}",
     ),
     "Megatron-FSDP, CP 2 x DP 2, documents": (
         4,
@@ -69,22 +95,32 @@ CASES = {
     "Megatron-FSDP, hybrid, MTP": (2, 0, f"{FSDP} {CP2} {HYBRID}/*-"),
     "Megatron-FSDP, TP 2": (4, 1, f"{FSDP} {TP2} {CP2}"),
 }
-FAST = {"CP 2, experts, a shared one", "hybrid, TP 2, MTP"}
+EVERY = ALONE | {
+    case: (ranks, flags, f"{SAVINGS} {fraction}")
+    for case, (ranks, fraction, flags) in CASES.items()
+}
+FAST = {
+    *("offload, CP 2", "MLPs, DP 2 with overlap"),
+    *("CP 2, experts, a shared one", "hybrid, TP 2, MTP"),
+}
 
 
-@pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))
+@pytest.mark.parametrize("case", slow_if(EVERY.keys() - FAST, EVERY))
 def test_losses_and_gradient_norms_equal_those_without(
     tmp_path: Path, data: tuple[str, ...], case: str
 ) -> None:
-    ranks, fraction, flags = CASES[case]
+    ranks, flags, savings = EVERY[case]
 
     def run(name: str, *more: str) -> Log:
         return train(tmp_path / name, ranks, *data, *BURST, PER_TOKEN, *flags.split(), *more)
 
-    expected, found = run("none"), run("all", *SAVINGS.split(), str(fraction))
-    assert "chunked LM head loss: " in found.text and "--mlp-chunks 3: " in found.text
+    expected, found = run("without"), run("with", *savings.split())
+    assert ("chunked LM head loss: " in found.text) == ("--lm-head-loss" in savings)
+    assert ("--mlp-chunks 3: " in found.text) == (CHUNKS in f"{flags} {savings}")
     assert "--mlp-chunks 3: 0 MLPs" not in found.text
     report(case, largest_difference(found, expected, STEPS), allowed(1e-5))
+    if savings == OFFLOAD:
+        assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.tools.runlog import read_scalars
 from tests.training.launcher import (
     BURST,
     STEPS,
@@ -34,23 +33,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def conversations(
-    tmp_path_factory: pytest.TempPathFactory, data: tuple[str, ...], start: tuple[str, ...]
+    once: Callable[..., Log], data: tuple[str, ...], start: tuple[str, ...]
 ) -> Callable[..., Log]:
     """Train on conversations from the common start; equal calls share one run."""
-    finished: dict[tuple[int, str], Log] = {}
     flags = ("--sft", "--data-path", "conversations", *BURST, PER_TOKEN)
 
     def run(ranks: int, more: str) -> Log:
-        if (ranks, more) not in finished:
-            directory: Path = tmp_path_factory.mktemp("sft")
-            own = ("--tensorboard-dir", str(directory / "tensorboard"))
-            own += () if MLA in more or "mtp" in more else start[len(data) :]  # of another model
-            module = "tests.training.conversations"
-            text = run_module(module, directory, ranks, *own, *flags, *more.split())
-            scalars = read_scalars(directory / "tensorboard")
-            losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
-            finished[ranks, more] = Log(losses=losses, grad_norms=norms, text=text)
-        return finished[ranks, more]
+        own = () if MLA in more or "mtp" in more else start[len(data) :]  # of another model
+        module = "tests.training.conversations"
+        return once(ranks, *own, *flags, *more.split(), module=module)
 
     return run
 

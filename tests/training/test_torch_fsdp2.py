@@ -1,4 +1,4 @@
-"""torch FSDP2 trains as if no weight were sharded, with all that saves memory too. (fast tier)
+"""torch FSDP2 trains as if no weight were sharded, with all that saves memory too. (slow)
 
 Of local layers Megatron's FSDP2 leaves the output layer to the model's own group of weights; a
 module of the tests shards it by itself, as Megatron does beside TransformerEngine's.
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tier import slow_if
 from tests.training.launcher import BURST, STEPS, allowed, largest_difference, report, train
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -25,7 +24,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_if([*CASES][1:], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradient_norms_equal_those_without(
     tmp_path: Path, data: tuple[str, ...], case: str
 ) -> None:

@@ -1,22 +1,26 @@
-"""Where ranks are, and the process groups of their rings, made or adopted. (fast tier)"""
+"""Where ranks are, and the process groups of their rings, and who is on them. (fast tier)"""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.config import Topology
+from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel
-from megatron_burst.plans.schedules.topology import Grid, flat_grid
+from megatron_burst.plans.schedules.topology import Grid, choose_grid
 from megatron_burst.transport import groups
 from megatron_burst.transport.groups import (
-    channels_of,
-    make_gloo_group,
+    Members,
     make_groups,
+    members_of_channels,
     nodes_of_ranks,
 )
 from tests.attention.cases import (
@@ -35,28 +39,31 @@ from tests.workers import Team, WorkerPool
 
 WITHIN = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
 BETWEEN = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
+DIRECT = (Channel.READ_DIRECT, Channel.GRADIENT_DIRECT)
 
 
-@pytest.mark.parametrize(
-    ("grid", "channels"),
-    [
-        (flat_grid(1), ()),
-        (flat_grid(4), WITHIN),
-        (Grid(((0,), (1,), (2,))), BETWEEN),
-        (Grid(((0, 1), (2, 3))), (*WITHIN, *BETWEEN)),
-    ],
-    ids=["alone", "one node", "nodes of one", "double"],
-)
-def test_a_grid_has_the_channels_that_its_rings_use(
-    grid: Grid, channels: tuple[Channel, ...]
-) -> None:
-    assert channels_of(grid) == channels
+def test_a_rank_shares_a_channel_with_those_that_its_messages_reach() -> None:
+    def of(nodes: Sequence[int], size: int = 1, topology: str = "double") -> dict[str, Members]:
+        heads = head_groups(nodes, size)
+        on = [nodes[members[0]] for members in heads.groups]
+        found = members_of_channels(choose_grid(Topology(topology), on)[0], heads)
+        return {channel.name.split("_")[-1]: members for channel, members in found.items()}
 
-
-def test_the_all_to_all_has_the_channel_of_reads_within_the_node() -> None:
-    assert channels_of(flat_grid(1), 4) == (Channel.READ_WITHIN,)
-    assert channels_of(Grid(((0,), (1,))), 2) == (Channel.READ_WITHIN, *BETWEEN)
-    assert channels_of(flat_grid(2), 2) == WITHIN
+    assert of([0]) == {}
+    assert of([0] * 4) == {"WITHIN": ((0, 1, 2, 3),)}
+    assert of([0, 1, 2]) == {"BETWEEN": ((0, 1, 2),)}
+    rows, rails = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert of([0, 0, 1, 1]) == {"WITHIN": rows, "BETWEEN": rails, "DIRECT": (tuple(range(4)),)}
+    assert of([0, 1, 0, 1])["WITHIN"] == rails
+    assert of([0, 0, 1, 1], topology="flat") == {"WITHIN": ((0, 1, 2, 3),)}
+    assert of([0, 0, 1]) == {"WITHIN": ((0, 1, 2),)}, "nodes of unequal size make a flat ring"
+    assert of([0] * 4, 4) == {"HEADS": ((0, 1, 2, 3),)}
+    assert of([0, 0, 1, 1], 2) == {"HEADS": rows, "BETWEEN": rails}
+    assert of([0] * 4, 2) == {"HEADS": rows, "WITHIN": rails}
+    eight = of([0] * 4 + [1] * 4, 2)
+    assert eight["WITHIN"] == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert eight["BETWEEN"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert eight["DIRECT"] == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
 def new_groups(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -70,23 +77,24 @@ def every_second(_: Team, config: BurstConfig) -> BurstContext:
     return BurstContext.create(config, new_groups([range(t, 8, 2) for t in range(2)]))
 
 
-def adopted(_: Team, config: BurstConfig) -> BurstContext:
-    """The same with the groups that Megatron makes for a hierarchy of 2 x 2."""
+def in_a_hierarchy(_: Team, config: BurstConfig) -> BurstContext:
+    """The same with the groups that Megatron makes for a hierarchy of 2 x 2, which ours equal."""
     group = new_groups([range(t, 8, 2) for t in range(2)])
     within = new_groups([(t, t + 2) for t in (0, 1, 4, 5)])
     between = new_groups([(t, t + 4) for t in range(4)])
     context = BurstContext.create(config, group, hierarchy=(within, between))
-    channels = context.communicator._channels
-    assert channels[Channel.READ_WITHIN] is within and channels[Channel.READ_BETWEEN] is between
-    assert len({id(g) for g in channels.values()}) == 4
+    channels, ranks_of = context.communicator._channels, dist.get_process_group_ranks
+    for ours, theirs in ((WITHIN, within), (BETWEEN, between), (DIRECT, group)):
+        assert all(ranks_of(channels[c]) == ranks_of(theirs) for c in ours)
+    assert len({*map(id, channels.values()), id(within), id(between), id(group)}) == 6 + 3
     return context
 
 
-@pytest.mark.parametrize("make_context", [every_second, adopted])
+@pytest.mark.parametrize("make_context", [every_second, in_a_hierarchy])
 def test_context_parallelism_across_tensor_parallelism(
     workers: WorkerPool, make_context: object
 ) -> None:
-    per_node = {} if make_context is adopted else {"ranks_per_node": 4}
+    per_node = {} if make_context is in_a_hierarchy else {"ranks_per_node": 4}
     cases = [
         Case(config={"backward": backward, **per_node}, heads=heads, chunk=5)
         for backward, heads in zip(("kv", "query"), HEADS.values(), strict=False)
@@ -99,15 +107,15 @@ def test_context_parallelism_across_tensor_parallelism(
             assert grids == {"double ring of 2 nodes x 2 ranks"}
 
 
-@pytest.mark.parametrize("make_context", [every_second, adopted])
+@pytest.mark.parametrize("make_context", [every_second, in_a_hierarchy])
 @pytest.mark.parametrize(
     "masking", [Masking(window=5), Masking(documents=(0, 3, 17, 21, 40))], ids=str
 )
 def test_masks_over_these_groups(
     workers: WorkerPool, make_context: MakeContext, masking: Masking
 ) -> None:
-    """Adopted groups reach along rows and columns of the grid alone, not from corner to corner."""
-    per_node = {} if make_context is adopted else {"ranks_per_node": 4}
+    """Such as go straight, from corner to corner of the grid, too."""
+    per_node = {} if make_context is in_a_hierarchy else {"ranks_per_node": 4}
     cases = [
         Case(config={"backward": way, **per_node}, masking=masking, chunk=5)
         for way in ("kv", "query")
@@ -118,83 +126,54 @@ def test_masks_over_these_groups(
             assert max(errors(whole.found, case.expected(4)).values()) < FLOAT32_TOLERANCE
 
 
-def met_before_the_first_message(team: Team) -> dict[str, bool]:
-    """For each channel of adopted groups, whether its ranks have all met, as NCCL wants it."""
-    met: list[dist.ProcessGroup] = []
+def made(team: Team, rows: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple[int, ...], bool]]:
+    """What each call of torch is for, between whom, and whether this rank has that group."""
+    calls, new_group = [], dist.new_group
+
+    def noted(ranks: Sequence[int], *given: Any, **options: Any) -> Any:
+        calls.append((options["group_desc"], tuple(ranks), team.rank in ranks))
+        assert "use_local_synchronization" not in options
+        return new_group(ranks, *given, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "barrier", met.append)
-        context = adopted(team, BurstConfig())
-    return {str(c): group in met for c, group in context.communicator._channels.items()}
+        patch.setattr(dist, "new_group", noted)
+        found = make_groups(BurstConfig(), team.group, Grid(rows), head_groups([0] * 8, 1))
+    ours = [(said, ranks) for said, ranks, is_ours in calls if is_ours]
+    groups = [*found.channels.values(), found.agreement]
+    assert ours == [(g.group_desc, tuple(dist.get_process_group_ranks(g))) for g in groups]
+    return [(said, ranks, False) for said, ranks, _ in calls]
 
 
-def test_every_channel_is_met_by_all_its_ranks_at_the_start_adopted_ones_too(
+def test_all_ranks_make_all_groups_in_one_order_and_each_says_what_it_is_for(
     workers: WorkerPool,
 ) -> None:
-    every = dict.fromkeys(map(str, (*WITHIN, *BETWEEN)), True)
-    assert workers.run(range(8), met_before_the_first_message) == [every] * 8
-
-
-def members_of_channels(team: Team, rows: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:
-    channels = make_groups(BurstConfig(), team.group, Grid(rows), None).channels
-    assert len({id(group) for group in channels.values()}) == len(channels)
-    found = {str(c): dist.get_process_group_ranks(group) for c, group in channels.items()}
-    return {**found, "adopted": [g is team.group for g in channels.values()]}
-
-
-@pytest.mark.parametrize(
-    ("rows", "channels"),
-    [
-        ((tuple(range(8)),), WITHIN),
-        (tuple((rank,) for rank in range(8)), BETWEEN),
-        (((0, 1, 2, 3), (4, 5, 6, 7)), (*WITHIN, *BETWEEN)),
-    ],
-    ids=["flat", "nodes of one", "double"],
-)
-def test_the_first_channel_is_the_callers_group_and_the_others_are_new(
-    workers: WorkerPool, rows: tuple[tuple[int, ...], ...], channels: tuple[Channel, ...]
-) -> None:
-    ranks = list(range(8))
-    expected = dict.fromkeys(map(str, channels), ranks)
-    first = [True] + [False] * (len(channels) - 1)
-    assert workers.run(ranks, members_of_channels, rows) == [{**expected, "adopted": first}] * 8
-
-
-def described(team: Team, rows: tuple[tuple[int, ...], ...]) -> set[str]:
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        new_group = dist.new_group
-        patch.setattr(
-            dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]
-        )
-        make_groups(BurstConfig(), team.group, Grid(rows), None)
-        make_gloo_group(team.group, 60.0)
-    return {group.group_desc for group in made}
-
-
-def test_each_new_group_says_what_it_is_for(workers: WorkerPool) -> None:
-    channels = {f"burst {channel}" for channel in (*WITHIN[1:], *BETWEEN)}
-    expected = {*channels, "burst agreement", "burst plans ahead"}
-    assert workers.run(range(8), described, ((0, 1, 2, 3), (4, 5, 6, 7))) == [expected] * 8
+    rows = (0, 1, 2, 3), (4, 5, 6, 7)
+    first, *others = workers.run(range(8), made, rows)
+    assert all(calls == first for calls in others), "torch would name them differently, and hang"
+    assert Counter(said for said, *_ in first) == {
+        **{f"burst {channel}": 2 for channel in WITHIN},
+        **{f"burst {channel}": 4 for channel in BETWEEN},
+        **{f"burst {channel}": 1 for channel in DIRECT},
+        "burst agreement": 1,
+    }
 
 
 class OnNccl:
     """Stands in for a process group of NCCL; there are none without a GPU."""
 
-    def __init__(self, has_priority: bool) -> None:
-        self.options = SimpleNamespace(is_high_priority_stream=has_priority)
+    def __init__(self) -> None:
+        self.options = dist.ProcessGroupNCCL.Options()
 
     def _get_backend(self, device: torch.device) -> "OnNccl":
         assert device.type == "cuda"
         return self
 
 
-@pytest.mark.parametrize("high", [False, True])  # as --high-priority-stream-groups makes it
 @pytest.mark.parametrize("in_hierarchy", [False, True])  # whose names are cp, and hcp
-def test_streams_have_high_priority_as_the_callers_group(
-    monkeypatch: pytest.MonkeyPatch, high: bool, in_hierarchy: bool
+def test_communicators_have_our_options_and_the_callers_win(
+    monkeypatch: pytest.MonkeyPatch, in_hierarchy: bool
 ) -> None:
-    hierarchy = [OnNccl(high) for _ in range(2)]
-    group = OnNccl(high and not in_hierarchy)
+    group, hierarchy = OnNccl(), [OnNccl(), OnNccl()]
     made: list[SimpleNamespace] = []
 
     def new_group(ranks: object, limit: object = None, **kwargs: object) -> SimpleNamespace:
@@ -202,36 +181,35 @@ def test_streams_have_high_priority_as_the_callers_group(
         return made[-1]
 
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
-    config, grid = BurstConfig(), Grid(((0, 1), (2, 3)))
-    found = make_groups(config, group, grid, hierarchy if in_hierarchy else None)
-    callers = hierarchy if in_hierarchy else [group]
-    channels = list(found.channels.values())
-    assert set(found.channels) == {*WITHIN, *BETWEEN}
-    assert [any(g is c for c in channels) for g in callers] == [True] * len(callers)
-    options = [group.pg_options for group in channels if group not in callers]
-    assert len(options) == 4 - len(callers)
-    assert [o is not None and o.is_high_priority_stream for o in options] == [high] * len(options)
-    assert len({id(o) for o in options if o}) == high * len(options), "torch writes into each"
+    arguments = BurstConfig(timeout_seconds=7.0), group, Grid(((0, 1), (2, 3)))
+    last = hierarchy if in_hierarchy else None
 
+    def options() -> list[Any]:
+        made.clear()
+        make_groups(*arguments, head_groups([0, 0, 1, 1], 1), last)
+        return [one.pg_options for one in made if hasattr(one, "pg_options") and one.pg_options]
 
-def refused(_: Team) -> str:
-    group = new_groups([range(4), range(4, 8)])
-    hierarchy = (new_groups([range(t, t + 2) for t in range(0, 8, 2)]), group)
-    try:
-        BurstContext.create(BurstConfig(topology="flat"), group, hierarchy=hierarchy)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    def settings() -> set[tuple[Any, ...]]:
+        found = options()
+        assert len({*map(id, found)}) == 6, "torch writes into each"
+        return {(o.config.max_ctas, o.config.cga_cluster_size, o.config.min_ctas) for o in found}
 
-
-def test_a_flat_ring_does_not_adopt_the_groups_of_a_hierarchy(workers: WorkerPool) -> None:
-    (message,) = set(workers.run(range(8), refused))
-    assert "2 x 4 ranks were given, but the configuration makes a flat ring" in message
-    assert "take --burst-topology double" in message
+    unset = dist.ProcessGroupNCCL.Options().config.min_ctas
+    assert all(o.is_high_priority_stream for o in options())
+    assert {o._timeout.total_seconds() for o in options()} == {7.0}
+    assert settings() == {(8, 1, unset)}
+    callers = hierarchy[1] if in_hierarchy else group
+    callers.options.config.cga_cluster_size = 2
+    assert settings() == {(8, 2, unset)}
+    callers.options.config.min_ctas = 16
+    assert settings() == {(16, 2, 16)}, "NCCL refuses more at least than at most"
+    callers.options.config.max_ctas = 24
+    assert settings() == {(24, 2, 16)}
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             text = torchrun(checkout, *command, *logs)
             scalars = read_scalars(directory)
             losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
-            finished[command] = Log(losses=losses, grad_norms=norms, text=text)
+            finished[command] = Log(scalars={"lm loss": losses, "grad-norm": norms}, text=text)
         return finished[command]
 
     return train_once
@@ -191,5 +191,5 @@ def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path)
         scalars = read_scalars(directory)
         losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
         assert f" in {fork / 'megatron'}" in text
-        found = Log(losses=losses, grad_norms=norms, text=text)
+        found = Log(scalars={"lm loss": losses, "grad-norm": norms}, text=text)
         check_equal(f"patch, {script}", found, train(*OUR_ENTRY, *flags))

@@ -66,6 +66,11 @@ class Choice:
         """Whether any rank has tiles that are neither full nor causal squares."""
         return self.tiling.needs.is_banded
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether a pass is a direct exchange."""
+        return any(isinstance(of[0].schedule, Direct) for of in (self.forward, self.backward))
+
     def plans(self, rank: int) -> tuple[Plan, Plan]:
         """Return the plans of a rank's forward and backward."""
         return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
@@ -95,7 +100,6 @@ def choose(
     grid: Grid,
     shape: Shape,
     nodes: Sequence[Hashable],
-    along_grid: bool = False,
     memory_limit: float = math.inf,
     links: Links | None = None,
 ) -> Choice:
@@ -104,9 +108,7 @@ def choose(
     Those count alone for sparse masks, for rings of more than 256 ranks, or where no links are
     given: on the bottleneck link, of equal ones all bytes, then memory.
 
-    With `along_grid`, as in adopted process groups, messages pass within rows and columns of the
-    grid alone. `memory_limit`, in bytes, is of what a rank holds for others under any schedule but
-    a ring.
+    `memory_limit`, in bytes, is of what a rank holds for others under any schedule but a ring.
 
     Raises:
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
@@ -114,7 +116,7 @@ def choose(
     if tiling.mask.is_sparse or tiling.ranks > TIMED or config.algorithm is not Algorithm.BURST:
         links = None
     links = links and links._replace(shape=shape)
-    asked = config, tiling, grid, nodes, shape, along_grid, memory_limit, links
+    asked = config, tiling, grid, nodes, shape, memory_limit, links
     passes = _Pass(*asked, backward=False), _Pass(*asked, backward=True)
     forward, backward = (each.offers() for each in passes)
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
@@ -130,7 +132,6 @@ class _Pass:
     grid: Grid
     nodes: Sequence[Hashable]
     shape: Shape
-    along_grid: bool
     memory_limit: float  # bytes
     links: Links | None
     backward: bool
@@ -199,7 +200,7 @@ class _Pass:
     def _direct(self) -> Iterator[Direct]:
         """Only of sparse masks; what goes straight keeps to no row or column."""
         is_burst, is_sparse = self.config.algorithm is Algorithm.BURST, self.tiling.mask.is_sparse
-        if is_burst and is_sparse and not self.along_grid:
+        if is_burst and is_sparse:
             yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
 
     def _mesh(self) -> Iterator[Offer]:

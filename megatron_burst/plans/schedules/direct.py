@@ -127,12 +127,17 @@ class _DirectMessages:
 
     def _hop(self, distance: int, owner: int, user: int) -> Hop:
         grid = self.schedule.grid
-        within = len({grid.coordinates(rank)[0] for rank in (owner, user)}) == 1
         item = Item(self.kind, owner, self.schedule.part(owner, user))
         if self.kind.is_result:
             if self.schedule.tiling.needs.once[self.schedule.sent][owner, user]:
                 item = item._replace(kind=self.kind.partial)
-            channel = Channel.GRADIENT_WITHIN if within else Channel.GRADIENT_BETWEEN
-            return Hop(item, user, owner, channel, distance + 1, grid.ranks)
-        channel = Channel.READ_WITHIN if within else Channel.READ_BETWEEN
-        return Hop(item, owner, user, channel, 0, distance - 1)
+            ways = Channel.GRADIENT_WITHIN, Channel.GRADIENT_BETWEEN, Channel.GRADIENT_DIRECT
+            return Hop(item, user, owner, ways[self._way(owner, user)], distance + 1, grid.ranks)
+        ways = Channel.READ_WITHIN, Channel.READ_BETWEEN, Channel.READ_DIRECT
+        return Hop(item, owner, user, ways[self._way(owner, user)], 0, distance - 1)
+
+    def _way(self, one: int, other: int) -> int:
+        """Return 0 within a row of the grid, 1 within a column, 2 from corner to corner."""
+        grid = self.schedule.grid
+        (node, place), (other_node, other_place) = map(grid.coordinates, (one, other))
+        return 0 if node == other_node else 1 if place == other_place else 2

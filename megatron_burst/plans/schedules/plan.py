@@ -66,12 +66,18 @@ class Kind(StrEnum):
 
 
 class Channel(StrEnum):
-    """One of the communicators of a group; messages of one channel stay in order."""
+    """One of the communicators of a rank; messages of one channel stay in order.
+
+    Of a grid of nodes WITHIN has a row's ranks, BETWEEN a column's, DIRECT all of them.
+    """
 
     READ_WITHIN = "reads within the node"
     READ_BETWEEN = "reads between nodes"
     GRADIENT_WITHIN = "gradients within the node"
     GRADIENT_BETWEEN = "gradients between nodes"
+    READ_DIRECT = "direct reads between nodes"
+    GRADIENT_DIRECT = "direct gradients between nodes"
+    HEADS = "heads"
 
 
 type Part = tuple[Interval, ...]

@@ -57,12 +57,9 @@ class CoreAttentionByCommType:
                 f"{', '.join(MEGATRONS)} for this layer in --cp-comm-type (cp_comm_type of the "
                 "TransformerConfig), or drop --context-parallel-algo"
             )
-        is_te = stood is TEDotProductAttention
-        generates = is_te or "k_channels" not in given  # MLA, which Megatron's own does not know
         return BurstCoreAttention(
             shared=shared,
-            saves_extra_state=is_te,
-            build=functools.partial(fallback, **given) if generates else None,
+            saves_extra_state=stood is TEDotProductAttention,
             **parameters,
             **given,
         )

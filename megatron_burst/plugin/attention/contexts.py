@@ -34,8 +34,8 @@ class Contexts:
     def of(self, model: ModelParallelConfig, pg_collection: Any = None) -> BurstContext:
         """Return the context of the context-parallel group that Megatron has made.
 
-        The first call, of all ranks of the job together, makes it; it adopts Megatron's process
-        groups within the node and between nodes.
+        The first call, of all ranks of the job together, makes it; Megatron's groups of a hierarchy
+        say who shares a node.
         """
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         if group not in self._made:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -14,7 +16,6 @@ from megatron_burst.config import Check, Mla
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
-from megatron_burst.plugin.attention.generation import Decoder
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
@@ -32,7 +33,6 @@ class BurstCoreAttention(ModuleWithSink):
 
     Args:
         saves_extra_state: whether TransformerEngine's attention stood in the spec.
-        build: makes what stood there, which generates tokens; None: it cannot.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.
@@ -43,7 +43,6 @@ class BurstCoreAttention(ModuleWithSink):
         *,
         shared: SharedState,
         saves_extra_state: bool = False,
-        build: Callable[[], Any] | None = None,
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
@@ -68,7 +67,6 @@ class BurstCoreAttention(ModuleWithSink):
         self._window = window_of(config, layer_number)
         self._layer_number = layer_number
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
-        self._decode = Decoder(build, self._no_generation(build))
         self.name_layer(str(layer_number))
 
     def name_layer(self, name: str) -> None:
@@ -107,9 +105,7 @@ class BurstCoreAttention(ModuleWithSink):
         mask_type = attn_mask_type or self._attn_mask_type
         with self.context.agreed.told(f"layer {self._layer_number}"):
             self._refuse(attention_mask, attention_bias)
-            self._decode.check()
-            if query.shape[0] != key.shape[0]:
-                return self._decode(query, key, value, attn_mask_type, self.softmax_offset)
+            _refuse_generation(query, key)
             documents = self._documents(packed_seq_params, query)
             mask = self._mask(mask_type, documents)
         is_thd = not isinstance(packed_seq_params, PackedDocuments | None)
@@ -142,20 +138,6 @@ class BurstCoreAttention(ModuleWithSink):
         if not self.training:
             self._shared.contexts.bytes_sent_in_evaluation += self.context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
-
-    def _no_generation(self, build: Callable[[], Any] | None) -> str | None:
-        """Say where no token can follow a prompt, if none can."""
-        ranks, mask = self.context.ranks, self._shared.config.block_mask
-        cases = (
-            (ranks > 1, f"over {ranks} context-parallel ranks: pass --context-parallel-size 1"),
-            (mask is not None, "under --burst-block-mask: drop it"),
-            (
-                build is None,
-                "where no attention of Megatron's stood: MLA needs TransformerEngine's, and ours a "
-                "layer spec",
-            ),
-        )
-        return next((why for holds, why in cases if holds), None)
 
     def _documents(self, packed: Any, query: Tensor) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
@@ -209,6 +191,19 @@ class BurstCoreAttention(ModuleWithSink):
         ):
             if given is not None:
                 raise ValueError(f"{name} cannot be honoured in a ring; use {instead}")
+
+
+def _refuse_generation(query: Tensor, key: Tensor) -> None:
+    """Refuse a prompt in inference, and what follows one: fewer queries than keys.
+
+    Megatron's mode alone stays on behind a static engine, for evaluations of other models, too.
+    """
+    prompt = InferenceMode.is_active() and torch.is_inference_mode_enabled()
+    if prompt or query.shape[0] != key.shape[0]:
+        raise ValueError(
+            "our attention generates no tokens: drop --context-parallel-algo, what it has trained "
+            "fits Megatron's own attention"
+        )
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> tuple[int | None, bool]:

@@ -1,9 +1,7 @@
 """The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
-import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -39,23 +37,6 @@ class PackedDocuments(PackedSeqParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.longest = max((end - start for start, end in pairwise(self.bounds)), default=0)
-
-
-def digest_of(packed: PackedSeqParams) -> bytes:
-    """Return what tells the documents of micro-batches apart; one copy to the host a tensor."""
-    given = {part.name: getattr(packed, part.name) for part in fields(PackedSeqParams)}
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    copied = {id(x): x.cpu().numpy().tobytes() for x in tensors.values()}
-    said: list[object] = [(name, copied[id(x)]) for name, x in tensors.items()]
-    said += [packed.tokens_per_sample, packed.local_cp_size, packed.cp_group]
-    return hashlib.sha256(repr(said).encode()).digest()
-
-
-def with_tensors(documents: PackedDocuments, packed: PackedSeqParams) -> PackedDocuments:
-    """Return documents that were read from an equal of `packed`, with the tensors of `packed`."""
-    ours = copy.copy(documents)
-    ours.cu_seqlens_q = ours.cu_seqlens_kv = _starts(packed)
-    return ours
 
 
 def _starts(packed: PackedSeqParams) -> Tensor:

@@ -1,13 +1,8 @@
 """What the layers of one model share."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.kept import DocumentCalls
-from megatron_burst.attention.preparing import Plans, plan_ahead
 from megatron_burst.config import BurstConfig, Check, LayoutName
-from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
 from megatron_burst.plugin.attention.masks import Masks
@@ -46,18 +41,3 @@ class SharedState:
     def follow_layout(self) -> None:
         """Let layers run: from now on tokens come in the layout of the settings."""
         self.follows_layout = True
-
-    def kinds(self) -> dict[BurstContext, DocumentCalls]:
-        """Return the kinds of calls with documents that layers have made so far."""
-        return {context: context.kept.document_calls for context in self.contexts}
-
-    def plan_ahead(
-        self, documents: PackedDocuments, kinds: Mapping[BurstContext, DocumentCalls]
-    ) -> list[tuple[BurstContext, Plans]]:
-        """Plan these kinds of calls for a micro-batch that is to come; a thread may call it."""
-
-        def mask_of(mask: Mask) -> Mask:
-            return self.masks.of(mask.is_causal, mask.window, documents)
-
-        tokens, layout = documents.bounds[-1], documents.layout
-        return [(c, plan_ahead(c, each, tokens, mask_of, layout)) for c, each in kinds.items()]

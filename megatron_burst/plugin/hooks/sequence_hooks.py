@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.visibility.layout import Layout, zigzag
-from megatron_burst.plugin.attention.ahead import Ahead
 from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,
     window_of,
@@ -49,7 +49,6 @@ class SequenceHooks:
 
     Args:
         shared: what the layers of the model share.
-        ahead: reads documents, and is told when a forward is done; None: none comes announced.
         cut: cuts the batches; None: they come in Megatron's zigzag.
         documents_apart: whether the ranks hold each document in a zigzag of its own also where
             `packed_seq_params` does not say how it is padded, as with --sft.
@@ -58,13 +57,11 @@ class SequenceHooks:
     def __init__(
         self,
         shared: SharedState,
-        ahead: Ahead | None = None,
         cut: BatchCut | None = None,
         *,
         documents_apart: bool = False,
     ) -> None:
         self._shared, self._apart, self._cut = shared, documents_apart, cut
-        self._ahead = ahead or Ahead(shared)
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to all pipeline stages among `models` and return them.
@@ -82,7 +79,7 @@ class SequenceHooks:
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
             layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            stage = _StageHooks(model, layout, self._ahead, self._cut, documents_apart=self._apart)
+            stage = _StageHooks(model, layout, self._cut, documents_apart=self._apart)
             moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -145,15 +142,13 @@ class _StageHooks:
         self,
         model: LanguageModel,
         layouts: Layouts,
-        ahead: Ahead,
         cut: BatchCut | None = None,
         *,
         documents_apart: bool = False,
     ) -> None:
         config, context = model.config, layouts.context
-        self._ahead, self._cut, self._context = ahead, cut, context
+        self._cut, self._context = cut, context
         tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        # Everything but plans: `Ahead` makes those of it, and calls this in a thread.
         self._read = functools.partial(
             read_documents,
             group=context.group,
@@ -165,14 +160,17 @@ class _StageHooks:
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True)
-        # Behind the forward, when the device has work.
-        model.register_forward_hook(lambda *_: ahead.plan_next(self._read))
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""
-        if batch.get("cu_seqlens") is None:
+        bounds, padded = (
+            None if (x := batch.get(name)) is None else x.squeeze(0)
+            for name in ("cu_seqlens", "cu_seqlens_padded")
+        )
+        if bounds is None:
             return self._context.layout(tokens)
-        documents = self._ahead.documents_of(self._ahead.packed(batch), self._read)
+        said = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_q_padded=padded)
+        documents = self._read(said)
         return None if documents.brought else documents.layout or self._context.layout(tokens)
 
     def before(
@@ -182,7 +180,7 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
-            given["packed_seq_params"] = self._ahead.documents_of(packed, self._read)
+            given["packed_seq_params"] = self._read(packed)
             _flatten_input(model.decoder)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:

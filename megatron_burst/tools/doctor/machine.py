@@ -10,6 +10,7 @@ from megatron_burst.kernels import flash2, flash3, flash4
 from megatron_burst.kernels.package import installed_version
 from megatron_burst.plugin import compat
 from megatron_burst.tools.hardware import Devices
+from megatron_burst.transport.nccl import unread
 
 _OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 rich jinja2 "
 _OTHERS += "nvidia-resiliency-ext"
@@ -27,8 +28,10 @@ class Part:
 def parts() -> list[Part]:
     """Return every package that we, or Megatron around us, may use."""
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    nccl = torch.version.cuda and torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    version, of_nccl = (), "this torch has none"
+    if torch.version.cuda and torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()
+        of_nccl = unread(version) or "messages between GPUs"
     try:
         megatron, where = compat.check_megatron_version(), str(compat.megatron_folder())
     except ValueError as error:
@@ -41,7 +44,7 @@ def parts() -> list[Part]:
         Part("Python", platform.python_version(), ""),
         Part("megatron-burst", installed_version("megatron-burst") or "from its folder", ""),
         Part("torch", torch.__version__, f"{cuda}; {torch.cuda.device_count()} GPUs here"),
-        Part("NCCL", version, "messages between GPUs" if nccl else "this torch has none"),
+        Part("NCCL", ".".join(map(str, version)), of_nccl),
         Part("cuDNN", str(torch.backends.cudnn.version() or ""), "an attention kernel"),
         Part("megatron-core", megatron, where),
         *(Part(name, installed_version(name) or "", use) for name, use in uses.items()),

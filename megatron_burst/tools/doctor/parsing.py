@@ -83,7 +83,7 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     from megatron.training import arguments
 
     from megatron_burst.data_checks.look import look_at_files
-    from megatron_burst.plugin import attach, spec
+    from megatron_burst.plugin import attach
 
     if line.starts_us and cpu_platform.cpu_platform_active():
         cpu_platform.check_job()
@@ -101,8 +101,6 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
         found.config = burst_config_from_args(args)
     if not found.unknown:
         arguments.validate_args(args, {})
-    if not line.is_attached and args.spec and args.spec[0] == spec.__name__:
-        spec.gpt()
     if not found.unknown:
         _build_configs(line, args, found.config)
 

@@ -11,10 +11,11 @@ _LARGEST = 1e18
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
 _OPTIONAL = (
     *("gpu", "peak_tflops", "gpus_per_host", "host_gib", "fp8_speedup", "contended"),
-    "rates",
+    *("nvlinks", "channels", "rates"),
 )
-_COUNTS = ("gpus_per_node", "gpus_per_host", "nics_per_node")
-_USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0}  # of rates that need not be given
+_COUNTS = ("gpus_per_node", "gpus_per_host", "nics_per_node", "nvlinks", "channels")
+# Of rates that need not be given.
+_USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0, "channel_gb_s": 1e9}
 _RATES = (
     *("forward_tflops", "backward_tflops", "linear_tflops"),
     *("memory_gb_s", "within_gb_s", "nic_gb_s", *_USUAL),
@@ -35,6 +36,9 @@ class Cluster(Machine):
     host_rate: float = 25e9  # bytes/s between a GPU and the host's memory
     peak: float  # FLOP/s, for the MFU
     working_set: float = 1.0  # bytes of attention at work for each that is counted, of other code
+    nvlinks: int = 0  # of a GPU; 0: what NCCL does there is not known
+    channels: int = 1  # of an NCCL communicator of a node's GPUs
+    channel_rate: float = float("inf")  # bytes/s of one of them
 
 
 def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], float]) -> Cluster:
@@ -58,6 +62,8 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         name=name,
         gpus_per_node=counts["gpus_per_node"],
         gpus_per_host=counts.get("gpus_per_host", 0),
+        nvlinks=counts.get("nvlinks", 0),
+        channels=counts.get("channels", 1),
         memory=_number(name, "memory_gib", table["memory_gib"]) * 2**30,
         host_memory=_number(name, "host_gib", table.get("host_gib", _LARGEST)) * 2**30,
         **_rates(name, table.get("rates", {}), peak, constant),

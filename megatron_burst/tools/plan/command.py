@@ -145,6 +145,8 @@ def _print(found: list[Candidate], most: int) -> None:
         "of it, to other nodes; exposed: of attention's time; copies: to the host that are waited "
         "for, of the step"
     )
+    if buffers := found[0].memory.nccl / 2**30:
+        console.print(f"of a GPU, NCCL's buffers for attention's messages: {buffers:.2f} GiB")
     if found[0].fits:
         print(f"\nthe first of them, on every node:\n{found[0].command()}")
 

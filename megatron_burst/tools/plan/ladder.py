@@ -20,7 +20,7 @@ _TENSOR = (1, 2, 4, 8)
 
 _COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
-    **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "GPU")},
+    **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "NCCL", "GPU")},
     "host": ("host", 1, "{:.0f}"),
     "longest": ("longest", 1e-6, "{:.2f} M"),
 }
@@ -47,7 +47,8 @@ class Rung:
         found = memory.predict(self.load)
         states = found.weights + found.gradients + found.optimizer + found.gathered
         parts = {"states": states, "inputs": found.inputs + found.saved, "layer": found.layer}
-        parts |= {"loss": found.loss, "GPU": found.total, "host": memory.host_bytes(self.load)}
+        parts |= {"loss": found.loss, "NCCL": found.nccl, "GPU": found.total}
+        parts["host"] = memory.host_bytes(self.load)
         return {name: size / memory.GIB for name, size in parts.items()}
 
 
@@ -136,7 +137,8 @@ def show(rungs: Sequence[Rung]) -> None:
     rows = [(rung.name, *cells(rung)) for rung in rungs]
     console.print(terminal.table(("added",), _COLUMNS, rows))
     console.print(
-        "GPU: states, inputs and more of a layer at work or the loss; longest: tokens that fit"
+        "NCCL: its buffers for attention's messages; GPU: states, inputs, NCCL and more of a layer "
+        "at\nwork or the loss; longest: tokens that fit"
     )
     if best.longest:
         print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:\n{best.way.command()}")

@@ -1,14 +1,17 @@
 """The memory of one GPU in a training step, counted part by part, at its two peaks."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.communicators import uses
 from megatron_burst.tools.plan.states import gathered, states
 from megatron_burst.tools.plan.working_set import working_set
-from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.tools.plan.workload import Ring, Workload
 
 GIB = 2**30
-_USABLE = 0.92  # of the device: the rest is for CUDA, NCCL and what the allocator cannot use
+_USABLE = 0.92  # of the device: the rest is CUDA's, other NCCL groups' and the allocator's gaps
 _LOGIT_BYTES = 6  # of all logits at once: bfloat16 and float32, forward or backward
 
 
@@ -24,12 +27,13 @@ class Memory:
     saved: int  # results of attention that are not recomputed
     layer: int  # the tensors of the layer that is at work, and its fragments
     loss: int  # logits
+    nccl: int  # buffers of the communicators of attention
 
     @property
     def total(self) -> int:
         """The larger of two peaks: the loss, when no layer is at work, or a layer's backward."""
         states = self.weights + self.gradients + self.optimizer + self.gathered
-        return states + self.inputs + self.saved + max(self.layer, self.loss)
+        return states + self.inputs + self.saved + self.nccl + max(self.layer, self.loss)
 
 
 def usable(cluster: Cluster) -> float:
@@ -91,7 +95,15 @@ def _of_stage(load: Workload, stage: int) -> Memory:
         saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
         layer=working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
+        nccl=_communicators(load.ring) if model.layers else 0,
     )
+
+
+@lru_cache(maxsize=64)
+def _communicators(ring: Ring) -> int:
+    choice, shape = timing.chosen(ring)
+    schedules = choice.forward[0].schedule, choice.backward[0].schedule
+    return sum(use.buffers for use in uses(ring, schedules, shape).values())
 
 
 def hosted_activations(load: Workload) -> float:

@@ -14,6 +14,7 @@ from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.tools.plan.communicators import reached, reached_by_heads
 from megatron_burst.tools.plan.workload import Ring, Workload
 
 
@@ -50,7 +51,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     def of(ring: Ring, *, backward: bool = False) -> Pass:
         choice, shape = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
-        links = Links(ring.nodes, shape, ring.machine, ring.beside)
+        machine = reached(ring, taken.schedule, shape, backward=backward)
+        links = Links(ring.nodes, shape, machine, ring.beside)
         seconds = pass_seconds(taken.schedule, links, backward=backward)
         chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
@@ -127,5 +129,5 @@ def _chunked(load: Workload, *, backward: bool) -> Pass:
 def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
     shape, chunks = load.ring.shape, load.head_chunks
-    found = exchange(shape, load.head_parallel, load.ranks_per_node, load.cluster)
+    found = exchange(shape, load.head_parallel, load.ranks_per_node, reached_by_heads(load.ring))
     return Pass(found.seconds * chunks, sent=found.sent * chunks, between=found.between * chunks)

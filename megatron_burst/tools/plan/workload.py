@@ -9,7 +9,6 @@ from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plans.choice.head_parallel import exchanged
-from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.topology import Grid, choose_grid
 from megatron_burst.plans.visibility.layout import Layout
@@ -28,8 +27,10 @@ class Ring:
     nodes: tuple[int, ...]  # of each rank
     shape: Shape  # of a rank's tensors
     card: float  # bytes of a GPU's memory
-    machine: Machine
+    machine: Cluster
     beside: int  # GPUs of a node that are in the same place of their rings
+    local: int  # context-parallel ranks of a node, of all rings
+    heads: int  # ranks of an all-to-all over heads
 
     @property
     def grid(self) -> Grid:
@@ -204,6 +205,8 @@ class Workload:
             card=self.cluster.memory,
             machine=self.cluster,
             beside=self.beside,
+            local=self.ranks_per_node,
+            heads=size,
         )
 
     @cached_property

@@ -79,18 +79,6 @@ def test_the_data_of_a_cluster_need_not_be_here(
     assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
-def test_our_spec_of_earlier_versions_is_an_error(
-    megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "pretrain_gpt.py").touch()
-    torchrun = f"torchrun --nnodes 2 --nproc-per-node gpu {tmp_path}/pretrain_gpt.py".split()
-    spec = "--spec megatron_burst.plugin.spec gpt --cp-comm-type burst --bf16 --mock-data".split()
-    local = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split()
-    status, report = judged(capsys, *torchrun, *MODEL, *spec, *local, *CP16)
-    (error,) = (f["text"] for f in report["findings"] if f["level"] == "error")
-    assert status == 1 and "start python -m megatron_burst.run SCRIPT" in error
-
-
 def test_a_model_that_a_checkpoint_describes(
     megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -239,6 +227,27 @@ def test_the_parts_are_those_of_this_environment() -> None:
     versions = {part.name: part.version for part in parts()}
     assert versions["torch"] == torch.__version__
     assert {"megatron-core", "transformer-engine", "apex", "NCCL", "flash-attn"} <= set(versions)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_read"),
+    [
+        ((2, 26, 5), False),
+        ((2, 27, 3), True),
+        ((2, 30, 7), True),
+        ((2, 31), False),
+        ((3, 28), False),
+    ],
+)
+def test_a_version_of_nccl_that_nobody_read_is_told(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], is_read: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    (nccl,) = (part for part in parts() if part.name == "NCCL")
+    assert nccl.version == ".".join(map(str, version))
+    unread = "what our messages rely on was read in 2.27 to 2.30 alone"
+    assert nccl.use == ("messages between GPUs" if is_read else unread)
 
 
 def test_kernels_answer_for_gpus_that_are_not_here() -> None:

@@ -1,0 +1,195 @@
+"""The communicators of a layer's attention: messages and bytes of a rank, and the rates in reach.
+
+Each has the ranks that its messages are between, and no others: a row of the grid, which is a node
+or in a flat ring all ranks, a column of it, for what goes from corner to corner all of it, and
+those of an all-to-all.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.machine import Machine
+from megatron_burst.plans.schedules.schedule import Schedule
+from megatron_burst.tools.plan.nccl import (
+    MAX_CTAS,
+    VERSION,
+    Communicator,
+    Fabric,
+    Peers,
+    communicator,
+)
+from megatron_burst.tools.plan.workload import Ring
+
+
+class Way(StrEnum):
+    """Where messages go."""
+
+    ROW = "within a row of the grid"
+    COLUMN = "within a column"
+    CORNER = "from corner to corner"
+    HEADS = "all-to-all over heads"
+
+
+class Options(NamedTuple):
+    """What else could be made of the same plans."""
+
+    own: bool = True  # or all of the context-parallel ranks in each communicator
+    max_ctas: int = MAX_CTAS
+    version: tuple[int, int] = VERSION
+
+
+OURS = Options()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A rank's messages on a communicator, forward and backward of one chunk of the heads."""
+
+    communicator: Communicator
+    peers: Peers
+    sent: int  # messages
+    largest: int  # bytes
+    at_once: int  # that are posted before a step, at the most
+
+    @property
+    def channels(self) -> int:
+        """Of the largest message."""
+        return int(self.communicator.channels_of(np.array(self.largest)))
+
+    @property
+    def ctas(self) -> int:
+        """Thread blocks of the messages that are posted together."""
+        return self.communicator.ctas([self.largest] * self.at_once)
+
+    @property
+    def buffers(self) -> int:
+        """Bytes."""
+        return self.communicator.buffers(self.peers)
+
+
+def of_way(ring: Ring, way: Way, options: Options = OURS) -> Communicator:
+    """Return what NCCL decides for the ranks that such messages are between."""
+    cluster, gpus, nodes = ring.machine, ring.machine.gpus_per_node, len({*ring.nodes})
+    nics = max(1, gpus // cluster.gpus_per_nic)
+    fabric = Fabric(cluster.nvlinks, cluster.channels, gpus, nics, cluster.nic_rate)
+    whole = nodes, len(ring.nodes) // nodes
+    places = {
+        Way.ROW: whole if ring.grid.nodes == 1 else (1, whole[1]),
+        Way.COLUMN: (nodes, 1),
+        Way.CORNER: whole,
+        Way.HEADS: (max(1, ring.heads // ring.local), min(ring.heads, ring.local)),
+    }
+    every = len(ring.nodes) * ring.heads // ring.local, ring.local
+    where = places[way] if options.own else every
+    return communicator(fabric, *where, options.max_ctas, options.version)
+
+
+def uses(
+    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape, options: Options = OURS
+) -> Mapping[tuple[str, Way], Use]:
+    """Count the messages of the rank in the middle in both passes: of blocks, and of results.
+
+    Nothing where the links are not known.
+    """
+    messages = defaultdict[tuple[str, Way], list[_Message]](list)
+    if ring.machine.nvlinks:
+        for what, way, message in (*_of_ring(ring, schedules, shape), *_of_heads(ring)):
+            messages[what, way].append(message)
+    return {key: _use(of_way(ring, key[1], options), some) for key, some in messages.items()}
+
+
+class _Message(NamedTuple):
+    posted: Hashable  # when, alike for those that are posted together
+    peer: int
+    is_sent: bool
+    is_far: bool
+    size: int
+
+
+def _use(found: Communicator, messages: list[_Message]) -> Use:
+    ways = ((is_sent, is_far) for is_far in (False, True) for is_sent in (False, True))
+    peers = [
+        len({each.peer for each in messages if (each.is_sent, each.is_far) == way}) for way in ways
+    ]
+    posted = [each.posted for each in messages if each.is_sent]
+    at_once = max(map(posted.count, {*posted}), default=0)
+    return Use(found, Peers(*peers), len(posted), max(each.size for each in messages), at_once)
+
+
+def _of_ring(
+    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape
+) -> Iterator[tuple[str, Way, _Message]]:
+    nodes, grid = ring.nodes, ring.grid
+    rank = len(nodes) // 2
+    row, column = grid.coordinates(rank)
+    for backward, schedule in enumerate(schedules):
+        sizes, rows = shape.item_bytes(backward=bool(backward)), schedule.tiling.local_tokens
+        for some in schedule.messages(backward=bool(backward)):
+            for hop in some.hops(rank):
+                is_sent = hop.source == rank
+                peer = hop.target if is_sent else hop.source
+                at = grid.coordinates(peer)
+                way = Way.ROW if at[0] == row else Way.COLUMN if at[1] == column else Way.CORNER
+                part = hop.item.packed
+                size = sizes[hop.item.kind] * (part.length if part else rows) // rows
+                posted, is_far = (backward, hop.leaves), nodes[peer] != nodes[rank]
+                what = "results" if hop.item.kind.is_result else "blocks"
+                yield what, way, _Message(posted, peer, is_sent, is_far, size)
+
+
+def _of_heads(ring: Ring) -> Iterator[tuple[str, Way, _Message]]:
+    """Two all-to-alls a pass: of q, k and v, and of the output."""
+    for peer in range(1, ring.heads):
+        size = _share_of_heads(ring)
+        for posted, is_sent in product(("there", "back", "d back", "d there"), (False, True)):
+            is_far = peer >= ring.local
+            yield "blocks", Way.HEADS, _Message(posted, peer, is_sent, is_far, size)
+
+
+def _share_of_heads(ring: Ring) -> int:
+    """Bytes to a peer of an all-to-all: of q, k and v, or the output, in the mean."""
+    return ring.shape.exchange_bytes(ring.heads) // (ring.heads - 1) // 2
+
+
+@lru_cache(maxsize=256)
+def reached(ring: Ring, schedule: Schedule, shape: Shape, *, backward: bool) -> Machine:
+    """Return the machine with the rate that a pass's messages within nodes reach.
+
+    That of the channels they have, in the mean over their bytes; messages that are posted together
+    share what all of them reach. Between nodes the NIC's rate stays: NCCL counts on 14 GB/s of a
+    channel, and steps were published that need more.
+    """
+    machine = ring.machine
+    if not machine.nvlinks:
+        return machine
+    found, node = of_way(ring, Way.ROW), np.array(ring.nodes)
+    sizes, moved, seconds = shape.item_bytes(backward=backward), 0.0, 0.0
+    for messages in schedule.messages(backward=backward):
+        loads = messages.loads(sizes, schedule.tiling.local_tokens)
+        goes = (node[loads.sources] == node[loads.targets]) & (loads.sizes > 0)
+        legs, steps = goes.any(axis=1), loads.leaves
+        together = np.bincount(steps[legs], minlength=1 + max(steps, default=0))[steps]
+        channels = np.minimum(found.channels, together[:, None] * found.channels_of(loads.sizes))
+        moved += loads.sizes[goes].sum()
+        rates = np.minimum(machine.within_rate, channels[goes] * machine.channel_rate)
+        seconds += (loads.sizes[goes] / rates).sum()
+    return replace(machine, within_rate=moved / seconds) if moved else machine
+
+
+def reached_by_heads(ring: Ring) -> Machine:
+    """Return the machine with the rate of the all-to-alls over heads within nodes."""
+    machine = ring.machine
+    if not machine.nvlinks or ring.heads == 1:
+        return machine
+    found, peers = of_way(ring, Way.HEADS), min(ring.heads, ring.local) - 1
+    a_peer = int(found.channels_of(np.array(_share_of_heads(ring))))
+    rate = min(found.channels, peers * a_peer) * machine.channel_rate
+    return replace(machine, within_rate=min(machine.within_rate, rate))

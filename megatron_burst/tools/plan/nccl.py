@@ -1,0 +1,123 @@
+"""NCCL's point-to-point messages: channels, thread blocks and buffers, as its sources choose them.
+
+Of 2.27.7, 2.28.9, 2.29.7 and 2.30.7 on GPUs that reach each other by NVLink through switches, with
+GPUDirect RDMA and none of NCCL's environment variables. By the names of its sources: graph/paths.cc
+has the channels of a peer, graph/connect.cc those of a communicator, enqueue.cc those of a message,
+init.cc the sizes of chunks and buffers, transport/p2p.cc and net.cc who allocates them.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = (2, 28)
+"""That of torch 2.11; from 2.29 on a peer on another node may have more channels."""
+MAX_CTAS = 8
+"""Of each communicator of ours."""
+_NIC_CHANNEL = 14e9  # bytes/s that NCCL counts on of a channel between nodes, since 2.29
+_MIB = 2**20
+# A channel from a peer of the node has buffers of three protocols, 4 + 4.69 + .5 MiB, one to it a
+# page; both are made of 2 MiB each. (Ampere has 6 on either side.)
+_RECEIVING, _SENDING = 10 * _MIB, 2 * _MIB
+_POOL = 16 * 2**17  # of a channel between nodes, each way, whoever the peers are
+_AT_ONCE = 8  # messages that a channel works on at a time
+_FAST = 25e9  # bytes/s of a NIC that has two rings
+
+
+class Fabric(NamedTuple):
+    """A node, as NCCL finds it."""
+
+    nvlinks: int  # of a GPU
+    channels: int  # of a communicator in it
+    gpus: int
+    nics: int
+    nic_rate: float  # bytes/s
+
+    def rings(self, local_ranks: int) -> int:
+        """Return the channels of a communicator between nodes with so many GPUs of each."""
+        nics = max(1, self.nics * local_ranks // self.gpus)
+        return 2 * nics * (2 if nics <= 4 and self.nic_rate >= _FAST else 1)
+
+
+class Peers(NamedTuple):
+    """With how many ranks a rank has messages, of its node and of others."""
+
+    senders: int = 0  # of its node
+    receivers: int = 0
+    far_senders: int = 0
+    far_receivers: int = 0
+
+
+class Communicator(NamedTuple):
+    """What NCCL decides for a group of ranks when it is made."""
+
+    nodes: int
+    ranks: int
+    channels: int  # and so many thread blocks at the most, each on an SM of its own
+    a_peer: int  # channels that are connected to a peer, and a message may take
+
+    def channels_of(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many channels messages of so many bytes are spread over.
+
+        Parts of 64 KiB at least; more channels while parts are over 16 MiB, or over 128 KiB where
+        the group has several nodes. As if all ranks had messages, at first as many as do not meet.
+        """
+        least_part, most_part = 2**16, 2**17 if self.nodes > 1 else 2**24
+        least = self.a_peer
+        while least > 1 and least * self.ranks > self.channels:
+            least //= 2
+        count = np.clip(-(-size // least_part), 1, least)
+        for _ in range(self.a_peer.bit_length()):
+            doubled = (-(-size // count) > most_part) & (count <= self.a_peer // 2)
+            count = np.where(doubled, 2 * count, count)
+        return count
+
+    def ctas(self, sizes: Iterable[int]) -> int:
+        """Return the thread blocks that messages to different peers take at a time, at the most."""
+        spread = self.channels_of(np.array([*sizes], np.int64))
+        return min(self.channels, int(spread.sum()))
+
+    def connections(self, peers: Peers) -> int:
+        """Return how many channels to and from peers a rank connects at its first messages."""
+        return self.a_peer * sum(peers)
+
+    def buffers(self, peers: Peers) -> int:
+        """Return the bytes of a GPU that they take."""
+        found = self.a_peer * (peers.senders * _RECEIVING + peers.receivers * _SENDING)
+        pools = (peers.far_senders > 0) + (peers.far_receivers > 0)
+        return found + pools * self.channels * _POOL
+
+
+def communicator(
+    fabric: Fabric,
+    nodes: int,
+    local_ranks: int,
+    max_ctas: int = MAX_CTAS,
+    version: tuple[int, int] = VERSION,
+) -> Communicator:
+    """Return that of a group with so many ranks on each of so many nodes.
+
+    Counts of channels are rounded up to powers of two. A peer has two channels a NVLink; one on
+    another node has few, and then all peers of the group do.
+    """
+    ranks = nodes * local_ranks
+    found = min(fabric.channels if nodes == 1 else fabric.rings(local_ranks), max_ctas)
+    channels, near = _power_of_two(found), 2 * fabric.nvlinks
+    if nodes == 1:
+        return Communicator(1, ranks, channels, min(_power_of_two(near), channels))
+    if version < (2, 29):
+        far = 2 if 2 * ranks <= 4 * found else 1
+    else:
+        far = max(2, -int(-fabric.nic_rate // _NIC_CHANNEL))
+    a_peer = _power_of_two(min(near, far) if local_ranks > 1 else far)
+    if version < (2, 29):
+        a_peer = min(a_peer, channels)
+    while version >= (2, 29) and a_peer > 1 and a_peer * -(-ranks // _AT_ONCE) > channels:
+        a_peer //= 2
+    return Communicator(nodes, ranks, channels, a_peer)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,202 @@
+"""What NCCL makes of messages, by hand from its sources, and of the plans' messages. (fast tier)"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.plans.schedules.direct import Direct
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.schedule import Schedule
+from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.tools.model import model_of
+from megatron_burst.tools.plan import communicators, memory, timing
+from megatron_burst.tools.plan.communicators import OURS, Options, Use, Way
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
+from megatron_burst.tools.plan.workload import Workload
+
+CONFIGS = Configs.read()
+MIB = 2**20
+H100 = Fabric(nvlinks=18, channels=24, gpus=8, nics=8, nic_rate=45e9)
+A100 = Fabric(nvlinks=12, channels=24, gpus=8, nics=8, nic_rate=22e9)
+A800 = Fabric(nvlinks=8, channels=16, gpus=8, nics=4, nic_rate=22e9)
+OLD, NEW = (2, 28), (2, 29)
+
+
+@pytest.mark.parametrize(
+    ("fabric", "nodes", "ranks", "most", "version", "channels", "a_peer"),
+    [
+        # In a node: 24 rounded up, two a NVLink are 36 or 24 or 16, and no more than all.
+        (H100, 1, 8, 64, OLD, 32, 32),
+        (H100, 1, 8, 64, NEW, 32, 32),
+        (A100, 1, 8, 64, OLD, 32, 32),
+        (A800, 1, 8, 64, OLD, 16, 16),
+        (H100, 1, 8, 8, OLD, 8, 8),
+        (H100, 1, 8, 10, OLD, 16, 16),  # rounded up behind the limit
+        # Two rings a NIC; a peer of another node has two channels while 2 ranks <= 4 channels.
+        (H100, 2, 8, 64, OLD, 16, 2),
+        (H100, 4, 8, 64, OLD, 16, 2),  # 64 <= 64
+        (H100, 8, 8, 64, OLD, 16, 1),  # 128 > 64
+        (A800, 4, 8, 64, OLD, 8, 1),  # 64 > 32
+        (H100, 2, 8, 4, OLD, 4, 1),  # 32 > 16
+        # Since 2.29 as many as 14 GB/s each need for 45, while 8 ranks to a channel fit.
+        (H100, 2, 8, 64, NEW, 16, 4),  # 4 x 2 <= 16
+        (H100, 8, 8, 64, NEW, 16, 2),  # 4 x 8 > 16, 2 x 8 are not
+        (H100, 32, 8, 64, NEW, 16, 1),
+        # One rank a node: one NIC, whose rings are two where it has 25 GB/s.
+        (H100, 8, 1, 64, OLD, 4, 2),  # 16 <= 16
+        (H100, 9, 1, 64, OLD, 4, 1),
+        (H100, 8, 1, 64, NEW, 4, 4),
+        (H100, 9, 1, 64, NEW, 4, 2),  # 4 x 2 > 4
+        (A100, 4, 1, 64, OLD, 2, 2),  # 8 <= 8
+        (A100, 8, 1, 64, NEW, 2, 2),
+        (A800, 2, 1, 64, OLD, 2, 2),  # half a NIC is one
+    ],
+)
+def test_channels_of_a_communicator_and_of_a_peer(
+    fabric: Fabric,
+    nodes: int,
+    ranks: int,
+    most: int,
+    version: tuple[int, int],
+    channels: int,
+    a_peer: int,
+) -> None:
+    found = communicator(fabric, nodes, ranks, most, version)
+    assert found == (nodes, nodes * ranks, channels, a_peer)
+
+
+@pytest.mark.parametrize(
+    ("found", "sizes"),
+    [
+        # 32 over 8 ranks are 4, each with 64 KiB at least; doubled beyond 16 MiB a channel.
+        (
+            communicator(H100, 1, 8, 64),
+            {1: 1, 2**16: 1, 2**17 + 1: 3, MIB: 4, 64 * MIB: 4, 64 * MIB + 1: 8}
+            | {128 * MIB + 1: 16, 256 * MIB + 1: 32, 2**34: 32},
+        ),
+        (
+            communicator(H100, 1, 8, 8),
+            {MIB: 1, 16 * MIB: 1, 16 * MIB + 1: 2, 32 * MIB + 1: 4, 64 * MIB + 1: 8, 2**30: 8},
+        ),
+        (communicator(H100, 1, 2, 8), {2**16: 1, 2**18: 4, 64 * MIB: 4, 64 * MIB + 1: 8}),
+        # Between nodes doubled beyond 128 KiB: 4 channels over 8 ranks are one at first.
+        (communicator(H100, 8, 1, 64, NEW), {2**17: 1, 2**17 + 1: 2, 2**18 + 1: 4, 2**30: 4}),
+        (communicator(H100, 8, 8, 64), {MIB: 1, 2**30: 1}),
+    ],
+)
+def test_channels_of_a_message(found: Communicator, sizes: dict[int, int]) -> None:
+    taken = found.channels_of(np.array([*sizes]))
+    assert dict(zip(sizes, taken.tolist(), strict=True)) == sizes
+
+
+def test_thread_blocks_are_those_of_all_messages_and_at_most_all() -> None:
+    few, many = communicator(H100, 1, 8, 8), communicator(H100, 1, 8, 64)
+    assert few.ctas([MIB] * 7) == 7 and many.ctas([MIB] * 7) == 28
+    assert few.ctas([40 * MIB] * 7) == 8 and many.ctas([MIB, 65 * MIB]) == 12
+
+
+def test_buffers_are_a_peers_in_a_node_and_shared_between_them() -> None:
+    # 4 MiB + 4.6875 + .5 and a page from a peer, a page to it: 10 and 2 in pages of 2 MiB, as the
+    # log of NVIDIA/nccl#1685 has them, of 32 channels a peer on 8 H100.
+    for most, channels in ((8, 8), (64, 32)):
+        found = communicator(H100, 1, 8, most)
+        assert found.buffers(Peers(senders=7, receivers=7)) == 7 * channels * 12 * MIB
+        assert found.buffers(Peers(senders=1)) == channels * 10 * MIB
+        assert found.connections(Peers(senders=7, receivers=1)) == channels * 8
+    # 16 chunks of 128 KiB a channel and way, of 16 or 4 channels; beside them a peer of the node.
+    assert communicator(H100, 8, 8, 64).buffers(Peers(0, 0, 7, 7)) == 64 * MIB
+    assert communicator(H100, 8, 1, 64).buffers(Peers(0, 0, 0, 1)) == 8 * MIB
+    assert communicator(H100, 8, 8, 64).buffers(Peers(1, 0, 1, 0)) == 10 * MIB + 32 * MIB
+
+
+def load(ranks: int, tokens: int = 8192, **config: object) -> Workload:
+    flags = {"hybrid-layer-pattern": "*", "hidden-size": 4096, "vocab-size": 1}
+    flags |= {"num-attention-heads": 32, "group-query-attention": True, "num-query-groups": 8}
+    return Workload(
+        model=model_of(flags),
+        cluster=CONFIGS.cluster("h100"),
+        gpus=ranks,
+        tensor=1,
+        context=ranks,
+        tokens=ranks * tokens,
+        config=BurstConfig(**{"head_chunks": 1, **config}),
+    )
+
+
+def uses(of: Workload, options: Options = OURS) -> dict[tuple[str, Way], Use]:
+    choice, shape = timing.chosen(of.ring)
+    schedules = choice.forward[0].schedule, choice.backward[0].schedule
+    return dict(communicators.uses(of.ring, schedules, shape, options))
+
+
+def test_a_double_ring_has_groups_of_nodes_and_of_places() -> None:
+    found = uses(load(16, topology="double", backward="kv"))
+    block = 8192 * 8 * 256 * 2
+    # A block goes on to the next of the node 7 times in either node, and once to the other.
+    blocks = found["blocks", Way.ROW]
+    assert blocks.communicator == communicator(H100, 1, 8) and blocks.peers == (1, 1, 0, 0)
+    assert (blocks.sent, blocks.largest, blocks.at_once) == (2 * 2 * 7, block, 1)
+    assert (blocks.channels, blocks.ctas, blocks.buffers) == (2, 2, 8 * 12 * MIB)  # of 32 MiB
+    across = found["blocks", Way.COLUMN]
+    assert across.communicator == communicator(H100, 2, 1) and across.peers == (0, 0, 1, 1)
+    assert across.sent == 2 and across.buffers == 2 * 4 * 2 * MIB
+    # A partial gradient of its block comes from each of the node, and goes to each.
+    assert found["results", Way.ROW].peers == (7, 7, 0, 0)
+    whole = uses(load(16, topology="double"), Options(own=False))
+    assert {use.communicator for use in whole.values()} == {communicator(H100, 2, 8)}
+
+
+def test_what_leaves_the_node_has_a_group_of_all_ranks() -> None:
+    flat = uses(load(16, topology="flat"))
+    assert flat["blocks", Way.ROW].communicator == communicator(H100, 2, 8)
+    assert flat["blocks", Way.ROW].peers == (0, 1, 1, 0)  # the first of the other node
+    heads = uses(load(16, algorithm="ulysses"))
+    assert heads.keys() == {("blocks", Way.HEADS)}
+    use = heads["blocks", Way.HEADS]
+    assert use.communicator == communicator(H100, 2, 8) and use.peers == (7, 7, 8, 8)
+    assert (use.sent, use.at_once, use.ctas) == (4 * 15, 15, 8)
+    sparse = replace(load(16, topology="double"), window=2 * 8192)
+    direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
+    found = communicators.uses(sparse.ring, (direct, direct), sparse.ring.shape)
+    assert found["blocks", Way.CORNER].communicator == communicator(H100, 2, 8)
+    assert found["blocks", Way.ROW].communicator == communicator(H100, 1, 8)
+
+
+def reached(of: Workload, schedule: Schedule, *, backward: bool = False) -> float:
+    found = communicators.reached(of.ring, schedule, of.ring.shape, backward=backward)
+    return found.within_rate
+
+
+def test_messages_are_no_faster_than_their_channels() -> None:
+    def rate(of: Workload, **links: float) -> float:
+        of = replace(of, cluster=replace(of.cluster, **links))
+        return reached(of, timing.chosen(of.ring)[0].forward[0].schedule)
+
+    for tokens, channels in ((1024, 1), (8192, 2), (65536, 8)):  # blocks of 4, 32 and 256 MiB
+        assert rate(load(8, tokens, topology="flat")) == pytest.approx(channels * 36.7e9)
+    assert rate(load(8, topology="flat"), channel_rate=400e9) == pytest.approx(360e9)
+    assert rate(load(8, topology="flat"), nvlinks=0) == 360e9
+    assert rate(load(64, topology="flat")) == pytest.approx(36.7e9)
+    # Within nodes 32 MiB, between them sums of twice that in float32: their rate is another.
+    double = load(16, topology="double", backward="kv")
+    schedule = timing.chosen(double.ring)[0].backward[0].schedule
+    assert reached(double, schedule, backward=True) == pytest.approx(2 * 36.7e9)
+    # From several ranks at once, and to seven peers at once, a channel each.
+    sparse = replace(load(8), window=16384)
+    direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
+    assert 4 * 36.7e9 < reached(sparse, direct) < 8.01 * 36.7e9
+    heads = communicators.reached_by_heads(load(8, algorithm="ulysses").ring)
+    assert heads.within_rate == pytest.approx(7 * 36.7e9)
+    assert heads.nic_rate == 45e9
+
+
+def test_buffers_are_a_part_of_memory() -> None:
+    of = load(16, topology="double")
+    found = memory.predict(of)
+    assert found.nccl == sum(use.buffers for use in uses(of).values()) > 700 * MIB
+    without = memory.predict(replace(of, cluster=replace(of.cluster, nvlinks=0)))
+    assert found.total - without.total == found.nccl and without.nccl == 0
+    assert memory.predict(load(1)).nccl == 0
