@@ -73,7 +73,9 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
     if "double" in name:
         return 1 not in (place.nodes, place.ranks_per_node)
     if "hybrid" in name:
-        return place.ranks_per_node % HEAD_PARALLEL == 0 and place.ranks > HEAD_PARALLEL
+        # Pairs of a node's ranks, or of nodes of one.
+        shared = place.ranks if place.ranks_per_node == 1 else place.ranks_per_node
+        return place.ranks > HEAD_PARALLEL and shared % HEAD_PARALLEL == 0
     # Between nodes its gradients return by the chain, as those of the baseline do.
     return name != "burst kv flat" or place.nodes == 1
 

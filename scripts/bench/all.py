@@ -52,11 +52,12 @@ PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
 STEPS = {
     "plans": _made(1, "plan_figure.py", "plan.svg plan-double.svg"),
-    "pictures": _made(1, "pictures.py", "rooms.svg step.svg"),
+    "pictures": _made(1, "pictures.py", "rooms.svg step.svg rings.svg"),
     "tables": _made(1, "tables.py", "flags.md api.md support.md"),
     "planning": _measured("planning", 1),
+    "host_time": _measured("host_time", 1),
     "accuracy": _measured("accuracy", 2),
-    "loss": _measured("loss", 3, picture="docs/loss-memory.svg"),
+    "loss": _measured("loss", 20, "--repetitions 1", picture="docs/loss-memory.svg"),
     "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),
     "mlp_chunks": _measured("mlp_chunks", 1, "--repetitions 15"),
     "memory": _measured("memory", 20),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.plans.choice.machine import HEAD_GRAIN, KEYS_A_CALL, Machine
+from megatron_burst.plans.choice.machine import HEAD_GRAIN, HOP_SECONDS, KEYS_A_CALL, Machine
 from megatron_burst.tools.flops import peak_tflops
 
 _LARGEST = 1e18
@@ -71,6 +71,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         gpus_per_nic=max(1, counts["gpus_per_node"] // counts["nics_per_node"]),
         contention=constant("contention") if table.get("contended") else 0.0,
         copy_rate=float("inf"),
+        hop_seconds=HOP_SECONDS,
         peak=peak,
         grain=KEYS_A_CALL,
         head_grain=HEAD_GRAIN,
