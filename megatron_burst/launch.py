@@ -3,14 +3,25 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.cpu_platform.torch_adam import with_torch_adam
 from megatron_burst.data_checks.dataset_helpers import compile_on_every_node
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import asks_for_us
+from megatron_burst.transport import failure
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def started(*, own_entry: bool = False) -> Iterator[None]:
+    """Run a training after `start`; if either fails, report that once a job."""
+    with failure.reported():
+        start(own_entry=own_entry)
+        yield
 
 
 def start(*, own_entry: bool = False) -> None:

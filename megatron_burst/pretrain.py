@@ -11,14 +11,12 @@ with one.
 
 import sys
 
-from megatron_burst.launch import start
-from megatron_burst.transport import failure
+from megatron_burst.launch import started
 
 
 def main() -> None:
     """Parse the command line and train."""
-    with failure.reported():
-        start(own_entry=True)
+    with started(own_entry=True):
         _train()
 
 

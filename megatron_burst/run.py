@@ -13,8 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_burst.launch import start
-from megatron_burst.transport import failure
+from megatron_burst.launch import started
 
 
 def main() -> None:
@@ -30,8 +29,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     # As Python does for a script: what lies beside it comes first, a checkout before the wheel.
     sys.path.insert(0, str(script.parent))
-    with failure.reported():
-        start()
+    with started():
         runpy.run_path(str(script), run_name="__main__")
 
 

@@ -97,12 +97,12 @@ class BurstContext:
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         check_kernel_name(config.kernel)
         memory_limit = _memory_limit(config, group)
-        nodes = nodes_of_ranks(config, group, hierarchy)
+        nodes = nodes_of_ranks(group, config.timeout_seconds, hierarchy, config.ranks_per_node)
         machine, size = _chosen_degree(config, group, nodes, shape, memory_limit)
         on_a_node = nodes.count(nodes[0])
         grid, ring_nodes, heads = _arranged(config, group, nodes, size)
         if groups is None:
-            groups = make_groups(config, group, grid, heads, hierarchy)
+            groups = make_groups(group, grid, heads, config.timeout_seconds, hierarchy)
         ranks = dist.get_process_group_ranks(group)
         connections = _connections(groups, ranks, heads, group.rank())
         agreement = Agreement(groups.agreement, config.timeout_seconds)
@@ -156,6 +156,12 @@ class BurstContext:
             shards = [torch.empty_like(x) for _ in range(self.ranks)]
             dist.all_gather(shards, x, group=self.group)
         return self.layout(x.shape[dim] * self.ranks).unshard(shards, dim)
+
+    def gather[T](self, purpose: str, mine: T) -> list[T]:
+        """Return what every rank has, a collective call; errors name its purpose."""
+        if self.group is None:
+            return [mine]
+        return gather_objects(self.group, purpose, mine, self.config.timeout_seconds)
 
     def layout_of(self, tokens: int, given: Layout | None) -> Layout:
         """Return the layout of a call, `given` with it or the configuration's.

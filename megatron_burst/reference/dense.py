@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.kernels.dtypes import accumulation_dtype
-from megatron_burst.transport.backend import is_by_gloo
-
 MARGIN = 6.0
 """How many times the error of one rounding in every place is allowed: rings round oftener."""
 _PAIRS_AT_ONCE = 2**24  # of queries and keys: 128 MiB in float64, of which a few are alive
@@ -105,7 +102,8 @@ class Spread:
     def _wire(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
         # Gloo reaches only the host's memory.
-        return x.cpu() if is_by_gloo(self.group, x.device.type) else x
+        by_gloo = f"{x.device.type}:{dist.Backend.GLOO}" in dist.get_backend_config(self.group)
+        return x.cpu() if by_gloo else x
 
 
 class Expected(NamedTuple):
@@ -223,7 +221,7 @@ class Reference:
 
     def _grain(self, heads: slice, k: Tensor) -> Tensor:
         """How far arithmetic in float32 may shift a score of this rank's queries: [heads]."""
-        wide = accumulation_dtype(self.q.dtype)
+        wide = torch.promote_types(self.q.dtype, torch.float32)
         largest = self.scale * _norm(self.q[:, :, heads].double()).amax((0, 1)) * _norm(k).max()
         grain = _ROUNDINGS * torch.finfo(wide).eps * (1 + largest)
         return grain if wide is self.q.dtype else grain + _COARSE_EXP

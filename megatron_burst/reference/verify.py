@@ -21,7 +21,6 @@ from megatron_burst.reference.dense import (
     megatrons_positions,
 )
 from megatron_burst.reference.verify_latents import LatentGradients
-from megatron_burst.transport.objects import gather_objects
 
 _STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
 _MEGATRONS = LayoutName.ZIGZAG, LayoutName.BALANCED  # of BALANCED what comes without a layout
@@ -127,14 +126,6 @@ def spread_of(context: BurstContext, tokens: int, layout: Layout | None = None) 
         return Spread(megatrons_positions(tokens, context.ranks), context.group)
     layout = layout or context.layout(tokens)
     return Spread([layout.positions(rank) for rank in range(context.ranks)], context.group)
-
-
-def of_all_ranks[T](context: BurstContext, mine: T) -> list[T]:
-    """Return what every rank of the context has found, a collective call."""
-    if context.group is None:
-        return [mine]
-    limit = context.config.timeout_seconds
-    return gather_objects(context.group, "collect what was found", mine, limit)
 
 
 def compare(

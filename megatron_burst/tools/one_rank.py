@@ -6,16 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.backward import backward
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.forward import forward
 from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.comm import Communicator, Posted
 from megatron_burst.transport.lowered import Batch
 from megatron_burst.transport.memory import joined

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.config import Algorithm, Backward, GradDtype, LayoutName, Topology
+from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import Algorithm, Backward, BurstConfig, GradDtype, LayoutName, Topology
 from megatron_burst.kernels import KERNELS
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.reference.dense import Visibility
 from megatron_burst.reference.verify import (
     Finding,
     attend_beside_reference,
-    of_all_ranks,
     table,
     worst,
 )
@@ -121,7 +122,7 @@ def check(
         mask=mask,
     )
     out.backward(dout.detach())
-    found = worst(itertools.chain.from_iterable(of_all_ranks(context, mine)))
+    found = worst(itertools.chain.from_iterable(context.gather("collect what was found", mine)))
     return context.kept.kernel.name, found
 
 

@@ -14,7 +14,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid
@@ -38,7 +37,10 @@ class Groups:
 
 
 def nodes_of_ranks(
-    config: BurstConfig, group: dist.ProcessGroup, hierarchy: Hierarchy
+    group: dist.ProcessGroup,
+    timeout_seconds: float,
+    hierarchy: Hierarchy = None,
+    ranks_per_node: int | None = None,
 ) -> list[Hashable]:
     """Return the node of each rank of `group`, as any value that equal nodes share; a collective.
 
@@ -49,11 +51,11 @@ def nodes_of_ranks(
     node: Hashable
     if hierarchy is not None:
         node = tuple(dist.get_process_group_ranks(hierarchy[0]))
-    elif config.ranks_per_node is not None:
-        node = rank // config.ranks_per_node
+    elif ranks_per_node is not None:
+        node = rank // ranks_per_node
     else:
         node = (socket.gethostname(), os.environ.get("GROUP_RANK"))
-    return gather_objects(group, "learn where the other ranks are", node, config.timeout_seconds)
+    return gather_objects(group, "learn where the other ranks are", node, timeout_seconds)
 
 
 def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]:
@@ -82,10 +84,10 @@ def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]
 
 
 def make_groups(
-    config: BurstConfig,
     group: dist.ProcessGroup,
     grid: Grid,
     heads: HeadGroups,
+    timeout_seconds: float,
     hierarchy: Hierarchy = None,
 ) -> Groups:
     """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
@@ -96,14 +98,14 @@ def make_groups(
     which may differ among them, and NCCL cannot make them where the job is bound to devices.
     """
     assert dist.group.WORLD is not None
-    ranks, seconds = dist.get_process_group_ranks(group), config.timeout_seconds
+    ranks = dist.get_process_group_ranks(group)
     ours = tuple(
         (channel, tuple(ranks[rank] for rank in some))
         for channel, members in members_of_channels(grid, heads).items()
         for some in members
     )
-    every = gather_objects(dist.group.WORLD, _MAKE, (tuple(ranks), ours), seconds)
-    limit, found = timedelta(seconds=seconds), dict[Channel, dist.ProcessGroup]()
+    every = gather_objects(dist.group.WORLD, _MAKE, (tuple(ranks), ours), timeout_seconds)
+    limit, found = timedelta(seconds=timeout_seconds), dict[Channel, dist.ProcessGroup]()
     for whose, wanted in dict.fromkeys(every):
         for channel, some in wanted:
             options = None

@@ -66,6 +66,18 @@ def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: i
         assert f"ended process {machine.text('left').strip()}" in machine.text("out/log.txt")
 
 
+def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
+    job = start(machine, LAUNCHERS["local"])
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        wait_for(lambda: processes(machine, "guard.py"))
+        (first,) = processes(machine, "guard.py")
+        first.send_signal(number)
+    wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
+    processes(machine, "tools.launch node")[0].kill()
+    job.communicate(timeout=60)
+    wait_for(lambda: not processes(machine), 10)
+
+
 SUPERVISES = """
 import sys
 from megatron_burst.tools.launch import processes
@@ -87,6 +99,32 @@ def test_what_takes_no_notice_is_killed(machine: Machine, number: int) -> None:
     job.send_signal(number)
     assert job.wait(20) in (-9, 137)
     wait_for(lambda: not processes(machine), 10)
+
+
+def test_without_tee_the_training_goes_on(machine: Machine) -> None:
+    said = f"seq {LINES}; touch said; until [ -e more ]; do sleep 0.1; done; seq {LINES}"
+    machine.training(said, "echo done")
+    job = subprocess.Popen(
+        machine.command("launch_local.sh", "--output", "out"),
+        cwd=machine.folder,
+        env=machine.environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(lambda: (machine.folder / "said").exists())
+    hit: list[psutil.Process] = []
+
+    def hits_another() -> bool:  # than the one that may still be about to end
+        found = [one for one in processes(machine, "^tee ") if one not in hit]
+        hit.extend(found[:1])
+        return bool(found)
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        wait_for(hits_another)
+        hit[-1].send_signal(number)
+    (machine.folder / "more").touch()
+    assert job.wait(60) == 0
+    assert machine.text("out/log.txt").endswith(f"\n{LINES}\ndone\n")
 
 
 def test_a_reader_that_leaves_ends_nothing(machine: Machine) -> None:

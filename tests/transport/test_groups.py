@@ -132,7 +132,7 @@ def made(team: Team, rows: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        found = make_groups(BurstConfig(), team.group, Grid(rows), head_groups([0] * 8, 1))
+        found = make_groups(team.group, Grid(rows), head_groups([0] * 8, 1), 60.0)
     ours = [(said, ranks) for said, ranks, is_ours in calls if is_ours]
     groups = [*found.channels.values(), found.agreement]
     assert ours == [(g.group_desc, tuple(dist.get_process_group_ranks(g))) for g in groups]
@@ -181,12 +181,12 @@ def test_communicators_have_our_options_and_the_callers_win(
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
-    arguments = BurstConfig(timeout_seconds=7.0), group, Grid(((0, 1), (2, 3)))
+    arguments = group, Grid(((0, 1), (2, 3))), head_groups([0, 0, 1, 1], 1), 7.0
     last = hierarchy if in_hierarchy else None
 
     def options() -> list[Any]:
         made.clear()
-        make_groups(*arguments, head_groups([0, 0, 1, 1], 1), last)
+        make_groups(*arguments, last)
         return [one.pg_options for one in made if hasattr(one, "pg_options") and one.pg_options]
 
     def settings() -> set[tuple[Any, ...]]:
@@ -223,9 +223,8 @@ def classes(nodes: Sequence[object]) -> list[int]:
 
 
 def detected_nodes(team: Team, launched_on: list[int] | None, per_node: int | None) -> list[int]:
-    config = BurstConfig(ranks_per_node=per_node)
     with torchrun_node(launched_on[team.rank] if launched_on else None):
-        return classes(nodes_of_ranks(config, team.group, None))
+        return classes(nodes_of_ranks(team.group, 60.0, None, per_node))
 
 
 @pytest.mark.parametrize(

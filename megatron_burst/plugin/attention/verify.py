@@ -25,7 +25,6 @@ from megatron_burst.reference.verify import (
     Finding,
     VerificationError,
     attend_beside_reference,
-    of_all_ranks,
     table,
     worst,
 )
@@ -68,7 +67,7 @@ class Verification:
             self.settle(context)
 
     def _report(self, context: BurstContext) -> None:
-        everyone = of_all_ranks(context, (self._findings, self.positions))
+        everyone = context.gather("collect what was found", (self._findings, self.positions))
         rows = {
             layer: worst(f for findings, _ in everyone for f in findings.get(layer, ()))
             for layer in self._findings

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_burst.tools import options, terminal
-from megatron_burst.tools.compare.page import COLUMNS, Comparison, as_json, rows, write_report
+from megatron_burst.tools.compare.page import Comparison, as_json, table, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series
 from megatron_burst.tools.compare.toy import make_toy
@@ -212,7 +212,8 @@ def _line(result: Result) -> str:
 
 
 def _show(comparison: Comparison, page: Path, console: Console) -> None:
-    console.print(terminal.table(("",), COLUMNS, rows(comparison)))
+    columns, rows = table(comparison)
+    console.print(terminal.table(("",), columns, rows))
     if not comparison.faults:
         console.print(*comparison.verdict, sep="\n")
     console.print(f"report: {page}, {page.with_suffix('.json')}")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_burst.tools.compare.results import (
 from megatron_burst.tools.compare.variants import REFERENCES
 from megatron_burst.tools.replacing import write_text
 
-COLUMNS = ("loss apart", "last loss", "q1 to q3 ms", *FIGURES)
+_COLUMNS = ("loss apart", "loss", "q1 to q3 ms", *FIGURES)
 _STEPS_TO_LEARN, _NATS = 20, 0.5  # by how much a toy's loss falls at least in so many steps
 
 
@@ -82,10 +83,8 @@ class Comparison:
 def write_report(comparison: Comparison, directory: Path) -> Path:
     """Write compare.md and compare.json; return the page."""
     page = directory / "compare.md"
-    columns = ["", *COLUMNS]
-    write_text(
-        page, pages.page("compare", found=comparison, columns=columns, rows=rows(comparison))
-    )
+    columns, rows = table(comparison)
+    write_text(page, pages.page("compare", found=comparison, columns=["", *columns], rows=rows))
     write_text(directory / "compare.json", json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 
@@ -97,10 +96,13 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     return asdict(comparison) | judged
 
 
-def rows(comparison: Comparison) -> list[list[str]]:
-    """Return the name and the cells of every variant that ran."""
+def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the columns in which a variant that ran has a figure, and its name and cells there."""
     apart = comparison.apart
-    return [[result.name, *_cells(result, apart.get(result.name))] for result in comparison.ran]
+    every = [[*_cells(result, apart.get(result.name))] for result in comparison.ran]
+    shown = [any(row[n] != "n/a" for row in every) for n in range(len(_COLUMNS))]
+    rows = [[r.name, *compress(c, shown)] for r, c in zip(comparison.ran, every, strict=True)]
+    return [*compress(_COLUMNS, shown)], rows
 
 
 def _cells(result: Result, apart: Difference | None) -> Iterator[str]:

@@ -22,7 +22,7 @@ FIGURES: terminal.Columns = {
     "step ms": ("seconds_per_step", 1e3, "{:,.0f}"),
     "tokens/s a rank": ("tokens_per_second_per_gpu", 1, "{:,.0f}"),
     "MFU %": ("mfu", 100, "{:.1f}"),
-    "memory GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
+    "peak GiB": ("peak_memory_bytes", 2**-30, "{:.2f}"),
     "sent MiB": ("bytes_sent_per_rank_per_step", 2**-20, "{:,.1f}"),
     "max/mean": ("imbalance", 1, "{:.3f}"),
     "exposed ms": ("exposed", 1e3, "{:,.1f}"),

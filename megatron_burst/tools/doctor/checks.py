@@ -47,6 +47,7 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
     yield from _windows(args)
     if not parsed.stops:
         yield from _documents(args, parsed.config)
+        yield from _megatrons_chunks(args)
     if parsed.config is None:
         yield from _megatrons_attention(args)
 
@@ -159,6 +160,30 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
     if args.create_attention_mask_in_dataloader and size >= 1:
         text = f"the data loader makes a mask of {size:,.0f} GiB for every micro-batch"
         yield Finding("dense-mask", _WARNING, text, "--no-create-attention-mask-in-dataloader")
+    types = set(args.cp_comm_type or ["p2p"]) if args.context_parallel_size > 1 else set()
+    for is_wanted, what, lack_it in (
+        (args.window_size, "windows", {"p2p", "a2a+p2p"}),
+        (args.softmax_type != "vanilla", "sinks", {"p2p", "all_gather", "a2a+p2p"}),
+        (args.dataloader_inter_document_masking, "documents", {"all_gather", "a2a+p2p"}),
+    ):
+        if is_wanted and (found := sorted(types & lack_it)):
+            text = (
+                f"TransformerEngine 2.17 has no {what} with --cp-comm-type {' '.join(found)}; "
+                "older versions may leave them out without a word"
+            )
+            yield Finding("te-features", _ERROR, text, BURST)
+
+
+def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
+    """Megatron's own chunks of an MLP, under recompute."""
+    chunks = getattr(args, "mlp_chunks_for_training", 1) or 1
+    if chunks > 1 and args.recompute_granularity == "full":
+        text = (
+            f"--mlp-chunks-for-training {chunks} saves a third under full recompute, for autograd "
+            "keeps every chunk of the replay: the backward of an 8B layer's MLP holds 23 times "
+            "the layer's input with 4 chunks, 33 without, and 11 with --mlp-chunks"
+        )
+        yield Finding("megatrons-chunks", _WARNING, text, "--mlp-chunks auto in its place")
 
 
 # ---- documents: whether attention, positions and ranks follow them

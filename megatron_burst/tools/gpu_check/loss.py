@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst import linear_cross_entropy
+from megatron_burst.loss.function import linear_cross_entropy
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import drawing
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Request, select_kernel
 from megatron_burst.kernels.flash3 import Flash3Kernel
 from megatron_burst.plans.visibility.band import Band

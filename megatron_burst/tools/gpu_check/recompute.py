@@ -6,8 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.saved import AttentionMemory, SavedRows
+from megatron_burst.config import BurstConfig
+from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import Sizes, Tensors
 from megatron_burst.transport.host import HostMemory

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig
 from megatron_burst.attention.kv import ExpandedLatents, expand
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.plan import Item, Kind

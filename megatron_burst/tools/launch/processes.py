@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,48 @@ class Signals:
         self.ended = True
 
 
+class Reader:
+    """A process that reads a pipe from here to its end; if it is killed, another one reads on.
+
+    So nobody who writes to the pipe ever waits for a reader that is gone, or meets a broken pipe.
+    """
+
+    def __init__(self, *command: str, output: int | None = None) -> None:
+        self._command, self._output = command, output
+        self._input, self.pipe = os.pipe()
+        self._start()
+
+    def keep(self) -> None:
+        """Start it again if it has ended."""
+        if self._process.poll() is not None:
+            self._start()
+
+    def end(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Close the pipe here and wait until the process has read all of it, or `give_up`."""
+        os.close(self.pipe)
+        while (code := self._process.poll()) is None or code < 0:
+            if give_up():
+                self._process.kill()
+                break
+            if code is not None:
+                self._start()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_SECONDS)
+        os.close(self._input)
+
+    def _start(self) -> None:
+        # Without the mark of a job around this one: it outlives what it belongs to by a moment.
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=self._input,
+            stdout=self._output,
+            stderr=self._output,
+            env=environment,
+            start_new_session=True,
+        )
+
+
 def supervise(
     commands: Commands,
     signals: Signals,
@@ -58,6 +100,7 @@ def supervise(
     by_input: bool = False,
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
+    log: Reader | None = None,
 ) -> int:
     """Run commands to their ends; return the status of the first that failed (128 + a signal).
 
@@ -74,29 +117,21 @@ def supervise(
             they need no guard of ours: they look after what they start.
         output: the descriptor for what they print; by default they share this process's.
         environment: by default this process's.
+        log: what reads the output, kept alive meanwhile.
     """
     if signals.ended:
         return TERMINATED
     if by_input:
-        return _wait(_start(commands, subprocess.PIPE, output, environment), signals, output)
+        running = _start(commands, subprocess.PIPE, output, environment)
+        return _wait(running, signals, [log] if log else [], output)
     mark = str(uuid.uuid4())
-    with _reader(sys.executable, "-IS", guard.__file__, f"{MARK}={mark}", output=output):
+    guarding = Reader(sys.executable, "-IS", guard.__file__, f"{MARK}={mark}", output=output)
+    try:
         marked = {**(environment or os.environ), MARK: mark}
-        return _wait(_start(commands, subprocess.DEVNULL, output, marked), signals, output)
-
-
-def _reader(*command: str, output: int | None = None) -> subprocess.Popen[bytes]:
-    """Start what reads a pipe from here to its end, also where this process is killed."""
-    # Without the mark of a job around this one: it outlives what it belongs to by a moment.
-    environment = {name: value for name, value in os.environ.items() if name != MARK}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        env=environment,
-        start_new_session=True,
-    )
+        running = _start(commands, subprocess.DEVNULL, output, marked)
+        return _wait(running, signals, [guarding, *([log] if log else [])], output)
+    finally:
+        guarding.end()
 
 
 def _start(
@@ -115,7 +150,12 @@ def _start(
     }
 
 
-def _wait(running: dict[subprocess.Popen[bytes], str], signals: Signals, output: int | None) -> int:
+def _wait(
+    running: dict[subprocess.Popen[bytes], str],
+    signals: Signals,
+    readers: Sequence[Reader],
+    output: int | None,
+) -> int:
     failed, told, several = 0, 0.0, len(running) > 1
     while running:
         for process in [one for one in running if one.poll() is not None]:
@@ -131,6 +171,8 @@ def _wait(running: dict[subprocess.Popen[bytes], str], signals: Signals, output:
         elif told and time.monotonic() > told + PATIENCE_SECONDS:
             for process in running:
                 process.kill()
+        for reader in readers:
+            reader.keep()
         time.sleep(POLL_SECONDS)
     return failed
 
@@ -150,15 +192,10 @@ def run_logged(commands: Commands, directory: Path, *, by_input: bool) -> int:
     """
     signals = Signals()
     # Not this process, so that what they print while they end is kept if this one is killed.
-    log = _reader("tee", "-aip", "--", str(directory / "log.txt"))
-    assert log.stdin
-    status = supervise(commands, signals, by_input=by_input, output=log.stdin.fileno())
-    log.stdin.close()
+    log = Reader("tee", "-aip", "--", str(directory / "log.txt"))
+    status = supervise(commands, signals, by_input=by_input, output=log.pipe, log=log)
     deadline = time.monotonic() + GRACE_SECONDS
-    while log.poll() is None:
-        if signals.ended and time.monotonic() > deadline:
-            log.kill()
-        time.sleep(POLL_SECONDS)
+    log.end(lambda: signals.ended and time.monotonic() > deadline)
     (directory / "status").write_text(f"{status}\n")
     if status:
         say(f"ended with status {status}; the log is {directory / 'log.txt'}")

@@ -136,11 +136,11 @@ def message_rates(timed: Device, nics_per_node: int) -> dict[str, float]:
         ValueError: the nodes have unequal numbers of ranks, so that no group is of a node's.
     """
     assert (world := dist.group.WORLD) is not None
-    nodes = nodes_of_ranks(config := BurstConfig(), world, None)
+    nodes = nodes_of_ranks(world, seconds := BurstConfig().timeout_seconds)
     grid, why_flat = choose_grid(Topology.DOUBLE, nodes)
     if why_flat:
         raise ValueError(f"--measure: {why_flat}")
-    groups = make_groups(config, world, grid, head_groups(nodes, 1))
+    groups = make_groups(world, grid, head_groups(nodes, 1), seconds)
     Connections(groups.channels, {}).make()
     node, place = grid.coordinates(world.rank())
     found = {}

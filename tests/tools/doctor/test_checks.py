@@ -33,6 +33,7 @@ CLEAN = """
 """
 OURS = "--context-parallel-algo burst"
 LEARNED = "--position-embedding-type learned_absolute"
+CHUNKS = "--mlp-chunks-for-training 4"
 CLUSTER = Target(2, 8, (9, 0))
 HERE = Target(2, 8)
 W, E, X, N = Level.WARNING, Level.ERROR, Level.WRONG, Level.NOTE
@@ -86,6 +87,11 @@ CASES = [
     ("idle-mask", X, "--reset-attention-mask --transformer-impl transformer_engine", ""),
     ("idle-window", X, f"{OURS} --window-attn-skip-freq 4", ""),
     ("window-width", N, f"{OURS} --window-size 511,0", ""),
+    ("te-features", E, "--window-size 511,0", ""),
+    ("te-features", E, "--softmax-type off-by-one", ""),
+    ("te-features", E, f"{DOCUMENTS} --cp-comm-type all_gather", ""),
+    ("megatrons-chunks", W, f"--recompute-granularity full {CHUNKS}", ""),
+    ("megatrons-chunks", None, CHUNKS, ""),
     ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
     ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
     ("no-length", E, OURS, "--train-iters 10"),
@@ -96,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "level", "flags", "drop"), CASES)
 def test_each_is_found(
-    parser: argparse.ArgumentParser, name: str, level: Level, flags: str, drop: str
+    parser: argparse.ArgumentParser, name: str, level: Level | None, flags: str, drop: str
 ) -> None:
     assert look(parser, f" {flags}", drop=drop).get(name) == level
 
