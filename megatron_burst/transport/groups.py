@@ -12,9 +12,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.ctas import max_ctas
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid
@@ -69,7 +71,10 @@ def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]
 
     found: dict[Channel, Members] = {}
     if grid.ranks_per_node > 1:
-        found |= dict.fromkeys((Channel.READ_WITHIN, Channel.GRADIENT_WITHIN), of_rings(grid.rows))
+        within = Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN
+        found |= dict.fromkeys(
+            within if grid.ranks_per_node > 2 else within[::2], of_rings(grid.rows)
+        )
     if grid.nodes > 1:
         columns = of_rings([*zip(*grid.rows, strict=True)])
         found |= dict.fromkeys((Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN), columns)
@@ -108,7 +113,9 @@ def make_groups(
         for channel, some in wanted:
             options = None
             if dist.get_rank() in some and backends(None).get("cuda") == dist.Backend.NCCL:
-                options = options_like((group, *(hierarchy or ())), limit)
+                local = config.ranks_per_node or torch.cuda.device_count()
+                most = max_ctas(channel, len(some), local)
+                options = options_like((group, *(hierarchy or ())), limit, most)
             said = f"burst {channel}"
             made = dist.new_group(some, limit, pg_options=options, group_desc=said)
             if dist.get_rank() in some:

@@ -37,7 +37,7 @@ from tests.attention.cases import (
 from tests.plans.masks import Masking
 from tests.workers import Team, WorkerPool
 
-WITHIN = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
+WITHIN = (Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN)
 BETWEEN = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
 DIRECT = (Channel.READ_DIRECT, Channel.GRADIENT_DIRECT)
 
@@ -50,13 +50,16 @@ def test_a_rank_shares_a_channel_with_those_that_its_messages_reach() -> None:
         return {channel.name.split("_")[-1]: members for channel, members in found.items()}
 
     assert of([0]) == {}
-    assert of([0] * 4) == {"WITHIN": ((0, 1, 2, 3),)}
+    assert of([0, 0]) == {"WITHIN": ((0, 1),)}, "a rank has one to read from"
+    assert of([0] * 4) == {"WITHIN": ((0, 1, 2, 3),), "ACROSS": ((0, 1, 2, 3),)}
     assert of([0, 1, 2]) == {"BETWEEN": ((0, 1, 2),)}
     rows, rails = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     assert of([0, 0, 1, 1]) == {"WITHIN": rows, "BETWEEN": rails, "DIRECT": (tuple(range(4)),)}
     assert of([0, 1, 0, 1])["WITHIN"] == rails
-    assert of([0, 0, 1, 1], topology="flat") == {"WITHIN": ((0, 1, 2, 3),)}
-    assert of([0, 0, 1]) == {"WITHIN": ((0, 1, 2),)}, "nodes of unequal size make a flat ring"
+    flat = of([0, 0, 1, 1], topology="flat")
+    assert flat == dict.fromkeys(("WITHIN", "ACROSS"), ((0, 1, 2, 3),))
+    flat = of([0, 0, 1])
+    assert set(flat.values()) == {((0, 1, 2),)}, "nodes of unequal size make a flat ring"
     assert of([0] * 4, 4) == {"HEADS": ((0, 1, 2, 3),)}
     assert of([0, 0, 1, 1], 2) == {"HEADS": rows, "BETWEEN": rails}
     assert of([0] * 4, 2) == {"HEADS": rows, "WITHIN": rails}
@@ -186,7 +189,8 @@ def test_communicators_have_our_options_and_the_callers_win(
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
-    arguments = BurstConfig(timeout_seconds=7.0), group, Grid(((0, 1), (2, 3)))
+    config = BurstConfig(timeout_seconds=7.0, ranks_per_node=2)
+    arguments = config, group, Grid(((0, 1), (2, 3)))
     last = hierarchy if in_hierarchy else None
 
     def options() -> list[Any]:
@@ -202,12 +206,13 @@ def test_communicators_have_our_options_and_the_callers_win(
     unset = dist.ProcessGroupNCCL.Options().config.min_ctas
     assert all(o.is_high_priority_stream for o in options())
     assert {o._timeout.total_seconds() for o in options()} == {7.0}
-    assert settings() == {(8, 1, unset)}
+    # A pair of a node has all channels, what leaves it few.
+    assert settings() == {(32, 1, unset), (8, 1, unset)}
     callers = hierarchy[1] if in_hierarchy else group
     callers.options.config.cga_cluster_size = 2
-    assert settings() == {(8, 2, unset)}
+    assert settings() == {(32, 2, unset), (8, 2, unset)}
     callers.options.config.min_ctas = 16
-    assert settings() == {(16, 2, 16)}, "NCCL refuses more at least than at most"
+    assert settings() == {(32, 2, 16), (16, 2, 16)}, "NCCL refuses more at least than at most"
     callers.options.config.max_ctas = 24
     assert settings() == {(24, 2, 16)}
 
