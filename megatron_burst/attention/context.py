@@ -102,7 +102,7 @@ class BurstContext:
         on_a_node = nodes.count(nodes[0])
         grid, ring_nodes, heads = _arranged(config, group, nodes, size)
         if groups is None:
-            groups = make_groups(group, grid, heads, config.timeout_seconds, hierarchy)
+            groups = make_groups(group, grid, heads, on_a_node, config.timeout_seconds, hierarchy)
         ranks = dist.get_process_group_ranks(group)
         connections = _connections(groups, ranks, heads, group.rank())
         agreement = Agreement(groups.agreement, config.timeout_seconds)

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_burst.plans.choice.ctas import max_ctas
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid
@@ -71,7 +72,10 @@ def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]
 
     found: dict[Channel, Members] = {}
     if grid.ranks_per_node > 1:
-        found |= dict.fromkeys((Channel.READ_WITHIN, Channel.GRADIENT_WITHIN), of_rings(grid.rows))
+        within = Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN
+        found |= dict.fromkeys(
+            within if grid.ranks_per_node > 2 else within[::2], of_rings(grid.rows)
+        )
     if grid.nodes > 1:
         columns = of_rings([*zip(*grid.rows, strict=True)])
         found |= dict.fromkeys((Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN), columns)
@@ -87,11 +91,13 @@ def make_groups(
     group: dist.ProcessGroup,
     grid: Grid,
     heads: HeadGroups,
+    local: int,
     timeout_seconds: float,
     hierarchy: Hierarchy = None,
 ) -> Groups:
     """Return a group for each channel of an all-to-all and rings on `grid`, and for agreement.
 
+    A node has `local` ranks of the group, whatever rows the grid has.
     A collective call of all ranks of the job, each with its own group. Groups that only their
     members make (`use_local_synchronization`) would save nothing, for torch has no barrier in
     `new_group`: 12 us a group of others. And torch names those by how many groups a rank is in,
@@ -110,7 +116,8 @@ def make_groups(
         for channel, some in wanted:
             options = None
             if dist.get_rank() in some and backends(None).get("cuda") == dist.Backend.NCCL:
-                options = options_like((group, *(hierarchy or ())), limit)
+                most = max_ctas(channel, len(some), local)
+                options = options_like((group, *(hierarchy or ())), limit, most)
             said = f"burst {channel}"
             made = dist.new_group(some, limit, pg_options=options, group_desc=said)
             if dist.get_rank() in some:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megatron_burst.transport.backend import nccl_of
 
 _READ = (2, 27), (2, 30)  # the first version and the last
-# A channel is a CTA, and has buffers for every peer. Clusters of 4 CTAs, as is usual on Hopper,
-# want room in one part of the GPU, beside attention. Neither number was timed.
-OURS = {"max_ctas": 8, "cga_cluster_size": 1}
+# Clusters of 4 CTAs, as is usual on Hopper, want room in one part of the GPU, beside attention.
+_CLUSTER = 1  # not timed
 _CALLERS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
 
 
@@ -35,7 +34,7 @@ def unread(version: tuple[int, ...]) -> str:
     return "what our messages rely on was read in {}.{} to {}.{} alone".format(*first, *last)
 
 
-def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta) -> Any:
+def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta, max_ctas: int) -> Any:
     """Return options of a new communicator, for it alone: torch writes into them.
 
     Its stream has high priority, so that messages do not wait for what computes. What a caller's
@@ -43,7 +42,8 @@ def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit
-    unset, given = dist.ProcessGroupNCCL.Options().config, dict[str, Any](OURS)
+    unset = dist.ProcessGroupNCCL.Options().config
+    given: dict[str, Any] = {"max_ctas": max_ctas, "cga_cluster_size": _CLUSTER}
     for group in callers:
         config = getattr(getattr(nccl_of(group), "options", None), "config", unset)
         said = {name: getattr(config, name, None) for name in _CALLERS}

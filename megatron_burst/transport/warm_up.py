@@ -18,8 +18,6 @@ from megatron_burst.transport.errors import named_errors
 
 logger = logging.getLogger(__name__)
 
-_DIRECT = Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
-
 
 class Way(NamedTuple):
     """Messages to a peer, or from it; `peer` is the job's number of a rank."""
@@ -45,6 +43,9 @@ class Connections:
         by_nccl = ((c, nccl_of(channels[c])) for c in Channel if c in channels)
         self._backends = {c: found for c, found in by_nccl if found is not None}
         self._channels, self._ranks, self._known = channels, ranks, set[Way]()
+        # A mesh of one node reads across it, too.
+        across = {Channel.READ_ACROSS} if Channel.READ_BETWEEN in channels else set()
+        self._direct = {Channel.READ_DIRECT, Channel.GRADIENT_DIRECT} | across
 
     def make(self, *, direct: bool = False) -> None:
         """Make the communicators but those of direct exchanges, or these; connect nobody.
@@ -57,7 +58,7 @@ class Connections:
         missing = [
             (channel, backend)
             for channel, backend in self._backends.items()
-            if (channel in _DIRECT) == direct and not backend._is_initialized()
+            if (channel in self._direct) == direct and not backend._is_initialized()
         ]
         with _said_memory(len(missing), "communicators"):
             for channel, backend in missing:

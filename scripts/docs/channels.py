@@ -13,16 +13,16 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from megatron_burst.config import BurstConfig  # noqa: E402
 from megatron_burst.plans.schedules.direct import Direct  # noqa: E402
-from megatron_burst.plans.schedules.plan import Kind  # noqa: E402
+from megatron_burst.plans.schedules.plan import Channel, Kind  # noqa: E402
 from megatron_burst.plans.schedules.tiles import Tiling  # noqa: E402
 from megatron_burst.tools.plan import timing  # noqa: E402
-from megatron_burst.tools.plan.communicators import Options, Use, Way, uses  # noqa: E402
+from megatron_burst.tools.plan.communicators import Options, Use, uses  # noqa: E402
 from megatron_burst.tools.plan.configs import Configs  # noqa: E402
 from megatron_burst.tools.plan.workload import Workload  # noqa: E402
 
 TOKENS = 8192  # of a rank
 HEADS = (256, 64, 16)  # as wide as 32 and 8 of 128, and Ulysses can share them out
-RANKS = (8, 64, 256)
+PLACES = (("h100", 8), ("h100", 64), ("h100", 256), ("gb200", 64))
 WAYS = {
     "flat": BurstConfig(topology="flat", head_chunks=1),
     "double": BurstConfig(topology="double", head_chunks=1),
@@ -33,28 +33,30 @@ WAYS = {
 GROUPS = {
     "all ranks": Options(own=False, max_ctas=64),
     "own": Options(max_ctas=64),
-    "own, 8 CTAs": Options(),
+    "own, 8 CTAs": Options(max_ctas=8),
+    "ours": Options(),
 }
 
 
 def channels() -> str:
     """Return the table."""
-    return table(["ranks", "way", "messages", "of MiB", *GROUPS], _lines())
+    return table(["GPUs", "way", "messages", "of MiB", *GROUPS], _lines())
 
 
 def _lines() -> Iterator[list[str]]:
-    for ranks, (name, config) in product(RANKS, WAYS.items()):
-        if name == "double" and ranks == 8:
+    for (name_of, ranks), (name, config) in product(PLACES, WAYS.items()):
+        cluster = Configs.read().cluster(name_of)
+        if name == "double" and ranks == cluster.gpus_per_node:
             continue  # of one node it is flat
-        load = attention_alone(Configs.read().cluster("h100"), ranks, TOKENS, config, HEADS)
+        load = attention_alone(cluster, ranks, TOKENS, config, HEADS)
         found = [_uses(load, options, is_direct=name == "direct") for options in GROUPS.values()]
         some = found[0].values()
-        cells = [str(ranks), name, str(sum(use.sent for use in some))]
+        cells = [f"{ranks} {cluster.name.upper()}", name, str(sum(use.sent for use in some))]
         cells.append(f"{max(use.largest for use in some) / 2**20:.3g}")
         yield cells + [*map(_cell, found)]
 
 
-def _uses(load: Workload, options: Options, *, is_direct: bool) -> dict[tuple[str, Way], Use]:
+def _uses(load: Workload, options: Options, *, is_direct: bool) -> dict[Channel, Use]:
     if is_direct:
         load = replace(load, window=3 * TOKENS)
         schedule = Direct(Tiling(load.ring.layout, load.ring.mask), load.ring.grid, Kind.KV)
@@ -64,9 +66,12 @@ def _uses(load: Workload, options: Options, *, is_direct: bool) -> dict[tuple[st
     return dict(uses(load.ring, schedules, shape, options))
 
 
-def _cell(of: dict[tuple[str, Way], Use]) -> str:
-    """Channels of the largest message, of a row of the grid and of others; SMs; MiB."""
-    most = [max((u.channels for (_, w), u in of.items() if w is way), default=0) for way in Way]
+def _cell(of: dict[Channel, Use]) -> str:
+    """Channels of the largest read and gradient in a row of the grid, and of others; SMs; MiB."""
+    of_each = {channel: use.channels for channel, use in of.items()}
+    rows = [(Channel.READ_WITHIN, Channel.READ_ACROSS), (Channel.GRADIENT_WITHIN,)]
+    rest = [channel for channel in Channel if not any(channel in row for row in rows)]
+    most = [max((of_each.get(channel, 0) for channel in some), default=0) for some in (*rows, rest)]
     channels = "/".join(map(str, filter(None, most)))
     ctas, buffers = (sum(getattr(u, n) for u in of.values()) for n in ("ctas", "buffers"))
     return f"{channels}, {ctas}, {buffers // 2**20}"

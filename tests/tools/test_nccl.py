@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.ctas import max_ctas
 from megatron_burst.plans.schedules.direct import Direct
-from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.plan import Channel, Kind
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import communicators, memory, timing
-from megatron_burst.tools.plan.communicators import OURS, Options, Use, Way
+from megatron_burst.tools.plan.communicators import OURS, Options, Use
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
 from megatron_burst.tools.plan.workload import Workload
@@ -112,6 +113,35 @@ def test_buffers_are_a_peers_in_a_node_and_shared_between_them() -> None:
     assert communicator(H100, 8, 8, 64).buffers(Peers(1, 0, 1, 0)) == 10 * MIB + 32 * MIB
 
 
+@pytest.mark.parametrize(
+    ("channel", "ranks", "local", "most"),
+    [
+        # 768 MiB at 12 a channel and peer are 64 of both: as many as NCCL has for one peer.
+        (Channel.READ_WITHIN, 8, 8, 32),
+        (Channel.READ_WITHIN, 72, 72, 32),
+        (Channel.READ_WITHIN, 16, 8, 8),  # a flat ring over nodes
+        (Channel.GRADIENT_WITHIN, 2, 8, 32),
+        (Channel.GRADIENT_WITHIN, 4, 8, 16),  # 3 peers: 21
+        (Channel.GRADIENT_WITHIN, 8, 8, 8),  # 7: 9
+        (Channel.GRADIENT_WITHIN, 9, 72, 8),  # 8: 8, which is all of it
+        (Channel.GRADIENT_WITHIN, 10, 72, 4),
+        (Channel.GRADIENT_WITHIN, 33, 72, 2),
+        (Channel.GRADIENT_WITHIN, 72, 72, 2),  # 1 is too few: 1.7 GiB
+        (Channel.READ_ACROSS, 5, 8, 16),  # three beside the one before: 21
+        (Channel.READ_ACROSS, 10, 72, 8),
+        (Channel.HEADS, 8, 8, 8),
+        (Channel.HEADS, 16, 8, 8),  # over two nodes
+        (Channel.READ_BETWEEN, 2, 8, 8),
+        (Channel.GRADIENT_BETWEEN, 32, 8, 8),
+        (Channel.READ_DIRECT, 4, 8, 8),
+    ],
+)
+def test_as_many_ctas_as_the_memory_for_all_peers_allows(
+    channel: Channel, ranks: int, local: int, most: int
+) -> None:
+    assert max_ctas(channel, ranks, local) == most
+
+
 def load(ranks: int, tokens: int = 8192, **config: object) -> Workload:
     flags = {"hybrid-layer-pattern": "*", "hidden-size": 4096, "vocab-size": 1}
     flags |= {"num-attention-heads": 32, "group-query-attention": True, "num-query-groups": 8}
@@ -126,7 +156,7 @@ def load(ranks: int, tokens: int = 8192, **config: object) -> Workload:
     )
 
 
-def uses(of: Workload, options: Options = OURS) -> dict[tuple[str, Way], Use]:
+def uses(of: Workload, options: Options = OURS) -> dict[Channel, Use]:
     choice, shape = timing.chosen(of.ring)
     schedules = choice.forward[0].schedule, choice.backward[0].schedule
     return dict(communicators.uses(of.ring, schedules, shape, options))
@@ -136,33 +166,35 @@ def test_a_double_ring_has_groups_of_nodes_and_of_places() -> None:
     found = uses(load(16, topology="double", backward="kv"))
     block = 8192 * 8 * 256 * 2
     # A block goes on to the next of the node 7 times in either node, and once to the other.
-    blocks = found["blocks", Way.ROW]
-    assert blocks.communicator == communicator(H100, 1, 8) and blocks.peers == (1, 1, 0, 0)
+    blocks = found[Channel.READ_WITHIN]
+    assert blocks.communicator == communicator(H100, 1, 8, 32) and blocks.peers == (1, 1, 0, 0)
     assert (blocks.sent, blocks.largest, blocks.at_once) == (2 * 2 * 7, block, 1)
-    assert (blocks.channels, blocks.ctas, blocks.buffers) == (2, 2, 8 * 12 * MIB)  # of 32 MiB
-    across = found["blocks", Way.COLUMN]
-    assert across.communicator == communicator(H100, 2, 1) and across.peers == (0, 0, 1, 1)
+    assert (blocks.channels, blocks.ctas, blocks.buffers) == (4, 4, 32 * 12 * MIB)  # of 32 MiB
+    across = found[Channel.READ_BETWEEN]
+    assert across.communicator == communicator(H100, 2, 1, 8) and across.peers == (0, 0, 1, 1)
     assert across.sent == 2 and across.buffers == 2 * 4 * 2 * MIB
     # A partial gradient of its block comes from each of the node, and goes to each.
-    assert found["results", Way.ROW].peers == (7, 7, 0, 0)
+    results = found[Channel.GRADIENT_WITHIN]
+    assert results.peers == (7, 7, 0, 0) and results.communicator == communicator(H100, 1, 8, 8)
     whole = uses(load(16, topology="double"), Options(own=False))
-    assert {use.communicator for use in whole.values()} == {communicator(H100, 2, 8)}
+    assert {use.communicator for use in whole.values()} == {communicator(H100, 2, 8, 8)}
 
 
 def test_what_leaves_the_node_has_a_group_of_all_ranks() -> None:
     flat = uses(load(16, topology="flat"))
-    assert flat["blocks", Way.ROW].communicator == communicator(H100, 2, 8)
-    assert flat["blocks", Way.ROW].peers == (0, 1, 1, 0)  # the first of the other node
+    assert flat[Channel.READ_WITHIN].communicator == communicator(H100, 2, 8, 8)
+    assert flat[Channel.READ_WITHIN].peers == (0, 1, 1, 0)  # the first of the other node
     heads = uses(load(16, algorithm="ulysses"))
-    assert heads.keys() == {("blocks", Way.HEADS)}
-    use = heads["blocks", Way.HEADS]
-    assert use.communicator == communicator(H100, 2, 8) and use.peers == (7, 7, 8, 8)
+    assert heads.keys() == {Channel.HEADS}
+    use = heads[Channel.HEADS]
+    assert use.communicator == communicator(H100, 2, 8, 8) and use.peers == (7, 7, 8, 8)
     assert (use.sent, use.at_once, use.ctas) == (4 * 15, 15, 8)
     sparse = replace(load(16, topology="double"), window=2 * 8192)
     direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)
     found = communicators.uses(sparse.ring, (direct, direct), sparse.ring.shape)
-    assert found["blocks", Way.CORNER].communicator == communicator(H100, 2, 8)
-    assert found["blocks", Way.ROW].communicator == communicator(H100, 1, 8)
+    assert found[Channel.READ_DIRECT].communicator == communicator(H100, 2, 8, 8)
+    assert found[Channel.READ_ACROSS].communicator == communicator(H100, 1, 8, 8)
+    assert found[Channel.READ_WITHIN].peers.senders <= 1
 
 
 def reached(of: Workload, schedule: Schedule, *, backward: bool = False) -> float:
@@ -175,15 +207,16 @@ def test_messages_are_no_faster_than_their_channels() -> None:
         of = replace(of, cluster=replace(of.cluster, **links))
         return reached(of, timing.chosen(of.ring)[0].forward[0].schedule)
 
-    for tokens, channels in ((1024, 1), (8192, 2), (65536, 8)):  # blocks of 4, 32 and 256 MiB
+    # Blocks of 4, 32, 128 and 256 MiB: 4 channels of 32 up to 64 MiB, 10 are the link's 360 GB/s.
+    for tokens, channels in ((1024, 4), (8192, 4), (32768, 8), (65536, 360 / 36.7)):
         assert rate(load(8, tokens, topology="flat")) == pytest.approx(channels * 36.7e9)
     assert rate(load(8, topology="flat"), channel_rate=400e9) == pytest.approx(360e9)
     assert rate(load(8, topology="flat"), nvlinks=0) == 360e9
     assert rate(load(64, topology="flat")) == pytest.approx(36.7e9)
-    # Within nodes 32 MiB, between them sums of twice that in float32: their rate is another.
+    # Blocks of 32 MiB and as many bytes of gradients, as a kernel returns them.
     double = load(16, topology="double", backward="kv")
     schedule = timing.chosen(double.ring)[0].backward[0].schedule
-    assert reached(double, schedule, backward=True) == pytest.approx(2 * 36.7e9)
+    assert reached(double, schedule, backward=True) == pytest.approx(2 * 36.7e9 / (1 / 4 + 1 / 2))
     # From several ranks at once, and to seven peers at once, a channel each.
     sparse = replace(load(8), window=16384)
     direct = Direct(Tiling(sparse.ring.layout, sparse.ring.mask), sparse.ring.grid, Kind.KV)

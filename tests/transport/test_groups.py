@@ -38,7 +38,7 @@ from tests.attention.cases import (
 from tests.plans.masks import Masking
 from tests.workers import Team, WorkerPool
 
-WITHIN = (Channel.READ_WITHIN, Channel.GRADIENT_WITHIN)
+WITHIN = (Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN)
 BETWEEN = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
 DIRECT = (Channel.READ_DIRECT, Channel.GRADIENT_DIRECT)
 
@@ -51,13 +51,16 @@ def test_a_rank_shares_a_channel_with_those_that_its_messages_reach() -> None:
         return {channel.name.split("_")[-1]: members for channel, members in found.items()}
 
     assert of([0]) == {}
-    assert of([0] * 4) == {"WITHIN": ((0, 1, 2, 3),)}
+    assert of([0, 0]) == {"WITHIN": ((0, 1),)}, "a rank has one to read from"
+    assert of([0] * 4) == {"WITHIN": ((0, 1, 2, 3),), "ACROSS": ((0, 1, 2, 3),)}
     assert of([0, 1, 2]) == {"BETWEEN": ((0, 1, 2),)}
     rows, rails = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     assert of([0, 0, 1, 1]) == {"WITHIN": rows, "BETWEEN": rails, "DIRECT": (tuple(range(4)),)}
     assert of([0, 1, 0, 1])["WITHIN"] == rails
-    assert of([0, 0, 1, 1], topology="flat") == {"WITHIN": ((0, 1, 2, 3),)}
-    assert of([0, 0, 1]) == {"WITHIN": ((0, 1, 2),)}, "nodes of unequal size make a flat ring"
+    flat = of([0, 0, 1, 1], topology="flat")
+    assert flat == dict.fromkeys(("WITHIN", "ACROSS"), ((0, 1, 2, 3),))
+    flat = of([0, 0, 1])
+    assert set(flat.values()) == {((0, 1, 2),)}, "nodes of unequal size make a flat ring"
     assert of([0] * 4, 4) == {"HEADS": ((0, 1, 2, 3),)}
     assert of([0, 0, 1, 1], 2) == {"HEADS": rows, "BETWEEN": rails}
     assert of([0] * 4, 2) == {"HEADS": rows, "WITHIN": rails}
@@ -86,7 +89,7 @@ def in_a_hierarchy(_: Team, config: BurstConfig) -> BurstContext:
     context = BurstContext.create(config, group, hierarchy=(within, between))
     channels, ranks_of = context.communicator._channels, dist.get_process_group_ranks
     heads_within = context.heads.size > 1
-    expected = dict.fromkeys((Channel.HEADS,) if heads_within else WITHIN, within)
+    expected = dict.fromkeys((Channel.HEADS,) if heads_within else WITHIN[::2], within)
     expected |= dict.fromkeys(BETWEEN, between)
     expected |= {} if heads_within else dict.fromkeys(DIRECT, group)
     assert {c: ranks_of(g) for c, g in channels.items()} == {
@@ -132,7 +135,7 @@ def made(team: Team, rows: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        found = make_groups(team.group, Grid(rows), head_groups([0] * 8, 1), 60.0)
+        found = make_groups(team.group, Grid(rows), head_groups([0] * 8, 1), 4, 60.0)
     ours = [(said, ranks) for said, ranks, is_ours in calls if is_ours]
     groups = [*found.channels.values(), found.agreement]
     assert ours == [(g.group_desc, tuple(dist.get_process_group_ranks(g))) for g in groups]
@@ -181,7 +184,7 @@ def test_communicators_have_our_options_and_the_callers_win(
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: range(4))
     monkeypatch.setattr(type(dist.group), "WORLD", group)
     monkeypatch.setattr(groups, "gather_objects", lambda _, __, value, ___: [value])
-    arguments = group, Grid(((0, 1), (2, 3))), head_groups([0, 0, 1, 1], 1), 7.0
+    arguments = group, Grid(((0, 1), (2, 3))), head_groups([0, 0, 1, 1], 1), 2, 7.0
     last = hierarchy if in_hierarchy else None
 
     def options() -> list[Any]:
@@ -197,12 +200,13 @@ def test_communicators_have_our_options_and_the_callers_win(
     unset = dist.ProcessGroupNCCL.Options().config.min_ctas
     assert all(o.is_high_priority_stream for o in options())
     assert {o._timeout.total_seconds() for o in options()} == {7.0}
-    assert settings() == {(8, 1, unset)}
+    # A pair of a node has all channels, what leaves it few.
+    assert settings() == {(32, 1, unset), (8, 1, unset)}
     callers = hierarchy[1] if in_hierarchy else group
     callers.options.config.cga_cluster_size = 2
-    assert settings() == {(8, 2, unset)}
+    assert settings() == {(32, 2, unset), (8, 2, unset)}
     callers.options.config.min_ctas = 16
-    assert settings() == {(16, 2, 16)}, "NCCL refuses more at least than at most"
+    assert settings() == {(32, 2, 16), (16, 2, 16)}, "NCCL refuses more at least than at most"
     callers.options.config.max_ctas = 24
     assert settings() == {(24, 2, 16)}
 

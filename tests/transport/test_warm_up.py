@@ -49,8 +49,7 @@ def ways_of(grid: Grid) -> set[tuple[Channel, int, int]]:
         (hop.channel, hop.source, hop.target)
         for schedule in schedules(grid)
         for backward in (False, True)
-        for messages in schedule.messages(backward=backward)
-        for hop in messages.hops()
+        for hop in schedule.hops(backward=backward)
     }
 
 
@@ -84,6 +83,9 @@ def test_every_message_is_between_members_of_its_channel(
         ways = ways_of(grid)
         seen |= {channel for channel, *_ in ways}
         for channel, *ends in ways:
+            is_after = grid.after(ends[0]) == ends[1]
+            if channel in (Channel.READ_WITHIN, Channel.READ_ACROSS):
+                assert is_after == (channel is Channel.READ_WITHIN), "of whom many CTAs take memory"
             for index in range(heads.size):
                 source, target = (heads.ring(index)[end] for end in ends)
                 assert target in group[channel, source], (channel, source, target)
@@ -177,11 +179,17 @@ def test_communicators_are_made_in_one_order_and_not_twice(posted: Any) -> None:
     made.make()
     made.make()
     asked = {channel: len(group.asked) for channel, group in channels.items()}
-    direct = Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
+    direct = Channel.READ_ACROSS, Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
     assert asked == {channel: int(channel not in direct) for channel in channels} and not posted
     for _ in range(2):
         made.add([], direct=True)  # of a rank without a message
-        assert [len(group.asked) for group in channels.values()] == [1] * 6 and not posted
+        assert [len(group.asked) for group in channels.values()] == [1] * 7 and not posted
+    alone, channels = connections(1, Grid((tuple(range(8)),)))  # where a mesh reads across the node
+    alone.make()
+    assert [len(channels[way].asked) for way in (Channel.READ_WITHIN, Channel.READ_ACROSS)] == [
+        1,
+        1,
+    ]
 
 
 def test_gloo_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

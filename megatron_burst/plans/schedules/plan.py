@@ -72,10 +72,12 @@ _RESULTS = {Kind.OUTPUT, *_PARTIALS, *_SUMS}
 class Channel(StrEnum):
     """One of the communicators of a rank; messages of one channel stay in order.
 
-    Of a grid of nodes WITHIN has a row's ranks, BETWEEN a column's, DIRECT all of them.
+    Of a grid of nodes WITHIN and ACROSS have a row's ranks, BETWEEN a column's, DIRECT all of them.
+    A read in a row is WITHIN if it comes from the rank before, as in rings, else ACROSS.
     """
 
     READ_WITHIN = "reads within the node"
+    READ_ACROSS = "direct reads within the node"
     READ_BETWEEN = "reads between nodes"
     GRADIENT_WITHIN = "gradients within the node"
     GRADIENT_BETWEEN = "gradients between nodes"

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.assembly import assemble
-from megatron_burst.plans.schedules.plan import Hop, Kind, Plan, Tiles
+from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Plan, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.schedules.work import Work
 
 
@@ -49,6 +50,7 @@ class Schedule(ABC):
 
     tiling: Tiling
     """Who computes what."""
+    grid: Grid
     sent: Kind
     """What goes around, or straight to whom needs it: KV or QUERY."""
 
@@ -70,6 +72,16 @@ class Schedule(ABC):
     @abstractmethod
     def messages(self, *, backward: bool) -> tuple[Messages, ...]:
         """Return all messages of a forward or a backward: blocks, then results."""
+
+    def hops(self, rank: int | None = None, *, backward: bool) -> list[Hop]:
+        """Return all of them, or those that `rank` sends or receives, each on its communicator."""
+        found = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
+        return [
+            hop._replace(channel=Channel.READ_ACROSS)
+            if hop.channel is Channel.READ_WITHIN and self.grid.after(hop.source) != hop.target
+            else hop
+            for hop in found
+        ]
 
     @abstractmethod
     def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
@@ -108,5 +120,5 @@ class Schedule(ABC):
         return self._plan(rank, backward=True)
 
     def _plan(self, rank: int, *, backward: bool) -> Plan:
-        hops = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
-        return assemble(rank, hops, self.tiles(rank, backward=backward))
+        hops, tiles = self.hops(rank, backward=backward), self.tiles(rank, backward=backward)
+        return assemble(rank, hops, tiles)

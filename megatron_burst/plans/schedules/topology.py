@@ -47,6 +47,11 @@ class Grid:
         """Return the rank at (node, local), both cyclic."""
         return self.rows[node % self.nodes][local % self.ranks_per_node]
 
+    def after(self, rank: int) -> int:
+        """Return the next rank of the row, to which a ring within the node sends."""
+        node, local = self.coordinates(rank)
+        return self.at(node, local + 1)
+
     def visits(self, rank: int) -> tuple[int, ...]:
         """Return whose tensors `rank` holds, step by step: its node's pass, then node by node."""
         node, local = self.coordinates(rank)

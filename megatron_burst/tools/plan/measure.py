@@ -140,7 +140,7 @@ def message_rates(timed: Device, nics_per_node: int) -> dict[str, float]:
     grid, why_flat = choose_grid(Topology.DOUBLE, nodes)
     if why_flat:
         raise ValueError(f"--measure: {why_flat}")
-    groups = make_groups(world, grid, head_groups(nodes, 1), seconds)
+    groups = make_groups(world, grid, head_groups(nodes, 1), nodes.count(nodes[0]), seconds)
     Connections(groups.channels, {}).make()
     node, place = grid.coordinates(world.rank())
     found = {}

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 VERSION = (2, 28)
 """That of torch 2.11; from 2.29 on a peer on another node may have more channels."""
-MAX_CTAS = 8
-"""Of each communicator of ours."""
 _NIC_CHANNEL = 14e9  # bytes/s that NCCL counts on of a channel between nodes, since 2.29
 _MIB = 2**20
 # A channel from a peer of the node has buffers of three protocols, 4 + 4.69 + .5 MiB, one to it a
@@ -94,7 +92,7 @@ def communicator(
     fabric: Fabric,
     nodes: int,
     local_ranks: int,
-    max_ctas: int = MAX_CTAS,
+    max_ctas: int,
     version: tuple[int, int] = VERSION,
 ) -> Communicator:
     """Return that of a group with so many ranks on each of so many nodes.
